@@ -1,0 +1,36 @@
+"""BurstAttention: exact attention over sequences that are spread over a ring of ranks.
+
+    cp = burst_plugin.ContextParallel(group)
+    out = burst_plugin.burst_attention(q, k, v, cp)
+
+Importing this package imports torch and nothing else, and has no side effect.
+"""
+
+from burst_plugin.attention import burst_attention
+from burst_plugin.context import ContextParallel
+from burst_plugin.executor import RingError
+from burst_plugin.mask import Causal, Full
+from burst_plugin.schedule import Schedule, ScheduleError, Transfer, flat_ring, two_level_ring
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.virtual import VirtualRing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Causal",
+    "ContextParallel",
+    "Full",
+    "Link",
+    "RingError",
+    "Schedule",
+    "ScheduleError",
+    "Strategy",
+    "Topology",
+    "Traffic",
+    "Transfer",
+    "VirtualRing",
+    "burst_attention",
+    "flat_ring",
+    "two_level_ring",
+]

@@ -1,0 +1,254 @@
+"""`ContextParallel`: a process group as a ring, with its topology, layout, schedule and communicators."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from burst_plugin.executor import Trace
+from burst_plugin.member import Member, as_traffic
+from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.topology import Link, Topology, Traffic, node_id
+from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
+
+__all__ = ["ContextParallel"]
+
+_EXCHANGE_BYTES = 2048
+_NODE, _PROBLEM = "node: ", "problem: "
+_DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
+
+
+class ContextParallel:
+    """A context-parallel group: the ranks that hold one sequence between them.
+
+    Make one per group and share it between layers. Creating it is collective when `ranks_per_node` is "auto"
+    and no hierarchy is given (ranks then ask each other for their node); so is the first attention call, which
+    creates the communicators that `group` and `hierarchy` do not supply already.
+
+    Args:
+        group: the whole context-parallel ProcessGroup; None for a single rank without torch.distributed.
+        hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
+        ranks_per_node, layout, schedule, backward, kernel: see `Strategy`, for which they are shorthand.
+        strategy: all options at once, instead of the keywords.
+
+    Raises:
+        ValueError: an option that is not valid, sizes that do not multiply to the group's, or a group that
+            this rank is not in.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None = None,
+        ranks_per_node: int | str = AUTO,
+        layout: str = "zigzag",
+        schedule: str = AUTO,
+        backward: str = AUTO,
+        kernel: str = AUTO,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self.strategy = Strategy.of(
+            strategy,
+            ranks_per_node=ranks_per_node,
+            layout=layout,
+            schedule=schedule,
+            backward=backward,
+            kernel=kernel,
+        )
+        self.group = group
+        self.rank, self._global_ranks = _place(group)
+        self._hierarchy = [level for level in hierarchy or () if not isinstance(level, int)]
+        sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
+        self._calls = 0
+        self._connected = False
+        self._transport = DistributedTransport({}, self._global_ranks)
+        self.member = Member(self.rank, self._find_topology(sizes), self.strategy, self._transport)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._global_ranks)
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes and ranks per node."""
+        return self.member.topology
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens out of the whole sequence `x`, along `dim`; ValueError if it does not divide."""
+        return self.member.layout.shard(x, dim, self.rank, self.ranks)
+
+    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
+        """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
+
+        For looking at results: raises RuntimeError where gradients would be lost.
+        """
+        if local.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
+                "the shard"
+            )
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        if self.group is None:
+            shards = [local]
+        else:
+            dist.all_gather(shards, local.contiguous(), group=self.group)
+        return self.member.layout.unshard(shards, dim)
+
+    def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
+        """Global positions [S_local], int64, of this rank's tokens in a sequence of `seq_len` tokens."""
+        return self.member.layout.positions(self.rank, self.ranks, seq_len, device)
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
+        return as_traffic(self._transport.sent_bytes)
+
+    def expected_traffic(self) -> dict[str, dict[str, int]]:
+        """The same, as the schedule counts it for the calls made."""
+        return as_traffic(self.member.expected_bytes)
+
+    def reset_traffic(self) -> None:
+        """Start counting from zero."""
+        self._transport.sent_bytes.clear()
+        self.member.expected_bytes.clear()
+
+    def describe(self) -> dict[str, str]:
+        """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
+        return {
+            "topology": str(self.topology),
+            "schedule": self.member.schedule.name,
+            "layout": self.strategy.layout,
+            **self.member.choices,
+        }
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record what this rank posts, waits for and computes."""
+        self.member.trace = Trace()
+        try:
+            yield self.member.trace
+        finally:
+            self.member.trace = None
+
+    def connect(self) -> None:
+        """Create the communicators that are still missing; collective, and harmless when repeated."""
+        if self._connected:
+            return
+        if self.group is not None:
+            meeting_point = dist.distributed_c10d._get_default_store()
+            store = PrefixStore(f"burst_plugin/{self.group.group_name}", meeting_point)
+            self._transport = DistributedTransport(self._communicators(self.group), self._global_ranks, store)
+            self.member.transport = self._transport
+        self._connected = True
+
+    def agree(self, signature: Mapping[str, object], problem: str = "") -> None:
+        """Compare what all ranks are about to do; raise ValueError on every rank if any has a problem.
+
+        Done at the same calls on every rank (see `Strategy.check`), in one exchange of fixed size.
+        `signature` is what has to be equal, by name.
+        """
+        self._calls += 1
+        if self.group is None or not self._check_is_due(self.group):
+            if problem:
+                raise ValueError(problem)
+            return
+        options = {"topology": self.topology, **asdict(self.strategy)}
+        ours = "\n".join(f"{name}={value}" for name, value in {**signature, **options}.items())
+        said = self._exchange(self.group, _PROBLEM + problem if problem else ours)
+        problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
+        if problems:
+            raise ValueError(_by_rank(problems, self.ranks))
+        if len(set(said)) > 1:
+            lines = [set(text.splitlines()) for text in said]
+            same = set.intersection(*lines)
+            unlike = [", ".join(x for x in text.splitlines() if x not in same) for text in said]
+            raise ValueError(_DISAGREE + _by_rank(dict(enumerate(unlike)), self.ranks))
+        self.connect()
+
+    def _check_is_due(self, group: dist.ProcessGroup) -> bool:
+        if self.strategy.check == "always" or group_device(group).type == "cpu":
+            return True
+        return self._calls & (self._calls - 1) == 0  # 1, 2, 4, 8, ...
+
+    def _exchange(self, group: dist.ProcessGroup, text: str) -> list[str]:
+        """Every rank's text, cut to a fixed number of bytes."""
+        mine = torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8)
+        data = text.encode()[:_EXCHANGE_BYTES]
+        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        mine = mine.to(group_device(group))
+        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(everyone, mine, group=group)
+        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+
+    def _find_topology(self, sizes: list[int] | None) -> Topology:
+        per_node = self.strategy.ranks_per_node
+        if isinstance(per_node, int) or sizes is not None:
+            return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
+        if self.group is None:
+            return Topology(1, 1)
+        said = self._exchange(self.group, _NODE + node_id())
+        if not all(text.startswith(_NODE) for text in said):
+            raise ValueError(_DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
+        found = Topology.from_node_ids(said)
+        if found is None:
+            if self.rank == 0:
+                warnings.warn(
+                    f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive "
+                    "runs, over the nodes: using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
+                    stacklevel=3,
+                )
+            return Topology(1, self.ranks)
+        return found
+
+    def _communicators(self, group: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:
+        """A group per channel: the framework's own for gather traffic where there is one, else new ones."""
+        everyone = tuple(range(self.ranks))
+        members = {Link.INTRA: everyone, Link.INTER: everyone}
+        if self.member.schedule.separate_links:
+            members = {
+                Link.INTRA: self.topology.node_peers(self.rank),
+                Link.INTER: self.topology.counterparts(self.rank),
+            }
+        made: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
+        for existing in (group, *self._hierarchy):
+            there = dist.get_process_group_ranks(existing)
+            made.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), existing)
+        found: dict[Channel, dist.ProcessGroup] = {}
+        for traffic in Traffic:
+            for link in Link:
+                key = (traffic, members[link])
+                if key not in made:
+                    global_ranks = [self._global_ranks[rank] for rank in members[link]]
+                    made[key] = new_group_like(group, global_ranks, f"BURST_{traffic.name}_{link.name}")
+                found[Channel(traffic, link)] = made[key]
+        return found
+
+
+def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """This rank within the group, and the global ranks of its members."""
+    if group is None:
+        return 0, [0]
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"this process (global rank {dist.get_rank()}) is not in the group it was given ({group}); pass the "
+            "context-parallel group that this rank belongs to"
+        )
+    return dist.get_rank(group), dist.get_process_group_ranks(group)
+
+
+def _by_rank(texts: dict[int, str], ranks: int) -> str:
+    """Texts with the ranks that said them; just the text if all said the same."""
+    speakers: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        speakers.setdefault(text, []).append(str(rank))
+    if len(speakers) == 1 and len(texts) == ranks:
+        return next(iter(speakers))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in speakers.items())

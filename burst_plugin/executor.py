@@ -1,0 +1,256 @@
+"""Runs a rank's part of a schedule over a transport. Knows nothing of attention.
+
+    ring = Ring(plan, transport, operands, sums, device)
+    for visit in ring.visits():           # waits, posts, then hands over the block that is here now
+        ...                               # read visit.operands, add to visit.sums
+        yield                             # one step done: lets ranks in one process take turns
+    mine = yield from ring.homecoming()   # the rank's own sums, complete
+
+At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
+work of step t, and what crosses between nodes during a whole inner ring.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from burst_plugin.schedule import RankPlan, Step, Transfer
+from burst_plugin.topology import Traffic
+from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
+
+__all__ = ["Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit"]
+
+_ALIGNMENT = 16  # bytes
+
+
+class RingError(RuntimeError):
+    """A rank of the ring was lost; says which one, and when it was missed."""
+
+
+class Sums(Protocol):
+    """What accumulates on a side of the visits: dk and dv, dq, or out and lse."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What is summed; read it after `settle`."""
+        ...
+
+    def add(self, rows: slice, parts: Sequence[Tensor]) -> None:
+        """Add one tile's contribution to these rows (dim 1 of [B, S, H, D])."""
+        ...
+
+    def join(self, other: Sums) -> None:
+        """Add another rank's sums."""
+        ...
+
+    def settle(self) -> None:
+        """Make rows that nothing was added to read as nothing, before the sums are sent or used."""
+        ...
+
+
+class Packing:
+    """Tensors laid out one after another in one byte buffer, sections aligned to 16 bytes."""
+
+    def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._sections: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
+        offset = 0
+        for shape, dtype in tensors:
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._sections.append((offset, offset + nbytes, shape, dtype))
+            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = offset
+
+    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors, as views of the buffer."""
+        return tuple(buffer[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._sections)
+
+
+class Event(NamedTuple):
+    """One thing that a rank did; times are `time.perf_counter()` seconds."""
+
+    kind: str  # "post", "wait" or "kernel"
+    direction: str  # "forward" or "backward"
+    step: int
+    link: str  # "intra", "inter", or "" for kernels
+    start_s: float
+    stop_s: float
+
+
+@dataclass
+class Trace:
+    """Events in the order in which they happened."""
+
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The block of `owner` is here: read its `operands`, add to its `sums`."""
+
+    owner: int
+    operands: tuple[Tensor, ...]
+    _sums: Callable[[], Sums]
+
+    @property
+    def sums(self) -> Sums:
+        """What travels along with the block and collects contributions to it."""
+        return self._sums()
+
+
+class Ring:
+    """One rank's run of one direction; used once.
+
+    `operands` is the rank's own block and its packing. `sums` says what is reduced, if anything is: the packing,
+    and how to wrap tensors as `Sums`, given whether they hold values already.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        transport: Transport,
+        operands: tuple[Packing, tuple[Tensor, ...]],
+        sums: tuple[Packing, Callable[[tuple[Tensor, ...], bool], Sums]] | None,
+        *,
+        direction: str,
+        trace: Trace | None = None,
+    ) -> None:
+        self._plan, self._transport, self._sums = plan, transport, sums
+        self._direction, self._trace = direction, trace
+        self._packing, own = operands
+        self._device = own[0].device
+        self._operands = {plan.rank: own}
+        self._buffers: dict[int, Tensor] = {}  # leased for operands, by owner
+        self._bags: dict[int, tuple[Tensor | None, Sums]] = {}  # leased for sums, by owner
+        self._due: dict[int, list[Pending]] = {}
+        self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
+        self._arriving: dict[Transfer, Tensor] = {}
+
+    def visits(self) -> Iterator[Visit]:
+        """The blocks as they come by."""
+        for number, step in enumerate(self._plan.steps):
+            if step.visit is None:
+                return
+            self._advance(number, step)
+            owner = step.visit
+            start = time.perf_counter() if self._trace else 0.0
+            yield Visit(owner, self._operands[owner], partial(self._bag, owner))
+            self._record("kernel", number, "", start)
+
+    def homecoming(self) -> Generator[None, None, tuple[Tensor, ...]]:
+        """The steps after the last visit; returns the rank's own sums, () if nothing is reduced."""
+        for number, step in enumerate(self._plan.steps):
+            if step.visit is None:
+                self._advance(number, step)
+                yield
+        if self._sums is None:
+            return ()
+        own = self._bag(self._plan.rank)
+        own.settle()
+        return own.tensors
+
+    def _advance(self, number: int, step: Step) -> None:
+        for pending in self._due.pop(number, ()):
+            start = time.perf_counter() if self._trace else 0.0
+            try:
+                pending.wait()
+            except PeerLostError as lost:
+                self._give_up(number, lost)
+            self._record("wait", number, pending.channels[0].link.value, start)
+        for buffer in self._sent.pop(number, ()):
+            self._transport.release(buffer)
+        for traffic, transfer in step.due:
+            if transfer.dst == self._plan.rank and transfer in self._arriving:
+                self._arrive(traffic, transfer, self._arriving.pop(transfer))
+        for owner in step.drop:
+            if owner in self._buffers:
+                self._transport.release(self._buffers.pop(owner))
+        self._post(number, step)
+
+    def _post(self, number: int, step: Step) -> None:
+        """Post this step's messages, those that are due together in one batch per communicator."""
+        batches: dict[int, tuple[list[Message], list[Message]]] = {}
+        for traffic, transfer in step.issue:
+            if traffic is Traffic.REDUCE and self._sums is None:
+                continue
+            sends, recvs = batches.setdefault(transfer.due, ([], []))
+            channel = Channel(traffic, transfer.link)
+            if transfer.src == self._plan.rank:
+                sends.append(Message(transfer.dst, channel, self._outgoing(traffic, transfer)))
+            else:
+                packing = self._packing if traffic is Traffic.GATHER or not self._sums else self._sums[0]
+                self._arriving[transfer] = self._transport.lease(packing.nbytes, self._device)
+                recvs.append(Message(transfer.src, channel, self._arriving[transfer]))
+        for due, (sends, recvs) in batches.items():
+            start = time.perf_counter() if self._trace else 0.0
+            try:
+                posted = self._transport.post(sends, recvs)
+            except PeerLostError as lost:
+                self._give_up(number, lost)
+            self._due.setdefault(due, []).extend(posted)
+            for link in dict.fromkeys(message.channel.link for message in (*sends, *recvs)):
+                self._record("post", number, link.value, start)
+
+    def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Tensor:
+        """The bytes of a block or of its sums, on their way out."""
+        if traffic is Traffic.REDUCE:
+            sums = self._bag(transfer.owner)
+            sums.settle()
+            buffer, _ = self._bags.pop(transfer.owner)
+            assert buffer is not None, "own sums are never sent"
+            self._sent.setdefault(transfer.due, []).append(buffer)
+            return buffer
+        if transfer.owner not in self._buffers:  # the rank's own block, sent for the first time
+            buffer = self._transport.lease(self._packing.nbytes, self._device)
+            for view, tensor in zip(self._packing.views(buffer), self._operands[transfer.owner], strict=True):
+                view.copy_(tensor)
+            self._buffers[transfer.owner] = buffer
+        return self._buffers[transfer.owner]
+
+    def _arrive(self, traffic: Traffic, transfer: Transfer, buffer: Tensor) -> None:
+        if traffic is Traffic.GATHER:
+            self._buffers[transfer.owner] = buffer
+            self._operands[transfer.owner] = self._packing.views(buffer)
+            return
+        assert self._sums is not None
+        packing, wrap = self._sums
+        arrived = wrap(packing.views(buffer), True)
+        if transfer.owner in self._bags or transfer.owner == self._plan.rank:
+            self._bag(transfer.owner).join(arrived)
+            self._transport.release(buffer)
+        else:
+            self._bags[transfer.owner] = (buffer, arrived)
+
+    def _bag(self, owner: int) -> Sums:
+        """The sums of a block's owner that this rank holds; fresh ones if it holds none."""
+        if owner not in self._bags:
+            assert self._sums is not None, "this direction reduces nothing"
+            packing, wrap = self._sums
+            if owner == self._plan.rank:  # these outlive the ring
+                buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
+            else:
+                buffer = self._transport.lease(packing.nbytes, self._device)
+            self._bags[owner] = (buffer, wrap(packing.views(buffer), False))
+        return self._bags[owner][1]
+
+    def _give_up(self, number: int, lost: PeerLostError) -> None:
+        text = (
+            f"rank {lost.peer} of the context-parallel group was missed at {self._direction} step {number} "
+            f"by rank {self._plan.rank} ({lost.cause})"
+        )
+        first = self._transport.first_failure(text)
+        if first != text:
+            text = f"{first}; then {text}"
+        raise RingError(text) from lost
+
+    def _record(self, kind: str, number: int, link: str, start_s: float) -> None:
+        if self._trace is not None:
+            stop_s = time.perf_counter()
+            self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s))

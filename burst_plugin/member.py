@@ -1,0 +1,113 @@
+"""One rank's place in a ring: what stays the same from call to call."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from burst_plugin.executor import Packing, Trace
+from burst_plugin.layout import LAYOUTS, Layout
+from burst_plugin.mask import Mask, Tile, tiles
+from burst_plugin.schedule import SCHEDULES, RankPlan, Schedule
+from burst_plugin.strategy import Shapes, Strategy
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.transport import Channel, Transport
+
+__all__ = ["Member", "TileTable", "as_traffic"]
+
+TileTable = Mapping[int, tuple[Tile, ...]]
+
+
+@dataclass
+class Member:
+    """A rank, the ring it is in, and its transport."""
+
+    rank: int
+    topology: Topology
+    strategy: Strategy
+    transport: Transport
+    trace: Trace | None = None
+    choices: dict[str, str] = field(default_factory=dict)
+    expected_bytes: Counter[Channel] = field(default_factory=Counter)
+    _tiles: dict[tuple[Mask, int, int, bool], TileTable] = field(default_factory=dict)
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+    _stream: object = None
+
+    @property
+    def layout(self) -> Layout:
+        """The rule by which tokens are dealt out."""
+        return LAYOUTS[self.strategy.layout]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule of all ranks."""
+        return SCHEDULES[self.strategy.schedule_for(self.topology)](self.topology)
+
+    @cached_property
+    def plan(self) -> RankPlan:
+        """The schedule of this rank."""
+        return self.schedule.plan(self.rank)
+
+    @cached_property
+    def _hops(self) -> dict[Link, dict[Traffic, int]]:
+        return self.schedule.hops(self.rank)
+
+    def tiles(self, mask: Mask, shapes: Shapes, queries_travel: bool) -> TileTable:
+        """The tiles of this rank's visits, by the owner of the block visited; worked out once."""
+        key = (mask, shapes.q_len, shapes.kv_len, queries_travel)
+        if key not in self._tiles:
+            ranks = self.topology.ranks
+            q = [self.layout.runs(r, ranks, shapes.q_len * ranks) for r in range(ranks)]
+            k = [self.layout.runs(r, ranks, shapes.kv_len * ranks) for r in range(ranks)]
+            self._tiles[key] = {
+                owner: tiles(
+                    mask, q[owner if queries_travel else self.rank], k[self.rank if queries_travel else owner]
+                )
+                for owner in range(ranks)
+            }
+        return self._tiles[key]
+
+    def count(self, operands: Packing, sums: Packing) -> None:
+        """Note what the schedule says that one pass with these blocks sends."""
+        for link in Link:
+            self.expected_bytes[Channel(Traffic.GATHER, link)] += self._hops[link][Traffic.GATHER] * operands.nbytes
+            self.expected_bytes[Channel(Traffic.REDUCE, link)] += self._hops[link][Traffic.REDUCE] * sums.nbytes
+
+    @contextmanager
+    def exclusive(self, device: torch.device) -> Iterator[None]:
+        """One pass at a time and, on GPUs, all on one stream: nothing else has been tested."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "burst attention was entered while another of its passes was running on the same group; run "
+                "microbatches one after another, or give each its own ContextParallel"
+            )
+        try:
+            if device.type == "cuda":
+                self._check_stream()
+            yield
+        finally:
+            self._busy.release()
+
+    def _check_stream(self) -> None:
+        stream = torch.cuda.current_stream()
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+        self._stream = self._stream or stream
+        if stream != self._stream:
+            raise RuntimeError(
+                f"burst attention ran on {self._stream} before and now on {stream}; run all passes of one "
+                "context-parallel group on one CUDA stream"
+            )
+
+
+def as_traffic(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
+    """Bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
+    return {
+        link.value: {traffic.value: sent_bytes.get(Channel(traffic, link), 0) for traffic in Traffic} for link in Link
+    }

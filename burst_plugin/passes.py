@@ -1,0 +1,116 @@
+"""The two passes of attention, as what each side of a visit reads and what is summed up there.
+
+    side   forward reads  forward sums   backward reads            backward sums
+    q      q              out, lse       q, dout, lse, out         dq
+    kv     k, v           -              k, v                      dk, dv
+
+A side that travels backward as q sends delta = rowsum(out * dout) instead of out: as much information, and
+smaller by the head dim. Where it arrives, `softmax.project` makes an `out` of it that any kernel takes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from burst_plugin.executor import Sums
+from burst_plugin.kernels import Kernel, Queries
+from burst_plugin.mask import Tile
+from burst_plugin.softmax import project, row_delta
+from burst_plugin.strategy import Shapes
+from burst_plugin.sums import PlainSums, SoftmaxSums
+
+__all__ = ["BackwardPass", "ForwardPass", "Pass", "Tensors"]
+
+Tensors = tuple[Tensor, ...]
+
+
+class Pass(Protocol):
+    """What a pass does in a visit. Sides are called "q" and "kv"."""
+
+    direction: str
+    operands: dict[str, Tensors]  # of this rank, as `visit` reads them
+
+    def outgoing(self, side: str) -> Tensors:
+        """This rank's operands as they travel, in the order of `Shapes.side`."""
+        ...
+
+    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+        """Operands that travelled, as `visit` reads them."""
+        ...
+
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+        """Tensors in the order of `Shapes.side`, as something to add to."""
+        ...
+
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+        """The work of one tile: what it adds to the sums of either side, () for nothing."""
+        ...
+
+
+class ForwardPass:
+    """out and lse."""
+
+    direction = "forward"
+
+    def __init__(self, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._kernel, self._scale = kernel, scale
+        self.operands: dict[str, Tensors] = {"q": (q,), "kv": (k, v)}
+
+    def outgoing(self, side: str) -> Tensors:
+        """See `Pass.outgoing`."""
+        return self.operands[side]
+
+    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+        """See `Pass.incoming`."""
+        return arrived
+
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+        """See `Pass.sums`; only queries sum up anything."""
+        return SoftmaxSums(tensors, filled) if side == "q" else PlainSums(tensors, filled)
+
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+        """See `Pass.visit`."""
+        (q,), (k, v) = queries, keys
+        out_lse = self._kernel.forward(q[:, tile.q], k[:, tile.k], v[:, tile.k], tile.band, self._scale)
+        return {"q": out_lse, "kv": ()}
+
+
+class BackwardPass:
+    """dq, dk and dv."""
+
+    direction = "backward"
+
+    def __init__(self, kernel: Kernel, scale: float, shapes: Shapes, queries: Queries, keys: Tensors) -> None:
+        self._kernel, self._scale = kernel, scale
+        self._projects = not shapes.sends_out
+        self.operands: dict[str, Tensors] = {
+            "q": (queries.q, queries.dout, queries.lse, queries.out),
+            "kv": keys,
+        }
+
+    def outgoing(self, side: str) -> Tensors:
+        """See `Pass.outgoing`."""
+        if side == "kv" or not self._projects:
+            return self.operands[side]
+        q, dout, lse, out = self.operands["q"]
+        return q, dout, lse, row_delta(out, dout)
+
+    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+        """See `Pass.incoming`."""
+        if side == "kv" or not self._projects:
+            return arrived
+        q, dout, lse, delta = arrived
+        return q, dout, lse, project(dout, delta)
+
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+        """See `Pass.sums`."""
+        return PlainSums(tensors, filled)
+
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+        """See `Pass.visit`."""
+        q, dout, lse, out = queries
+        k, v = (x[:, tile.k] for x in keys)
+        dq, *dkv = self._kernel.backward(Queries(q, dout, out, lse).rows(tile.q), k, v, tile.band, self._scale)
+        return {"q": (dq,), "kv": tuple(dkv)}

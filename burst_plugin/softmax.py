@@ -1,0 +1,47 @@
+"""The numbers of attention in pieces: merging partial outputs, and the projection that lets stock kernels do
+a backward pass for queries whose output stayed at home.
+
+Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
+logarithm of a softmax's denominator, -inf where a query attends to nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["merge_", "project", "row_delta"]
+
+
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge attention over other keys into `out` [B, S, H, D] and `lse` [B, H, S], in place.
+
+    `lse' = logaddexp(a, b)`, outputs weighted by `exp(x - lse')`; rows where both are -inf stay 0 and -inf.
+    Source: blockwise softmax, arXiv 2310.01889 section 3; in log form, flash-attention's lse.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    weight = torch.exp(other_lse - merged.masked_fill(merged == -torch.inf, 0.0))
+    out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def row_delta(out: Tensor, dout: Tensor) -> Tensor:
+    """`delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    return torch.einsum("bshd,bshd->bhs", out.to(dtype), dout.to(dtype))
+
+
+def project(dout: Tensor, delta: Tensor) -> Tensor:
+    """An output [B, S, H, D], type of `dout`, that has `rowsum(out * dout) = delta` [B, H, S].
+
+    A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the
+    true output on `dout`: `dout * delta / rowsum(dout**2)`, 0 where `dout` is 0. By Cauchy-Schwarz no row's
+    2-norm exceeds that of the true output. `dout` is scaled by its row's maximum first, so that its square
+    cannot underflow. Not for float16, where one element may overflow. Source: design of this package.
+    """
+    dtype = torch.promote_types(dout.dtype, torch.float32)
+    scale = dout.abs().amax(-1, keepdim=True).to(dtype)
+    unit = dout / scale.masked_fill(scale == 0, 1.0)
+    norm = unit.square().sum(-1, keepdim=True)
+    share = delta.transpose(1, 2).unsqueeze(-1).to(dtype) / (scale * norm)
+    return (unit * share.masked_fill(scale == 0, 0.0)).to(dout.dtype)

@@ -1,0 +1,142 @@
+"""The options of a run, parsed and validated once; and the choice of which side travels."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from burst_plugin.kernels import KERNELS
+from burst_plugin.layout import LAYOUTS
+from burst_plugin.schedule import SCHEDULES
+from burst_plugin.topology import Topology
+
+__all__ = ["AUTO", "TRAVELLERS", "Shapes", "Strategy", "TensorSpecs", "choose_traveller", "hop_bytes"]
+
+AUTO = "auto"
+TRAVELLERS = ("q", "kv")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How attention is distributed. Every field has a default that suits most runs.
+
+    layout: which tokens a rank holds: zigzag (Megatron's own), striped, contiguous.
+    schedule: flat_ring, two_level_ring, or auto: two levels where the topology has two.
+    forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
+    kernel: by name, or auto: the fastest that can.
+    ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
+    check: when ranks compare shapes, types and options before data moves: always, or auto: always on CPUs,
+    on GPUs (where comparing stalls the host) at calls 1, 2, 4, 8, ...
+
+    Raises ValueError naming the option, what was got, and what is valid.
+    """
+
+    layout: str = "zigzag"
+    schedule: str = AUTO
+    forward: str = "kv"
+    backward: str = AUTO
+    kernel: str = AUTO
+    ranks_per_node: int | str = AUTO
+    check: str = AUTO
+
+    def __post_init__(self) -> None:
+        _one_of("layout", self.layout, LAYOUTS)
+        _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
+        _one_of("forward", self.forward, (*TRAVELLERS, AUTO))
+        _one_of("backward", self.backward, (*TRAVELLERS, AUTO))
+        _one_of("kernel", self.kernel, (*KERNELS, AUTO))
+        _one_of("check", self.check, (AUTO, "always"))
+        per_node = self.ranks_per_node
+        if per_node != AUTO and (isinstance(per_node, (str, bool)) or per_node < 1):
+            raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")
+
+    @classmethod
+    def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
+        """A strategy given whole, or by keywords; both at once is an error unless the keywords say nothing."""
+        defaults = {field.name: field.default for field in fields(cls)}
+        for name in options:
+            _one_of("option", name, defaults)
+        given = {name: value for name, value in options.items() if value != defaults[name]}
+        if strategy is not None and given:
+            raise ValueError(
+                f"got strategy= and also {', '.join(sorted(given))}: put these into the Strategy, or leave it out"
+            )
+        return strategy if strategy is not None else cls(**given)
+
+    def schedule_for(self, topology: Topology) -> str:
+        """The name of the schedule to run on `topology`."""
+        if self.schedule != AUTO:
+            return self.schedule
+        return "two_level_ring" if topology.levels == 2 else "flat_ring"
+
+
+def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
+    if value not in valid:
+        raise ValueError(f"{option}={value!r} is not valid; use one of: {', '.join(valid)}")
+
+
+TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class Shapes(NamedTuple):
+    """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .]."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type of everything that accumulates."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def side(self, direction: str, side: str) -> tuple[TensorSpecs, TensorSpecs]:
+        """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
+
+        Queries travel backward with delta in place of their output, except in float16 (see `softmax.project`).
+        """
+        q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
+        out = (self.batch, self.q_len, self.q_heads, self.v_dim)
+        row = (self.batch, self.q_heads, self.q_len)
+        k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
+        v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
+        wide = self.sum_dtype
+        if side == "kv":
+            return [(k, self.dtype), (v, self.dtype)], [
+                (k, wide),
+                (v, wide),
+            ] if direction == "backward" else []
+        if direction == "forward":
+            return [(q, self.dtype)], [(out, wide), (row, wide)]
+        last = (out, self.dtype) if self.sends_out else (row, wide)
+        return [(q, self.dtype), (out, self.dtype), (row, wide), last], [(q, wide)]
+
+    @property
+    def sends_out(self) -> bool:
+        """Whether travelling queries take their output along rather than only delta."""
+        return self.dtype is torch.float16
+
+
+def hop_bytes(shapes: Shapes, direction: str, traveller: str) -> int:
+    """Bytes of gather and reduce per block and hop, without alignment."""
+    return sum(
+        torch.Size(shape).numel() * dtype.itemsize
+        for tensors in shapes.side(direction, traveller)
+        for shape, dtype in tensors
+    )
+
+
+def choose_traveller(strategy: Strategy, direction: str, shapes: Shapes) -> str:
+    """The side that travels: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
+    asked = strategy.forward if direction == "forward" else strategy.backward
+    if asked != AUTO:
+        return asked
+    return min(("kv", "q"), key=lambda traveller: hop_bytes(shapes, direction, traveller))

@@ -1,0 +1,149 @@
+"""Nodes and ranks: where the ranks of a context-parallel group sit, and which link joins two of them.
+
+Pure Python, no torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made
+and checked on a laptop.
+
+    Topology(nodes=2, ranks_per_node=4)      rank = node * ranks_per_node + local rank
+
+        node 0:  0 -- 1 -- 2 -- 3            intra: NVLink
+                 |    |    |    |            inter: one NIC per rank
+        node 1:  4 -- 5 -- 6 -- 7
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+
+__all__ = ["Link", "Topology", "Traffic", "node_id"]
+
+
+class Link(str, Enum):
+    """What joins two ranks: `INTRA` inside a node (NVLink), `INTER` between nodes (InfiniBand, Ethernet)."""
+
+    INTRA = "intra"
+    INTER = "inter"
+
+
+class Traffic(str, Enum):
+    """What a transfer carries: `GATHER` brings operands to where they are read, `REDUCE` brings sums home."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`nodes` times `ranks_per_node` ranks; consecutive ranks share a node.
+
+    Raises ValueError if either number is below 1.
+    """
+
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.ranks_per_node < 1:
+            raise ValueError(
+                f"a topology needs at least 1 node and 1 rank per node, got nodes={self.nodes}, "
+                f"ranks_per_node={self.ranks_per_node}"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def levels(self) -> int:
+        """2 if there is something to gain from treating the links apart, else 1."""
+        return 2 if self.nodes > 1 and self.ranks_per_node > 1 else 1
+
+    def node(self, rank: int) -> int:
+        """The node that `rank` sits on."""
+        return rank // self.ranks_per_node
+
+    def local_rank(self, rank: int) -> int:
+        """The place of `rank` within its node."""
+        return rank % self.ranks_per_node
+
+    def rank(self, node: int, local_rank: int) -> int:
+        """The rank at a place; both numbers wrap around."""
+        return (node % self.nodes) * self.ranks_per_node + local_rank % self.ranks_per_node
+
+    def link(self, src: int, dst: int) -> Link:
+        """The link between two ranks."""
+        return Link.INTRA if self.node(src) == self.node(dst) else Link.INTER
+
+    def node_peers(self, rank: int) -> tuple[int, ...]:
+        """All ranks on the node of `rank`, itself included: its inner ring."""
+        first = self.rank(self.node(rank), 0)
+        return tuple(range(first, first + self.ranks_per_node))
+
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """The ranks at the same place of every node: the outer ring of `rank`."""
+        return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
+
+    def __str__(self) -> str:
+        return f"{self.nodes}x{self.ranks_per_node} (nodes x ranks per node)"
+
+    @classmethod
+    def from_sizes(
+        cls, ranks: int, hierarchy: Sequence[int] | None = None, ranks_per_node: int | None = None
+    ) -> Topology:
+        """From the number of ranks and Megatron's hierarchical sizes (innermost first) or ranks per node.
+
+        `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels the outer two are merged.
+        Raises ValueError if sizes do not multiply to `ranks`, or if the two options contradict each other.
+        """
+        if hierarchy is None:
+            inner = ranks if ranks_per_node is None else ranks_per_node
+        else:
+            inner = _inner_size(ranks, hierarchy)
+            if ranks_per_node not in (None, hierarchy[0]):
+                raise ValueError(
+                    f"ranks_per_node={ranks_per_node} contradicts hierarchy={list(hierarchy)}, whose innermost "
+                    f"size is {hierarchy[0]}: give only one of them"
+                )
+        if inner < 1 or ranks % inner:
+            raise ValueError(
+                f"ranks_per_node={inner} does not divide the {ranks} ranks of the context-parallel group: "
+                f"use a divisor of {ranks}, or 'auto'"
+            )
+        return cls(ranks // inner, inner)
+
+    @classmethod
+    def from_node_ids(cls, ids: Sequence[str]) -> Topology | None:
+        """From each rank's node identity (see `node_id`); None if nodes are ragged or interleaved."""
+        runs = [1]
+        for before, here in pairwise(ids):
+            if here == before:
+                runs[-1] += 1
+            else:
+                runs.append(1)
+        if len(set(runs)) != 1 or len(set(ids)) != len(runs):
+            return None
+        return cls(len(runs), runs[0])
+
+
+def _inner_size(ranks: int, hierarchy: Sequence[int]) -> int:
+    """The ranks per node that hierarchical sizes stand for, once they are known to fit."""
+    if not hierarchy or any(size < 1 for size in hierarchy) or math.prod(hierarchy) != ranks:
+        raise ValueError(
+            f"hierarchy={list(hierarchy)} multiplies to {math.prod(hierarchy)}, but the context-parallel group "
+            f"has {ranks} ranks: give sizes, innermost first, whose product is {ranks}"
+        )
+    if len(hierarchy) > 3:
+        raise ValueError(f"hierarchy={list(hierarchy)} has {len(hierarchy)} levels; one to three are supported")
+    return ranks if len(hierarchy) == 1 or hierarchy[0] == 1 else hierarchy[0]
+
+
+def node_id() -> str:
+    """This machine's identity: host name and, on Linux, the kernel's boot id (host names can collide)."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"

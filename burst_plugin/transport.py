@@ -1,0 +1,214 @@
+"""Transports: how bytes get from rank to rank. `post(sends, recvs)` starts, `Pending.wait()` finishes.
+
+Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of whatever reads
+or writes it. There is one communicator per (gather | reduce) x (intra | inter) where a schedule needs them
+apart; all messages of a post on one communicator go out in one batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from burst_plugin.topology import Link, Traffic
+
+__all__ = [
+    "BufferPool",
+    "Channel",
+    "DistributedTransport",
+    "Message",
+    "PeerLostError",
+    "Pending",
+    "Transport",
+    "new_group_like",
+]
+
+
+class Channel(NamedTuple):
+    """What is carried, over which link."""
+
+    traffic: Traffic
+    link: Link
+
+
+class Message(NamedTuple):
+    """`data` (uint8, one dim) to or from rank `peer` of the context-parallel group."""
+
+    peer: int
+    channel: Channel
+    data: Tensor
+
+
+class PeerLostError(RuntimeError):
+    """A transfer failed; `peer` is the rank at its other end."""
+
+    def __init__(self, peer: int, cause: str) -> None:
+        super().__init__(f"rank {peer}: {cause}")
+        self.peer = peer
+        self.cause = cause
+
+
+class Pending(Protocol):
+    """Messages under way."""
+
+    channels: tuple[Channel, ...]
+
+    def wait(self) -> None:
+        """Order what the current stream does next after these messages. Raises PeerLostError."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's end of the wires."""
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """Start these messages, as one batch per communicator."""
+        ...
+
+    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least 1 byte, contents undefined."""
+        ...
+
+    def release(self, buffer: Tensor) -> None:
+        """Give a leased buffer back; nothing may read or write it any more."""
+        ...
+
+    def first_failure(self, text: str) -> str:
+        """Record why this rank gives up, and return the reason of the first rank that did."""
+        ...
+
+
+class BufferPool:
+    """Byte buffers that are handed out again: the steady state allocates nothing."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self.allocated_bytes = 0
+
+    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+        """A uint8 buffer of `nbytes`."""
+        free = self._free.setdefault((nbytes, device), [])
+        if free:
+            return free.pop()
+        self.allocated_bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def release(self, buffer: Tensor) -> None:
+        """Take a buffer back."""
+        self._free[buffer.numel(), buffer.device].append(buffer)
+
+
+@dataclass
+class _DistributedPending:
+    channels: tuple[Channel, ...]
+    peers: tuple[int, ...]
+    works: list[dist.Work]
+    keep: list[Tensor] = field(repr=False)  # gloo reads and writes them until waited for
+
+    def wait(self) -> None:
+        each = zip(self.works, self.peers, strict=True) if len(self.works) == len(self.peers) else None
+        for work, peer in each or ((work, self.peers[0]) for work in self.works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise PeerLostError(peer, _reason(error)) from error
+        self.keep.clear()
+
+
+class DistributedTransport:
+    """torch.distributed: NCCL, gloo, or whatever backend the groups have.
+
+    `communicators` maps every channel to a group; `global_ranks[r]` is the global rank of CP rank r.
+    """
+
+    def __init__(
+        self,
+        communicators: Mapping[Channel, dist.ProcessGroup],
+        global_ranks: Sequence[int],
+        store: Store | None = None,
+    ) -> None:
+        self._communicators = communicators
+        self._global_ranks = global_ranks
+        self._store = store
+        self.pool = BufferPool()
+        self.sent_bytes: Counter[Channel] = Counter()
+
+    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+        """See `Transport.lease`."""
+        return self.pool.lease(nbytes, device)
+
+    def release(self, buffer: Tensor) -> None:
+        """See `Transport.release`."""
+        self.pool.release(buffer)
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """See `Transport.post`; receives are posted before sends."""
+        batches: dict[dist.ProcessGroup, list[tuple[Callable[..., Any], Message]]] = {}
+        for op, messages in ((dist.irecv, recvs), (dist.isend, sends)):
+            for message in messages:
+                batches.setdefault(self._communicators[message.channel], []).append((op, message))
+        for message in sends:
+            self.sent_bytes[message.channel] += message.data.numel()
+        return [self._batch(group, batch) for group, batch in batches.items()]
+
+    def _batch(self, group: dist.ProcessGroup, batch: list[tuple[Callable[..., Any], Message]]) -> Pending:
+        ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], group) for op, m in batch]
+        peers = tuple(message.peer for _, message in batch)
+        channels = tuple(Counter(message.channel for _, message in batch))
+        try:
+            works = dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            raise PeerLostError(peers[0], _reason(error)) from error
+        return _DistributedPending(channels, peers, works, [message.data for _, message in batch])
+
+    def first_failure(self, text: str) -> str:
+        """See `Transport.first_failure`; through the store that the ranks met at, while that can be reached."""
+        if self._store is None:
+            return text
+        try:
+            first: bytes = self._store.compare_set("first_failure", "", text)
+        except RuntimeError:  # the store went with the rank that hosted it
+            return text
+        return first.decode()
+
+
+def _reason(error: RuntimeError) -> str:
+    """The sentence of a backend's error that says what happened, without source file and advice."""
+    sentence = str(error).splitlines()[0].split("] ", 1)[-1]
+    return sentence.split(". This is typically", 1)[0]
+
+
+def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], desc: str) -> dist.ProcessGroup:
+    """A new communicator over `global_ranks`, with the backend, time-out and options of `group`.
+
+    Called by exactly those ranks, in the same order on each; it is warmed up with one collective, because a
+    first batch of point-to-point messages in which only some ranks take part is undefined in torch.
+    """
+    device = group_device(group)
+    options = group._get_backend(device).options
+    backend = dist.get_backend(group)
+    nccl_options = options if backend == "nccl" else None
+    created: dist.ProcessGroup = dist.new_group(
+        list(global_ranks),
+        timeout=options._timeout,
+        backend=backend,
+        pg_options=nccl_options,
+        use_local_synchronization=True,
+        group_desc=desc,
+    )
+    dist.all_reduce(torch.zeros(1, device=device), group=created)
+    return created
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors `group` moves: the current GPU for NCCL, else the CPU."""
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Lint, types, then the tests: bash tests/run.sh [pytest arguments]
+# Sets up its own environment (see examples/environment.sh). Everything runs even if something before it fails; the exit
+# status is zero only if all passed.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+PY=$(bash examples/environment.sh test) || exit 1
+export OMP_NUM_THREADS=1
+
+failed=""
+check() {
+    local name=$1
+    shift
+    echo "== $name"
+    "$PY" -m "$@" || failed+="${failed:+, }$name"
+}
+
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy" mypy
+[ -z "$failed" ] || echo "== failed so far: $failed"
+
+"$PY" -m pytest "$@"
+status=$?
+
+if [ -n "$failed" ]; then
+    echo "tests/run.sh: failed before pytest: $failed" >&2
+    [ "$status" -ne 0 ] || status=1
+fi
+exit "$status"
