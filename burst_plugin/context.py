@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from burst_plugin.executor import Trace
+from burst_plugin.executor import Trace, ring_error
 from burst_plugin.member import Member, as_traffic
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
+from burst_plugin.transport import Channel, DistributedTransport, Message, PeerLostError, group_device, new_group_like
 
 __all__ = ["ContextParallel"]
 
 _EXCHANGE_BYTES = 2048
+_SIGNAL = Channel(Traffic.GATHER, Link.INTRA)
 _NODE, _PROBLEM = "node: ", "problem: "
 _DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
 
@@ -70,6 +71,10 @@ class ContextParallel:
         self._calls = 0
         self._connected = False
         self._transport = DistributedTransport({}, self._global_ranks)
+        self._signals = DistributedTransport({}, self._global_ranks)
+        if group is not None:
+            store = PrefixStore(f"burst_plugin/{group.group_name}", dist.distributed_c10d._get_default_store())
+            self._signals = DistributedTransport({_SIGNAL: group}, self._global_ranks, store)
         self.member = Member(self.rank, self._find_topology(sizes), self.strategy, self._transport)
 
     @property
@@ -143,9 +148,8 @@ class ContextParallel:
         if self._connected:
             return
         if self.group is not None:
-            meeting_point = dist.distributed_c10d._get_default_store()
-            store = PrefixStore(f"burst_plugin/{self.group.group_name}", meeting_point)
-            self._transport = DistributedTransport(self._communicators(self.group), self._global_ranks, store)
+            communicators = self._communicators(self.group)
+            self._transport = DistributedTransport(communicators, self._global_ranks, self._signals.store)
             self.member.transport = self._transport
         self._connected = True
 
@@ -179,13 +183,18 @@ class ContextParallel:
         return self._calls & (self._calls - 1) == 0  # 1, 2, 4, 8, ...
 
     def _exchange(self, group: dist.ProcessGroup, text: str) -> list[str]:
-        """Every rank's text, cut to a fixed number of bytes."""
-        mine = torch.zeros(_EXCHANGE_BYTES, dtype=torch.uint8)
-        data = text.encode()[:_EXCHANGE_BYTES]
-        mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        mine = mine.to(group_device(group))
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(everyone, mine, group=group)
+        """Every rank's text, cut to a fixed number of bytes; between all pairs, so that a lost rank has a name."""
+        data = text.encode()[:_EXCHANGE_BYTES].ljust(_EXCHANGE_BYTES, b"\0")
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
+        everyone = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
+        peers = [rank for rank in range(self.ranks) if rank != self.rank]
+        try:
+            for pending in self._signals.post(
+                [Message(rank, _SIGNAL, mine) for rank in peers], [Message(r, _SIGNAL, everyone[r]) for r in peers]
+            ):
+                pending.wait()
+        except PeerLostError as lost:
+            raise ring_error(self._signals, self.rank, f"the agreement before call {self._calls}", lost) from lost
         return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:

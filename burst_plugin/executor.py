@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,20 @@ from burst_plugin.schedule import RankPlan, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit"]
+__all__ = ["Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "ring_error"]
 
 _ALIGNMENT = 16  # bytes
 
 
 class RingError(RuntimeError):
     """A rank of the ring was lost; says which one, and when it was missed."""
+
+
+def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
+    """What `rank` raises when it misses a peer; leads with what the first rank to notice recorded."""
+    text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
+    first = transport.first_failure(text)
+    return RingError(text if first == text else f"{first}; then {text}")
 
 
 class Sums(Protocol):
@@ -240,15 +247,8 @@ class Ring:
             self._bags[owner] = (buffer, wrap(packing.views(buffer), False))
         return self._bags[owner][1]
 
-    def _give_up(self, number: int, lost: PeerLostError) -> None:
-        text = (
-            f"rank {lost.peer} of the context-parallel group was missed at {self._direction} step {number} "
-            f"by rank {self._plan.rank} ({lost.cause})"
-        )
-        first = self._transport.first_failure(text)
-        if first != text:
-            text = f"{first}; then {text}"
-        raise RingError(text) from lost
+    def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
+        raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost
 
     def _record(self, kind: str, number: int, link: str, start_s: float) -> None:
         if self._trace is not None:

@@ -136,7 +136,7 @@ class DistributedTransport:
     ) -> None:
         self._communicators = communicators
         self._global_ranks = global_ranks
-        self._store = store
+        self.store = store
         self.pool = BufferPool()
         self.sent_bytes: Counter[Channel] = Counter()
 
@@ -170,10 +170,10 @@ class DistributedTransport:
 
     def first_failure(self, text: str) -> str:
         """See `Transport.first_failure`; through the store that the ranks met at, while that can be reached."""
-        if self._store is None:
+        if self.store is None:
             return text
         try:
-            first: bytes = self._store.compare_set("first_failure", "", text)
+            first: bytes = self.store.compare_set("first_failure", "", text)
         except RuntimeError:  # the store went with the rank that hosted it
             return text
         return first.decode()

@@ -1,0 +1,38 @@
+"""BurstAttention in Megatron-core: `install()`, then Megatron's own flags.
+
+    burst_plugin.megatron.install()
+    TransformerConfig(..., context_parallel_size=4, cp_comm_type="burst")
+    # or: --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2 --cp-comm-type burst
+
+Importing this package imports no Megatron; `install()` does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from burst_plugin.strategy import Strategy
+
+if TYPE_CHECKING:
+    from burst_plugin.megatron.adapter import Adapter
+
+__all__ = ["install"]
+
+
+def install(strategy: Strategy | None = None) -> Adapter:
+    """Make `cp_comm_type="burst"` known to Megatron-core; once per process, harmless when repeated.
+
+    Args:
+        strategy: options for all layers. None takes them from the `--burst-*` flags where Megatron's argument
+            parser ran, else the defaults.
+
+    Returns:
+        The adapter; `str(adapter)` says what was done.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+        ValueError: a layout other than zigzag, or another strategy than that of an earlier `install()`.
+    """
+    from burst_plugin.megatron.adapter import install_adapter
+
+    return install_adapter(strategy)

@@ -1,0 +1,147 @@
+"""What `install()` changes in Megatron-core: four functions, wrapped once."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.megatron.arguments import add_arguments
+from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.strategy import Strategy
+
+__all__ = ["Adapter", "install_adapter"]
+
+_MARK = "_burst_plugin_adapter"
+
+
+class Adapter:
+    """An installed adapter: its rings, and a report of what it did."""
+
+    def __init__(self, strategy: Strategy | None) -> None:
+        self.registry = Registry(strategy)
+        self.report: list[str] = []
+
+    def contexts(self) -> list[ContextParallel]:
+        """The rings in use, one per context-parallel group."""
+        return self.registry.contexts()
+
+    def __str__(self) -> str:
+        return "burst_plugin in Megatron-core:\n" + "\n".join(f"  - {line}" for line in self.report)
+
+
+def install_adapter(strategy: Strategy | None) -> Adapter:
+    """See `burst_plugin.megatron.install`."""
+    if strategy is not None and strategy.layout != "zigzag":
+        raise ValueError(
+            f"layout={strategy.layout!r} is not valid here: Megatron deals tokens out in zigzag; use that"
+        )
+    installed: Adapter | None = getattr(TransformerLayer.__init__, _MARK, None)
+    if installed is not None:
+        if strategy not in (None, installed.registry.strategy):
+            raise ValueError(f"already installed with {installed.registry.strategy}; cannot change to {strategy}")
+        return installed
+    adapter = Adapter(strategy)
+    _wrap(TransformerLayer, "__init__", _choose_core_attention, adapter)
+    adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
+    _wrap(parallel_state, "initialize_model_parallel", _make_ring, adapter)
+    _wrap(parallel_state, "destroy_model_parallel", _forget_rings, adapter)
+    adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
+    if _has_argument_parser():
+        from megatron.training import arguments
+
+        _wrap(arguments, "add_megatron_arguments", _add_flags, adapter)
+        adapter.report.append("Megatron's argument parser knows --burst-backward, --burst-kernel and others")
+    return adapter
+
+
+def _has_argument_parser() -> bool:
+    """Whether this is a Megatron-LM checkout; the megatron-core package has no megatron.training."""
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any], adapter: Adapter) -> None:
+    """Replace `owner.name` by a function that calls `around(adapter, original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(adapter, original, *args, **kwargs)
+
+    setattr(wrapper, _MARK, adapter)
+    setattr(owner, name, wrapper)
+
+
+def _choose_core_attention(
+    adapter: Adapter,
+    original: Callable[..., None],
+    layer: Any,
+    config: Any,
+    submodules: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    if config.context_parallel_size > 1 and "burst" in kinds:
+        submodules = copy.copy(submodules)
+        for name in ("self_attention", "cross_attention"):
+            setattr(submodules, name, _with_choice(getattr(submodules, name), adapter.registry))
+    original(layer, config, submodules, *args, **kwargs)
+    if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
+        layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+
+
+def _with_choice(attention: Any, registry: Registry) -> Any:
+    """An attention spec whose core attention is chosen when it is built; anything else as it is."""
+    core = getattr(getattr(attention, "submodules", None), "core_attention", None)
+    if core is None or getattr(core, "module", None) is ChosenCoreAttention:
+        return attention
+    attention = copy.copy(attention)
+    attention.submodules = copy.copy(attention.submodules)
+    attention.submodules.core_attention = ModuleSpec(
+        module=ChosenCoreAttention, params={"original": core, "registry": registry}
+    )
+    return attention
+
+
+def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A layer's forward with a key/value cache would attend to the local part of the sequence only."""
+    if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
+        raise ValueError(
+            f"context_parallel_size={layer.config.context_parallel_size} with cp_comm_type='burst' is for training; "
+            "use context_parallel_size=1 for inference"
+        )
+
+
+def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`initialize_model_parallel`: make the ring right after Megatron has made its groups, on every rank."""
+    result = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    group = parallel_state.get_context_parallel_group(check_initialized=False)
+    if group is not None and group.size() > 1:
+        hierarchical = given.get("hierarchical_context_parallel_sizes")
+        adapter.registry.add(
+            group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
+        )
+    return result
+
+
+def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`destroy_model_parallel`."""
+    adapter.registry.clear()
+    return original(*args, **kwargs)
+
+
+def _add_flags(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`add_megatron_arguments`."""
+    return add_arguments(original(*args, **kwargs))

@@ -1,0 +1,163 @@
+"""Every field of Megatron's TransformerConfig that could touch attention: honoured, or refused by name.
+
+A core attention that ignores a field trains happily and wrongly. So each field of the dataclass is in one of
+three tables here, and a test fails for a field that is in none of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+__all__ = ["HONOURED", "REFUSED", "Rule", "is_irrelevant", "problems", "unknown_fields"]
+
+
+class Rule(NamedTuple):
+    """`allowed(value)` says whether a field's value can be honoured; `instead` what to write if not."""
+
+    allowed: Callable[[Any], bool]
+    instead: str
+
+
+def _off(value: Any) -> bool:
+    return not value
+
+
+def _one_of(*names: str) -> Callable[[Any], bool]:
+    """Allows values that read, or are enum members that are called, one of these."""
+    return lambda value: getattr(value, "name", value) in names
+
+
+HONOURED: Mapping[str, str] = MappingProxyType(
+    {
+        "num_attention_heads": "query heads, as the tensors come",
+        "num_query_groups": "key/value heads, never expanded",
+        "kv_channels": "head dim, as the tensors come",
+        "softmax_scale": "1 / sqrt(head dim) if None",
+        "apply_query_key_layer_scaling": "without effect: Megatron divides scores by the layer number and multiplies "
+        "them back in float32; here scores never leave float32",
+        "attention_softmax_in_fp32": "always so",
+        "masked_softmax_fusion": "without effect: masks become tiles",
+        "deterministic_mode": "the order of all sums is fixed, and the kernels at hand are deterministic",
+        "window_attn_skip_freq": "layers without a window are accepted",
+        "context_parallel_size": "the ring",
+        "hierarchical_context_parallel_sizes": "the two levels of the ring",
+        "cp_comm_type": "burst, for all layers or for some",
+        "recompute_granularity": "none, selective or full; the ring runs again in recomputation",
+        "recompute_method": "see recompute_granularity",
+        "recompute_num_layers": "see recompute_granularity",
+        "recompute_modules": "see recompute_granularity",
+        "fp16": "float16 tensors",
+        "bf16": "bfloat16 tensors",
+        "params_dtype": "any float type",
+        "enable_autocast": "the tensors come in one type",
+        "autocast_dtype": "the tensors come in one type",
+        "variable_seq_lengths": "every call may have its own length; it has to divide by 2 * context_parallel_size",
+    }
+)
+
+REFUSED: Mapping[str, Rule] = MappingProxyType(
+    {
+        "attention_dropout": Rule(_off, "set attention_dropout=0 (--attention-dropout 0)"),
+        "softmax_type": Rule(_one_of("vanilla"), "use softmax_type='vanilla'"),
+        "qk_clip": Rule(_off, "switch qk_clip off"),
+        "log_max_attention_logit": Rule(_off, "switch log_max_attention_logit off"),
+        "multi_latent_attention": Rule(_off, "use cp_comm_type='p2p' of Transformer Engine for MLA models"),
+        "experimental_attention_variant": Rule(_off, "use standard attention"),
+        "attention_backend": Rule(
+            _one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"
+        ),
+        "fp8_dot_product_attention": Rule(_off, "keep attention out of FP8; linear layers may use it"),
+        "fp8_multi_head_attention": Rule(_off, "keep attention out of FP8; linear layers may use it"),
+        "use_kitchen_attention": Rule(_off, "switch use_kitchen_attention off"),
+        "enable_cuda_graph": Rule(_off, "switch CUDA graphs off"),
+        "external_cuda_graph": Rule(_off, "switch CUDA graphs off"),
+        "cuda_graph_impl": Rule(_one_of("none"), "use cuda_graph_impl='none'"),
+        "batch_invariant_mode": Rule(_off, "switch batch_invariant_mode off"),
+        "flash_decode": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
+        "cache_mla_latents": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
+        "use_inference_optimized_layers": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
+        "transformer_impl": Rule(
+            _one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
+        ),
+        "hybrid_context_parallel": Rule(_off, "use one context_parallel_size for all samples"),
+        "max_seqlen_per_dp_cp_rank": Rule(_off, "it belongs to hybrid_context_parallel, which is refused"),
+        "overlap_moe_expert_parallel_comm": Rule(
+            _off, "it runs two microbatches at once on two streams; switch it off"
+        ),
+        "cpu_offloading": Rule(_off, "switch cpu_offloading off"),
+        "offload_modules": Rule(lambda names: "core_attn" not in (names or ()), "take core_attn out of it"),
+    }
+)
+
+# What happens before or after the core attention, or outside attention altogether.
+_IRRELEVANT = frozenset(
+    """
+    num_layers mtp_num_layers mtp_loss_scaling_factor num_layers_in_first_pipeline_stage
+    num_layers_in_last_pipeline_stage pipeline_model_parallel_layout account_for_embedding_in_pipeline_split
+    account_for_loss_in_pipeline_split hidden_size ffn_hidden_size hidden_dropout fp32_residual_connection
+    apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear
+    add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
+    activation_func_clamp_value num_moe_experts rotary_interleaved normalization qk_layernorm qk_l2_norm
+    attention_output_gate test_mode calculate_per_token_loss no_rope_freq init_method output_layer_init_method
+    init_method_std embedding_init_method embedding_init_method_std init_model_with_meta_device
+    disable_bf16_reduced_precision_matmul bias_activation_fusion persist_layer_norm memory_efficient_layer_norm
+    bias_dropout_fusion apply_rope_fusion use_fused_weighted_squared_relu fused_single_qkv_rope
+    distribute_saved_activations fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval
+    fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad tp_only_amax_red first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen kitchen_attention_backend fp4 fp4_recipe
+    fp4_param fp4_quantizer_factory cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
+    cuda_graph_warmup_steps cuda_graph_scope clone_scatter_output_in_embedding disable_parameter_transpose_cache
+    config_logger_dir use_te_activation_func use_te_rng_tracker inference_rng_tracker inference_sampling_seed
+    symmetric_ar_type inference_fuse_tp_communication mrope_section is_hybrid_model use_mamba_mem_eff_path
+    mlp_chunks_for_prefill heterogeneous_block_specs hetereogenous_dist_checkpoint quant_recipe
+    fine_grained_activation_offloading min_offloaded_tensor_size q_lora_rank kv_lora_rank qk_head_dim
+    qk_pos_emb_head_dim v_head_dim rope_type rotary_base rotary_percent rotary_scaling_factor
+    original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim tensor_model_parallel_size
+    pipeline_model_parallel_comm_backend pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    sequence_parallel expert_model_parallel_size expert_tensor_parallel_size perform_initialization
+    use_cpu_initialization timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func
+    param_sync_func num_microbatches_with_partial_activation_checkpoints gradient_accumulation_fusion
+    async_tensor_model_parallel_allreduce tp_comm_overlap cross_entropy_loss_fusion cross_entropy_fusion_impl
+    delay_wgrad_compute ep_overlap_early_attn_memory_release pipeline_dtype overlap_p2p_comm batch_p2p_comm
+    batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs defer_embedding_wgrad_compute
+    wgrad_deferral_limit overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage mtp_standalone
+    cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
+    cpu_offloading_double_buffering barrier_with_L1_time
+    """.split()  # noqa: SIM905
+)
+_IRRELEVANT_FAMILIES = ("moe_", "mamba_", "tp_comm_", "dsa_", "linear_")  # the last two only with a refused variant
+
+
+def is_irrelevant(name: str) -> bool:
+    """Whether a field has no bearing on core attention."""
+    return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES)
+
+
+def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
+    """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
+    found = [
+        f"{name}={getattr(config, name)!r} is not supported: {rule.instead}"
+        for name, rule in REFUSED.items()
+        if hasattr(config, name) and not rule.allowed(getattr(config, name))
+    ]
+    if windowed:
+        found.append(f"window_size={config.window_size!r} is not supported: use full causal attention in this layer")
+    if attention_type == "cross":
+        found.append("cross attention is not supported: give these layers another cp_comm_type")
+    return found
+
+
+def unknown_fields(config: Any) -> list[str]:
+    """Fields of a newer Megatron, in none of the tables, that are set to other than their default."""
+    known = {"window_size", *HONOURED, *REFUSED}
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in known
+        and not is_irrelevant(field.name)
+        and field.default is not dataclasses.MISSING
+        and getattr(config, field.name) != field.default
+    ]
