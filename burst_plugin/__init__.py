@@ -6,6 +6,10 @@
 Importing this package imports torch and nothing else, and has no side effect.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import RingError
@@ -13,7 +17,9 @@ from burst_plugin.mask import Causal, Full
 from burst_plugin.schedule import Schedule, ScheduleError, Transfer, flat_ring, two_level_ring
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.virtual import VirtualRing
+
+if TYPE_CHECKING:
+    from burst_plugin.virtual import VirtualRing
 
 __version__ = "0.1.0"
 
@@ -34,3 +40,12 @@ __all__ = [
     "flat_ring",
     "two_level_ring",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads what training does not need when it is first asked for."""
+    if name == "VirtualRing":
+        from burst_plugin.virtual import VirtualRing
+
+        return VirtualRing
+    raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")

@@ -74,8 +74,7 @@ class Step(NamedTuple):
     drop: tuple[int, ...]  # owners whose operands nobody needs here from this step on
 
 
-@dataclass(frozen=True)
-class RankPlan:
+class RankPlan(NamedTuple):
     """A schedule as one rank sees it."""
 
     rank: int

@@ -1,0 +1,9 @@
+"""Imports Megatron once, before ranks are forked, so that not every rank of every test has to."""
+
+import pytest
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("megatron.core.distributed")
+pytest.importorskip("megatron.core.models.gpt")
+pytest.importorskip("megatron.core.optimizer")
+pytest.importorskip("megatron.core.pipeline_parallel")

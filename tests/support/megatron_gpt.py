@@ -1,0 +1,326 @@
+"""A tiny Megatron-core GPT whose weights do not depend on how it is parallelised, for parity tests.
+
+Every rank of an initialised gloo process group calls, in this order::
+
+    run = GptRun(cp=4, hierarchical=(2, 2), cp_comm_type="burst")
+    result = one_step(run, tokens)          # or: model = build(run); ...; leave()
+
+and gets the same ``StepResult``: the mean loss of all tokens and every parameter's whole gradient, gathered
+over tensor- and pipeline-parallel ranks, under names that count layers from the first pipeline stage.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_plugin.megatron import cpu
+
+_WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
+
+
+@dataclass(frozen=True)
+class GptRun:
+    """A model's shape, how it is cut up, and what is recomputed."""
+
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 8
+    groups: int = 4
+    ffn: int = 96
+    vocab: int = 128
+    seq_length: int = 64
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    hierarchical: tuple[int, ...] | None = None
+    cp_comm_type: str | None = None
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    per_token_loss: bool = False
+    microbatch_size: int = 2
+    distributed_optimizer: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    """More fields of TransformerConfig, such as window_size or softmax_type."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One forward and backward: the mean loss, and every parameter's whole gradient in float32 on the CPU."""
+
+    loss: float
+    grads: dict[str, torch.Tensor]
+
+
+def random_tokens(run: GptRun, microbatches: int = 2, seed: int = 0) -> torch.Tensor:
+    """Token ids [microbatches, microbatch_size, seq_length + 1]; the last one of each row is only a label."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (microbatches, run.microbatch_size, run.seq_length + 1)
+    return torch.randint(run.vocab, shape, generator=generator)
+
+
+def build(run: GptRun) -> Any:
+    """Set up Megatron's groups for ``run`` and return the model in Megatron's DistributedDataParallel.
+
+    With ``cp_comm_type="burst"`` the plugin is installed first, as its users do.
+    """
+    cpu.enable(force=True)  # the test ranks are joined by gloo, on machines with GPUs too
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if run.cp_comm_type == "burst":
+        from burst_plugin import megatron as burst_megatron
+
+        burst_megatron.install()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=run.tp,
+        pipeline_model_parallel_size=run.pp,
+        context_parallel_size=run.cp,
+        hierarchical_context_parallel_sizes=list(run.hierarchical) if run.hierarchical else None,
+    )
+    model_parallel_cuda_manual_seed(1234)
+    config = transformer_config(run)
+    model = _gpt_model(run, config)
+    set_weights(model, run)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=run.distributed_optimizer)
+    return DistributedDataParallel(config, ddp_config, model)
+
+
+def leave() -> None:
+    """Take Megatron's groups down, so that the same processes can build another model."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    # destroy_model_parallel() of core 0.16.1 forgets these, and then refuses to make new ones.
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+
+
+def one_step(run: GptRun, tokens: torch.Tensor) -> StepResult:
+    """Build the model of ``run``, run one forward and backward over ``tokens``, take the groups down.
+
+    Args:
+        run: shape and cutting; dp follows from the world size.
+        tokens: what ``random_tokens`` gives, the same on every rank.
+    """
+    model = build(run)
+    try:
+        loss = forward_backward(model, run, tokens)
+        return StepResult(loss, full_grads(model, run))
+    finally:
+        leave()
+
+
+def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor) -> float:
+    """One forward and backward by Megatron's schedule, gradients in ``main_grad``. Returns the mean loss."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model.zero_grad_buffer()
+    losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches(tokens),
+        model=[model],
+        num_microbatches=len(tokens),
+        seq_length=run.seq_length,
+        micro_batch_size=tokens.shape[1],
+        forward_only=False,
+    )
+    total = torch.zeros(2, dtype=torch.float64)
+    for loss_and_tokens in losses:  # empty but on the last pipeline stage
+        total += loss_and_tokens.to(total)
+    # Tensor-parallel ranks hold the same loss; the sum over one tensor-parallel rank of each is wanted.
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        total.zero_()
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    """What Megatron's schedules call for each microbatch: cut a batch by Megatron's zigzag, run the model."""
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    batch = get_batch_on_this_cp_rank(next(data))
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole microbatches, as Megatron's data loader gives them, not yet cut for context parallelism."""
+    positions = torch.arange(tokens.shape[-1] - 1)
+    for rows in tokens:
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "loss_mask": torch.ones(rows[:, 1:].shape, dtype=torch.float32),
+            "position_ids": positions.expand(rows.shape[0], -1).contiguous(),
+        }
+
+
+def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    total = (output.float() * mask).sum()
+    count = mask.sum().to(torch.int)
+    return total, count, torch.stack([total.detach(), count.to(total.dtype)])
+
+
+def transformer_config(run: GptRun) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    recompute: dict[str, Any] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[run.recompute]
+    options: dict[str, Any] = {
+        "num_layers": run.layers,
+        "hidden_size": run.hidden,
+        "num_attention_heads": run.heads,
+        "num_query_groups": run.groups,
+        "ffn_hidden_size": run.ffn,
+        "tensor_model_parallel_size": run.tp,
+        "pipeline_model_parallel_size": run.pp,
+        "context_parallel_size": run.cp,
+        "hierarchical_context_parallel_sizes": list(run.hierarchical) if run.hierarchical else None,
+        "sequence_parallel": run.sequence_parallel,
+        "calculate_per_token_loss": run.per_token_loss,
+        "pipeline_dtype": torch.float32,
+        "normalization": "RMSNorm",
+        "activation_func": torch.nn.functional.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    if run.cp_comm_type is not None:
+        options["cp_comm_type"] = run.cp_comm_type
+    return TransformerConfig(**{**options, **recompute, **run.config})
+
+
+def _gpt_model(run: GptRun, config: Any) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    return GPTModel(
+        config,
+        _block_spec(config),
+        vocab_size=run.vocab,
+        max_sequence_length=run.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+    )
+
+
+def _block_spec(config: Any) -> Any:
+    """Megatron's local spec; for sequence parallelism with a norm of ours, as Megatron refuses torch's."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import transformer_block
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if not config.sequence_parallel:
+        return layer
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    count = transformer_block.get_num_layers_to_build(config)
+    return transformer_block.TransformerBlockSubmodules([layer] * count, SequenceParallelNorm)
+
+
+class SequenceParallelNorm(torch.nn.RMSNorm):
+    """RMSNorm whose weight gradient Megatron sums over tensor-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+# --------------------------------------------------------------------- parameters, whole and cut for one rank
+
+
+def set_weights(model: Any, run: GptRun) -> None:
+    """Give every parameter its slice of a whole tensor that a generator seeded by the name has drawn."""
+    from megatron.core import parallel_state
+
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, param in named_parameters(model):
+            shape, dim = list(param.shape), _cut_dim(param)
+            if dim is not None:
+                shape[dim] *= run.tp
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(shape, generator=generator) * _WEIGHT_STD
+            if len(shape) == 1:  # weights of a norm lie around 1, not 0
+                whole += 1.0
+            param.copy_(_cut(whole, name, dim, tp_rank, run.tp))
+
+
+def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
+    """Every parameter's ``main_grad``, joined over tensor- and pipeline-parallel ranks, on every rank."""
+    from megatron.core import parallel_state
+
+    if run.distributed_optimizer:
+        _gather_grad_shards(model)
+    tp_group = parallel_state.get_tensor_model_parallel_group()
+    stage: dict[str, torch.Tensor] = {}
+    for name, param in named_parameters(model):
+        grad, dim = param.main_grad.detach().float(), _cut_dim(param)
+        if dim is not None:
+            parts = [torch.empty_like(grad) for _ in range(run.tp)]
+            dist.all_gather(parts, grad.contiguous(), group=tp_group)
+            grad = _join(parts, name, dim)
+        stage[name] = grad.cpu().clone()
+    stages: list[Any] = [None] * run.pp
+    dist.all_gather_object(stages, stage, group=parallel_state.get_pipeline_model_parallel_group())
+    return {name: grad for part in stages for name, grad in part.items()}
+
+
+def _gather_grad_shards(model: Any) -> None:
+    """With the distributed optimizer every rank has reduced its own part of each gradient bucket; get the rest."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for buffer in model.buffers:
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
+def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """(name, parameter) of a GPTModel or its wrapper, with layers counted over all pipeline stages from 0."""
+    while hasattr(model, "module"):
+        model = model.module
+    for name, param in model.named_parameters():
+        found = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
+        if found:
+            layer = model.decoder.layers[int(found.group(1))].layer_number - 1
+            name = f"decoder.layers.{layer}.{found.group(2)}"
+        yield name, param
+
+
+def _cut_dim(param: torch.nn.Parameter) -> int | None:
+    return param.partition_dim if getattr(param, "tensor_model_parallel", False) else None
+
+
+def _cut(whole: torch.Tensor, name: str, dim: int | None, rank: int, size: int) -> torch.Tensor:
+    if dim is None:
+        return whole
+    # A gated MLP's first weight is [gate; up], and each rank holds a part of both.
+    halves = whole.chunk(2) if name.endswith("linear_fc1.weight") else (whole,)
+    return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
+
+
+def _join(parts: list[torch.Tensor], name: str, dim: int) -> torch.Tensor:
+    if not name.endswith("linear_fc1.weight"):
+        return torch.cat(parts, dim)
+    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*gates, *ups], dim)

@@ -1,0 +1,51 @@
+"""Run a function as several ranks that form a gloo group over the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ranks import Outcome, RankError, join_gloo, launch, launcher_environment, values
+
+__all__ = ["Outcome", "RankError", "run_ranks", "run_ranks_outcomes"]
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    init: bool = True,
+    expect_dead: Collection[int] = (),
+) -> list[Any]:
+    """Run `fn(rank, *args)` in `world_size` processes and return what each returned, in rank order.
+
+    The processes are forked, so `fn` may be a closure and `args` anything; what `fn` returns has to be
+    picklable (tensors are fine). Each rank computes on one thread and starts from the parent's random state.
+
+    Args:
+        timeout_s: limit for all ranks together; the process group's own is half of it.
+        init: whether the default process group, gloo over loopback, is initialised before `fn`.
+        expect_dead: ranks that have to end without returning or raising; their value is None.
+
+    Raises:
+        RankError: with the traceback, or the manner of death, of every rank that failed.
+    """
+    return values(run_ranks_outcomes(fn, world_size, *args, timeout_s=timeout_s, init=init), expect_dead)
+
+
+def run_ranks_outcomes(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, init: bool = True
+) -> list[Outcome]:
+    """As `run_ranks`, but however a rank ends, it is returned as its `Outcome`; nothing is raised for it."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+    def enter(rank: int, directory: Path) -> None:
+        os.environ.update(launcher_environment(rank, world_size, ranks_per_node=world_size))
+        if init:
+            join_gloo(rank, world_size, directory, loopback, timeout_s / 2)
+
+    return launch(fn, world_size, args, enter, timeout_s=timeout_s)

@@ -1,0 +1,133 @@
+"""All ranks in one process, against float64: every layout x topology x traveller x heads, out, dq, dk and dv."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from burst_plugin import Causal, Full, Strategy, Topology, VirtualRing, burst_attention
+from burst_plugin.context import ContextParallel
+from burst_plugin.layout import LAYOUTS
+from burst_plugin.mask import Mask
+from burst_plugin.schedule import SCHEDULES
+from tests.support.reference import Problem, Result, errors, reference
+
+TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (2, 4), (3, 2)]
+HEADS = [(8, 8), (8, 2), (8, 1)]
+FP32_BOUND = 2e-6
+
+
+def run(ring: VirtualRing, problem: Problem, mask: Mask) -> Result:
+    """out, dq, dk, dv; also that every rank sent what its schedule counts."""
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out, _ = ring.attention(q, k, v, mask=mask)
+    grads = torch.autograd.grad(out, (q, k, v), problem.dout)
+    for rank in range(ring.network.ranks):
+        assert ring.traffic(rank) == ring.expected_traffic(rank)
+    return Result(out.detach(), *grads)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exact_in_fp32(layout: str, topology: tuple[int, int], backward: str, heads: tuple[int, int]) -> None:
+    problem = Problem.draw(2 * 3 * topology[0] * topology[1], heads)
+    for mask in (Causal(), Full()):
+        truth = reference(problem, mask)
+        for schedule in SCHEDULES:
+            ring = VirtualRing(Topology(*topology), Strategy(layout=layout, backward=backward, schedule=schedule))
+            found = errors(run(ring, problem, mask), truth)
+            assert max(found.values()) < FP32_BOUND, found
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
+@pytest.mark.parametrize("forward", ["q", "kv"])
+def test_exact_with_every_kernel_and_forward_traveller_in_fp64(forward: str, kernel: str, backward: str) -> None:
+    strategy = Strategy(forward=forward, backward=backward, kernel=kernel)
+    for layout, mask in itertools.product(LAYOUTS, (Causal(), Full())):
+        problem = Problem.draw(36, (4, 2), dtype=torch.float64)
+        ring = VirtualRing(Topology(3, 2), Strategy(**{**strategy.__dict__, "layout": layout}))
+        found = errors(run(ring, problem, mask), reference(problem, mask))
+        assert max(found.values()) < 1e-14, found
+
+
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 4)], ids=["2 ranks", "8 ranks"])
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
+def test_bf16_is_within_a_fifth_of_the_same_kernel_on_one_rank(
+    kernel: str, heads: tuple[int, int], backward: str, ranks: tuple[int, int]
+) -> None:
+    problem = Problem.draw(512, heads, dim=32, dtype=torch.bfloat16)
+    truth = reference(problem, Causal())
+    alone = errors(run(VirtualRing(Topology(1, 1), Strategy(kernel=kernel)), problem, Causal()), truth)
+    spread = errors(
+        run(VirtualRing(Topology(*ranks), Strategy(kernel=kernel, backward=backward)), problem, Causal()), truth
+    )
+    for name, error in spread.items():
+        assert error <= 1.2 * alone[name], (name, error, alone[name])
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_float16_with_large_outputs_does_not_overflow(backward: str) -> None:
+    problem = Problem.draw(32, (2, 2), dtype=torch.float16)
+    problem = problem._replace(v=problem.v * 1e4, dout=problem.dout * 1e-4)
+    found = errors(
+        run(VirtualRing(Topology(2, 2), Strategy(backward=backward)), problem, Causal()),
+        reference(problem, Causal()),
+    )
+    assert max(found.values()) < 4e-3, found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_mood_of_the_network_does_not_change_a_bit(seed: int) -> None:
+    problem = Problem.draw(48, (4, 2))
+    results = [run(VirtualRing(Topology(3, 2), seed=s), problem, Causal()) for s in (0, seed)]
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_different_head_dims_with_a_kernel_that_has_them() -> None:
+    q, k, v = torch.randn(1, 32, 4, 12), torch.randn(1, 32, 2, 12), torch.randn(1, 32, 2, 8)
+    one, _ = VirtualRing(Topology(1, 1)).attention(q, k, v)
+    four, _ = VirtualRing(Topology(2, 2)).attention(q, k, v)
+    assert four.shape == (1, 32, 4, 8)
+    torch.testing.assert_close(four, one)
+
+
+def test_cross_attention_without_a_mask_may_have_other_lengths() -> None:
+    q, kv = torch.randn(1, 16, 2, 8), torch.randn(1, 48, 2, 8)
+    one, _ = VirtualRing(Topology(1, 1)).attention(q, kv, kv, mask=Full())
+    four, _ = VirtualRing(Topology(2, 2)).attention(q, kv, kv, mask=Full())
+    torch.testing.assert_close(four, one)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 8, 4, 8), (1, 8, 3, 8), (1, 8, 3, 8)), "4 query heads are not a multiple of 3 key/value heads"),
+        (((1, 8, 2, 8), (1, 8, 4, 8), (1, 8, 4, 8)), "2 query heads are not a multiple of 4"),
+        (((8, 4, 8), (8, 4, 8), (8, 4, 8)), r"expected q, k, v of shape \[batch"),
+        (((1, 8, 4, 8), (1, 8, 4, 8), (1, 6, 4, 8)), "do not fit together"),
+        (((1, 8, 4, 8), (1, 8, 4, 16), (1, 8, 4, 8)), "do not fit together"),
+        (((2, 8, 4, 8), (1, 8, 4, 8), (1, 8, 4, 8)), "do not fit together"),
+        (((1, 0, 4, 8), (1, 0, 4, 8), (1, 0, 4, 8)), "empty tensors"),
+        (((1, 7, 4, 8), (1, 7, 4, 8), (1, 7, 4, 8)), "divides by 2, got 7"),
+        (((1, 8, 4, 8), (1, 16, 4, 8), (1, 16, 4, 8)), r"use mask=Full\(\) for cross attention"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    q, k, v = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(ValueError, match=message):
+        burst_attention(q, k, v, ContextParallel())
+
+
+def test_types_that_differ_are_named() -> None:
+    q, k = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"share one floating-point type.*float32.*float64"):
+        burst_attention(q, k, k, ContextParallel())
+    with pytest.raises(ValueError, match="floating-point"):
+        burst_attention(*[torch.zeros(1, 8, 4, 8, dtype=torch.int64)] * 3, ContextParallel())

@@ -1,0 +1,159 @@
+"""Schedules as data: what is drawn, what is counted, and that `validate` sees every kind of damage."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from burst_plugin import Link, Schedule, ScheduleError, Topology, Traffic, Transfer, flat_ring, two_level_ring
+from burst_plugin.schedule import SCHEDULES
+
+TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 4), (5, 3), (16, 8), (64, 8)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
+def test_every_schedule_is_exact_on_every_topology(name: str, nodes: int, ranks_per_node: int) -> None:
+    SCHEDULES[name](Topology(nodes, ranks_per_node)).validate()
+
+
+def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
+    start = time.process_time()
+    two_level_ring(Topology(nodes=64, ranks_per_node=8)).validate()
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES[:-1])
+def test_two_level_hops(nodes: int, ranks_per_node: int) -> None:
+    schedule = two_level_ring(Topology(nodes, ranks_per_node))
+    sent = Counter((t.src, t.link, kind) for kind in Traffic for t in schedule.transfers(kind))
+    for rank in range(schedule.ranks):
+        for kind in Traffic:
+            assert sent[rank, Link.INTRA, kind] == nodes * (ranks_per_node - 1)
+            assert sent[rank, Link.INTER, kind] == nodes - 1
+        assert schedule.hops(rank)[Link.INTER][Traffic.GATHER] == nodes - 1
+
+
+def test_flat_ring_crosses_nodes_at_node_edges_only() -> None:
+    schedule = flat_ring(Topology(2, 4))
+    hops = [schedule.hops(rank) for rank in range(8)]
+    assert [h[Link.INTER][Traffic.GATHER] for h in hops] == [0, 0, 0, 7, 0, 0, 0, 7]
+    assert [h[Link.INTRA][Traffic.REDUCE] for h in hops] == [7, 7, 7, 0, 7, 7, 7, 0]
+
+
+def test_the_rings_of_the_docstring() -> None:
+    assert flat_ring(Topology(1, 4)).visits == ((0, 3, 2, 1), (1, 0, 3, 2), (2, 1, 0, 3), (3, 2, 1, 0))
+    assert two_level_ring(Topology(2, 2)).visits == ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0))
+
+
+def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
+    schedule = two_level_ring(Topology(2, 2))
+    assert [t for t in schedule.gather if t.owner == 0] == [
+        Transfer(owner=0, src=0, dst=1, link=Link.INTRA, issue=0, due=1),
+        Transfer(owner=0, src=0, dst=2, link=Link.INTER, issue=0, due=2),
+        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
+    ]
+    assert [t for t in schedule.reduce if t.owner == 0] == [
+        Transfer(owner=0, src=1, dst=0, link=Link.INTRA, issue=2, due=3),
+        Transfer(owner=0, src=3, dst=2, link=Link.INTRA, issue=4, due=5),
+        Transfer(owner=0, src=2, dst=0, link=Link.INTER, issue=5, due=6),
+    ]
+
+
+def test_inter_node_transfers_have_a_whole_inner_ring_to_hide_behind() -> None:
+    schedule = two_level_ring(Topology(4, 8))
+    gather = {t.due - t.issue for t in schedule.gather if t.link is Link.INTER}
+    assert gather == {8}
+    last = 4 * 8 + 1  # only the very last hop home has nothing to hide behind
+    assert {t.due - t.issue for t in schedule.reduce if t.link is Link.INTER and t.issue < last} == {8}
+    assert {t.due - t.issue for t in schedule.reduce if t.link is Link.INTER and t.issue == last} == {1}
+
+
+def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
+    for traffic in Traffic:
+        sent = Counter((t.src, t.link, t.issue) for t in two_level_ring(Topology(3, 4)).transfers(traffic))
+        assert set(sent.values()) == {1}
+
+
+def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
+    schedule = two_level_ring(Topology(3, 2))
+    issued = Counter(t for rank in range(6) for step in schedule.plan(rank).steps for t in step.issue)
+    assert set(issued) == {(kind, t) for kind in Traffic for t in schedule.transfers(kind)}
+    assert set(issued.values()) == {2}
+    for rank in range(6):
+        steps = schedule.plan(rank).steps
+        assert tuple(s.visit for s in steps if s.visit is not None) == schedule.visits[rank]
+        assert all(t.issue == number for number, s in enumerate(steps) for _, t in s.issue)
+        assert all(t.due == number for number, s in enumerate(steps) for _, t in s.due)
+
+
+def test_links_need_own_communicators_only_where_durations_differ() -> None:
+    assert two_level_ring(Topology(2, 2)).separate_links
+    assert not flat_ring(Topology(2, 2)).separate_links
+    assert not two_level_ring(Topology(4, 1)).separate_links
+
+
+def test_grid() -> None:
+    assert two_level_ring(Topology(2, 2)).format().splitlines() == [
+        "two_level_ring, 2x2 (nodes x ranks per node)",
+        "node 0   rank 0  |  0  1 | *2  3",
+        "         rank 1  |  1  0 | *3  2",
+        "node 1   rank 2  |  2  3 | *0  1",
+        "         rank 3  |  3  2 | *1  0",
+        "gather: a rank sends at most 2 blocks intra-node, 1 inter-node",
+        "reduce: a rank sends at most 2 blocks intra-node, 1 inter-node",
+    ]
+
+
+def _swap_first_visits(s: Schedule) -> Schedule:
+    first = (s.visits[0][1], s.visits[0][0], *s.visits[0][2:])
+    return replace(s, visits=(first, *s.visits[1:]))
+
+
+def _visit_twice(s: Schedule) -> Schedule:
+    return replace(s, visits=((s.visits[0][0], *s.visits[0][:-1]), *s.visits[1:]))
+
+
+def _edit(kind: str, index: int, **changes: int | Link) -> Callable[[Schedule], Schedule]:
+    def damage(s: Schedule) -> Schedule:
+        transfers = list(getattr(s, kind))
+        transfers[index] = transfers[index]._replace(**changes)
+        return replace(s, **{kind: tuple(transfers)})
+
+    return damage
+
+
+def _drop(kind: str, index: int) -> Callable[[Schedule], Schedule]:
+    return lambda s: replace(s, **{kind: getattr(s, kind)[:index] + getattr(s, kind)[index + 1 :]})
+
+
+def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
+    return lambda s: replace(s, **{kind: (*getattr(s, kind), getattr(s, kind)[index])})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_swap_first_visits, "rank 0 visits block 1 at step 0 without it"),
+        (_visit_twice, "does not visit every block exactly once"),
+        (_drop("gather", 0), "without it|before it has it"),
+        (_repeat("gather", 0), "sent block 0 twice"),
+        (_edit("gather", 0, link=Link.INTER), "impossible transfer"),
+        (_edit("gather", 0, due=0), "impossible transfer"),
+        (_edit("gather", 0, due=2), "visits block 0 at step 1 without it"),
+        (_edit("gather", 2, issue=0), "before it has it"),
+        (_drop("reduce", 0), "ends incomplete"),
+        (_repeat("reduce", 0), "has no sum to send"),
+        (_edit("reduce", 0, issue=0), "has no sum to send"),
+        (_edit("reduce", 2, dst=1), "ends incomplete"),
+        (_edit("reduce", 2, dst=3, link=Link.INTRA), "ends incomplete"),
+    ],
+)
+def test_validate_sees_damage(damage: Callable[[Schedule], Schedule], message: str) -> None:
+    schedule = two_level_ring(Topology(2, 2)).validate()
+    with pytest.raises(ScheduleError, match=message):
+        damage(schedule).validate()

@@ -1,0 +1,153 @@
+"""One rank without torch.distributed: the same interface, and what autograd expects of an operation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from burst_plugin import Causal, ContextParallel, Strategy, burst_attention
+from tests.support.reference import Problem, reference, relative
+
+
+@pytest.fixture
+def cp() -> ContextParallel:
+    return ContextParallel()
+
+
+def test_one_rank_needs_no_group(cp: ContextParallel) -> None:
+    problem = Problem.draw(16, (4, 2))
+    x = torch.arange(16).view(1, 16)
+    assert torch.equal(cp.unshard(cp.shard(x)), x)
+    assert cp.positions(16).tolist() == list(range(16))
+    out, lse = burst_attention(*problem[:3], cp, return_lse=True)
+    assert relative(out, reference(problem, Causal()).out) < 1e-6
+    assert lse.shape == (2, 4, 16)
+    assert lse.dtype == torch.float32
+    assert cp.traffic() == cp.expected_traffic() == {k: {"gather": 0, "reduce": 0} for k in ("intra", "inter")}
+    assert cp.describe()["topology"].startswith("1x1")
+
+
+def test_gradients_pass_gradcheck(cp: ContextParallel) -> None:
+    q, k, v = (x[:1, :6, :, :3].clone().requires_grad_() for x in Problem.draw(6, (2, 1), dtype=torch.float64)[:3])
+    torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp), (q, k, v))
+
+
+def test_softmax_scale_is_used(cp: ContextParallel) -> None:
+    q, k, v, _ = Problem.draw(8, (2, 2))
+    scaled = burst_attention(q, k, v, cp, softmax_scale=2 * 8**-0.5)
+    torch.testing.assert_close(scaled, burst_attention(2 * q, k, v, cp))
+
+
+def test_only_wanted_gradients_are_given(cp: ContextParallel) -> None:
+    q, k, v, _ = Problem.draw(8, (2, 2))
+    k.requires_grad_()
+    burst_attention(q, k, v, cp).sum().backward()
+    assert k.grad is not None
+    assert q.grad is None
+    assert v.grad is None
+
+
+def test_no_grad_saves_nothing_and_lse_has_no_gradient(cp: ContextParallel) -> None:
+    q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
+    with torch.no_grad():
+        assert not burst_attention(q, k, v, cp).requires_grad
+    _, lse = burst_attention(q, k, v, cp, return_lse=True)
+    assert not lse.requires_grad
+
+
+def test_second_derivatives_are_refused(cp: ContextParallel) -> None:
+    q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
+    (grad,) = torch.autograd.grad(burst_attention(q, k, v, cp).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_gives_the_same_gradients(cp: ContextParallel, reentrant: bool) -> None:
+    grads = []
+    for recompute in (False, True):
+        q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
+
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return burst_attention(*qkv, cp).square()
+
+        out = checkpoint(attend, q, k, v, use_reentrant=reentrant) if recompute else attend(q, k, v)
+        out.sum().backward()
+        grads.append((q.grad, k.grad, v.grad))
+    for x, y in zip(*grads, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_many_microbatches_may_await_their_backward_pass(cp: ContextParallel) -> None:
+    problems = [Problem.draw(8, (2, 2), seed=seed) for seed in range(3)]
+    outs = []
+    for problem in problems:
+        q, k, v = (x.requires_grad_() for x in problem[:3])
+        outs.append(burst_attention(q, k, v, cp))
+    for out, problem in reversed(list(zip(outs, problems, strict=True))):
+        out.backward(problem.dout)
+        truth = reference(problem, Causal())
+        for x, grad in zip(problem[:3], truth[1:], strict=True):
+            assert relative(x.grad, grad) < 2e-6
+
+
+def test_unshard_refuses_to_lose_a_gradient(cp: ContextParallel) -> None:
+    x = torch.zeros(1, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"unshard has no gradient; .*x\.detach\(\)"):
+        cp.unshard(x)
+    with torch.no_grad():
+        cp.unshard(x)
+
+
+def test_entering_twice_at_once_is_refused(cp: ContextParallel) -> None:
+    with cp.member.exclusive(torch.device("cpu")), pytest.raises(RuntimeError, match="while another of its passes"):
+        burst_attention(*Problem.draw(8, (2, 2))[:3], cp)
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="use one of: zigzag, striped, contiguous"):
+        ContextParallel(layout="spiral")
+    with pytest.raises(ValueError, match="got strategy= and also backward"):
+        ContextParallel(strategy=Strategy(), backward="q")
+    with pytest.raises(ValueError, match="multiplies to 4"):
+        ContextParallel(hierarchy=[2, 2])
+
+
+def test_a_shard_that_does_not_divide_is_refused(cp: ContextParallel) -> None:
+    with pytest.raises(ValueError, match="divides by 2, got 7"):
+        cp.shard(torch.zeros(1, 7))
+
+
+_PROBE = """
+import os, sys
+import torch
+before = set(sys.modules)
+class Watch(dict):
+    pass
+read = []
+environ = type(os.environ)
+original = environ.__getitem__
+environ.__getitem__ = lambda self, key: (read.append(key), original(self, key))[1]
+import burst_plugin, burst_plugin.megatron
+import burst_plugin.megatron.cpu
+environ.__getitem__ = original
+frameworks = {"megatron", "deepspeed", "transformers", "accelerate", "flash_attn", "triton", "matplotlib", "rich"}
+print(sorted({name.split(".")[0] for name in set(sys.modules) - before} & frameworks), read)
+"""
+
+
+def test_import_loads_no_framework_and_reads_no_environment() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"
+
+
+def test_import_takes_less_than_50_ms_beyond_torch() -> None:
+    def once() -> float:
+        code = "import torch, time; t = time.process_time(); import burst_plugin; print(time.process_time() - t)"
+        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+    assert min(once() for _ in range(5)) < 0.05

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burst_plugin.softmax import merge_, project, row_delta
+
+
+def _attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, D], lse [B, H, S]) of scores [B, H, S, K]; rows of -inf give 0 and -inf."""
+    out = torch.einsum("bhsk,bkhd->bshd", scores.softmax(-1).nan_to_num(0.0), values)
+    return out, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [0.0, 1000.0, -1000.0])
+def test_merging_parts_gives_the_whole(dtype: torch.dtype, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 3, 5, 8, generator=generator, dtype=torch.float64) * 3
+    scores[..., 4:] += offset  # far apart: exp of either lse alone overflows or underflows
+    values = torch.randn(2, 8, 3, 4, generator=generator, dtype=torch.float64)
+    truth, truth_lse = _attention(scores, values)
+    out, lse = (x.to(dtype) for x in _attention(scores[..., :4], values[:, :4]))
+    merge_(out, lse, *(x.to(dtype) for x in _attention(scores[..., 4:], values[:, 4:])))
+    tolerance = 1e-6 if dtype is torch.float32 else 1e-14
+    torch.testing.assert_close(out.double(), truth, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("empty", ["first", "second", "both"])
+def test_rows_that_attend_to_nothing_never_become_nan(empty: str) -> None:
+    full = torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)
+    nothing = torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf)
+    out, lse = (x.clone() for x in (full if empty == "second" else nothing))
+    merge_(out, lse, *(full if empty == "first" else nothing))
+    expected = nothing if empty == "both" else full
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 1e3, 1e25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_projection_keeps_delta_and_is_no_longer_than_the_output(dtype: torch.dtype, magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(2, 6, 3, 16, generator=generator).to(dtype)
+    dout = (torch.randn(2, 6, 3, 16, generator=generator) * magnitude).to(dtype)
+    delta = row_delta(out, dout)
+    shadow = project(dout, delta)
+    assert shadow.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
+    scale = out.double().norm(dim=-1) * dout.double().norm(dim=-1)
+    error = (row_delta(shadow.double(), dout.double()) - delta.double()).abs().transpose(1, 2) / scale
+    assert float(error.max()) < tolerance
+    assert bool((shadow.double().norm(dim=-1) <= out.double().norm(dim=-1) * (1 + tolerance)).all())
+
+
+def test_projection_on_a_zero_gradient_is_zero() -> None:
+    dout = torch.zeros(1, 2, 1, 4)
+    dout[:, 1] = 1.0
+    shadow = project(dout, torch.tensor([[[0.0, 2.0]]]))
+    assert torch.equal(shadow[:, 0], torch.zeros(1, 1, 4))
+    assert torch.equal(shadow[:, 1], torch.full((1, 1, 4), 0.5))

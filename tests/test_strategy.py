@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from burst_plugin import Strategy, Topology
+from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
+
+MHA = Shapes(1, 1, 1, 32, 32, 128, 128, torch.bfloat16)
+GQA = MHA._replace(kv_heads=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "zig"}, "layout='zig' is not valid; use one of: zigzag, striped, contiguous"),
+        ({"schedule": "ring"}, "schedule='ring' .* use one of: flat_ring, two_level_ring, auto"),
+        ({"backward": "k"}, "backward='k' .* use one of: q, kv, auto"),
+        ({"forward": ""}, "forward='' .* use one of: q, kv, auto"),
+        ({"kernel": "fa9"}, "kernel='fa9' .* use one of: torch_cpu, reference, auto"),
+        ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),
+        ({"ranks_per_node": "two"}, "ranks_per_node='two' is not valid"),
+        ({"check": "never"}, "check='never' .* use one of: auto, always"),
+    ],
+)
+def test_a_wrong_option_is_named_with_the_valid_ones(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Strategy(**options)
+
+
+def test_a_strategy_cannot_be_changed_or_given_twice() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Strategy().layout = "striped"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="got strategy= and also kernel"):
+        Strategy.of(Strategy(), kernel="reference", layout="zigzag")
+    assert Strategy.of(None, kernel="reference") == Strategy(kernel="reference")
+
+
+def test_bytes_per_token_and_hop_are_those_of_the_design() -> None:
+    assert hop_bytes(MHA, "backward", "q") == 32 * 256 * 2 + 2 * 32 * 4 + 32 * 128 * 4 == 33024
+    assert hop_bytes(MHA, "backward", "kv") == 32 * 256 * 2 + 32 * 256 * 4 == 49152
+    assert hop_bytes(GQA, "backward", "q") == 33024
+    assert hop_bytes(GQA, "backward", "kv") == 12288
+    assert hop_bytes(GQA, "forward", "kv") == 8 * 256 * 2
+
+
+def test_the_side_with_fewer_bytes_travels_unless_one_is_forced() -> None:
+    assert choose_traveller(Strategy(), "backward", MHA) == "q"
+    assert choose_traveller(Strategy(), "backward", GQA) == "kv"
+    assert choose_traveller(Strategy(backward="q"), "backward", GQA) == "q"
+    assert choose_traveller(Strategy(forward="auto"), "forward", MHA._replace(q_len=1, kv_len=64)) == "q"
+    assert choose_traveller(Strategy(), "forward", MHA) == "kv"
+
+
+def test_float16_queries_take_their_output_along() -> None:
+    operands, _ = MHA._replace(dtype=torch.float16).side("backward", "q")
+    assert operands[-1] == ((1, 1, 32, 128), torch.float16)
+
+
+def test_auto_schedule_has_two_levels_where_the_topology_has() -> None:
+    assert Strategy().schedule_for(Topology(2, 2)) == "two_level_ring"
+    for topology in (Topology(1, 4), Topology(4, 1), Topology(1, 1)):
+        assert Strategy().schedule_for(topology) == "flat_ring"
+    assert Strategy(schedule="flat_ring").schedule_for(Topology(2, 2)) == "flat_ring"

@@ -1,0 +1,69 @@
+import pytest
+
+from burst_plugin import Link, Topology
+
+
+def test_places_and_links() -> None:
+    topology = Topology(nodes=2, ranks_per_node=4)
+    assert topology.ranks == 8
+    assert [topology.node(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [topology.local_rank(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert topology.link(0, 3) is Link.INTRA
+    assert topology.link(3, 4) is Link.INTER
+    assert topology.node_peers(5) == (4, 5, 6, 7)
+    assert topology.counterparts(5) == (1, 5)
+    assert topology.rank(node=3, local_rank=-1) == 7
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "expected"),
+    [
+        ([8], Topology(1, 8)),
+        ([1, 8], Topology(1, 8)),
+        ([2, 4], Topology(4, 2)),
+        ([4, 2], Topology(2, 4)),
+        ([2, 2, 2], Topology(4, 2)),
+        ([8, 1], Topology(1, 8)),
+    ],
+)
+def test_hierarchy_is_innermost_first(hierarchy: list[int], expected: Topology) -> None:
+    assert Topology.from_sizes(8, hierarchy) == expected
+
+
+@pytest.mark.parametrize(
+    ("hierarchy", "ranks_per_node", "message"),
+    [
+        ([2, 2], None, r"hierarchy=\[2, 2\] multiplies to 4, but .* 8 ranks"),
+        ([], None, "multiplies to 1"),
+        ([2, -4], None, "multiplies to -8"),
+        ([2, 2, 2, 1], None, "4 levels"),
+        ([2, 4], 4, "contradicts hierarchy=.2, 4."),
+        (None, 3, "ranks_per_node=3 does not divide the 8 ranks"),
+        (None, 0, "ranks_per_node=0 does not divide"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(
+    hierarchy: list[int] | None, ranks_per_node: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Topology.from_sizes(8, hierarchy, ranks_per_node)
+
+
+def test_matching_ranks_per_node_beside_hierarchy_is_no_contradiction() -> None:
+    assert Topology.from_sizes(8, [2, 4], 2) == Topology(4, 2)
+
+
+def test_nodes_are_found_from_node_ids() -> None:
+    assert Topology.from_node_ids(["a", "a", "b", "b"]) == Topology(2, 2)
+    assert Topology.from_node_ids(["a"] * 4) == Topology(1, 4)
+    assert Topology.from_node_ids(["a", "b", "c"]) == Topology(3, 1)
+
+
+@pytest.mark.parametrize("ids", ["aab", "abab", "aabba"], ids=["ragged", "interleaved", "split node"])
+def test_uneven_nodes_are_not_a_topology(ids: str) -> None:
+    assert Topology.from_node_ids(list(ids)) is None
+
+
+def test_empty_topology_is_refused() -> None:
+    with pytest.raises(ValueError, match="nodes=0"):
+        Topology(0, 4)
