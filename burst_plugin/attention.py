@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
@@ -97,23 +98,50 @@ class Call:
 
     def ring(self, work: Pass, away: str) -> Ring:
         """The ring that carries side `away` in this pass."""
-        operands, sums = (Packing(specs) for specs in self.shapes.side(work.direction, away))
+        operands, sums = self._packings[work.direction]
         self.member.count(operands, sums)
         return Ring(
             self.member.plan,
             self.member.transport,
             (operands, work.outgoing(away)),
-            (sums, partial(work.sums, away)) if sums.nbytes else None,
+            (sums, partial(work.sums, away)) if sums else None,
             direction=work.direction,
             trace=self.member.trace,
         )
 
+    @cached_property
+    def _packings(self) -> dict[str, tuple[Packing, Packing | None]]:
+        """How operands and, if there are any, sums travel, by direction."""
+        label = None
+        if self.device.type == "cpu":
+            text = repr((self.signature(), self.member.topology, self.member.strategy))
+            label = torch.frombuffer(bytearray(blake2b(text.encode(), digest_size=16).digest()), dtype=torch.uint8)
+        packings = {}
+        for direction, away in self.travellers.items():
+            operands, sums = self.shapes.side(direction, away)
+            packings[direction] = (Packing(operands, label), Packing(sums, label) if sums else None)
+        return packings
+
 
 def prepare(member: Member, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float | None) -> Call:
-    """Check one rank's local q, k, v and make every choice. Raises ValueError, before any communication."""
+    """Check one rank's local q, k, v and make every choice, once for calls that are alike.
+
+    Raises ValueError, before any communication.
+    """
     q, k, v = tensors
     _check_tensors(q, k, v)
     shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    scale = 1.0 / math.sqrt(shapes.qk_dim) if scale is None else float(scale)
+    key = (shapes, mask, scale, q.device)
+    if key not in member.calls:
+        member.calls[key] = _choose(member, shapes, mask, scale, q.device)
+    call: Call = member.calls[key]
+    member.choices = {**call.travellers, "kernel": call.kernel.name}
+    return call
+
+
+def _choose(member: Member, shapes: Shapes, mask: Mask, scale: float, device: torch.device) -> Call:
+    """The call that these arguments make."""
     ranks = member.topology.ranks
     member.layout.check(ranks, shapes.q_len * ranks)
     member.layout.check(ranks, shapes.kv_len * ranks)
@@ -129,11 +157,9 @@ def prepare(member: Member, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask, 
         for tiles in member.tiles(mask, shapes, away == "q").values()
         for tile in tiles
     )
-    case = Case(q.device.type, q.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, bands)
+    case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, bands)
     kernel = choose_kernel(member.strategy.kernel, case)
-    member.choices = {**travellers, "kernel": kernel.name}
-    scale = 1.0 / math.sqrt(shapes.qk_dim) if scale is None else float(scale)
-    return Call(member, shapes, mask, kernel, scale, travellers, q.device)
+    return Call(member, shapes, mask, kernel, scale, travellers, device)
 
 
 _DIRECTIONS = ("forward", "backward")

@@ -18,9 +18,9 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
 from burst_plugin.transport import Channel, DistributedTransport, Message, PeerLostError, group_device, new_group_like
 
-__all__ = ["ContextParallel"]
+__all__ = ["EXCHANGE_BYTES", "ContextParallel"]
 
-_EXCHANGE_BYTES = 2048
+EXCHANGE_BYTES = 2048  # what each rank tells each other rank before a call, not counted as traffic
 _SIGNAL = Channel(Traffic.GATHER, Link.INTRA)
 _NODE, _PROBLEM = "node: ", "problem: "
 _DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
@@ -113,7 +113,10 @@ class ContextParallel:
         return self.member.layout.positions(self.rank, self.ranks, seq_len, device)
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
+        """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
+
+        Attention data only: not the `EXCHANGE_BYTES` per peer by which ranks agree before a call.
+        """
         return as_traffic(self._transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
@@ -124,6 +127,10 @@ class ContextParallel:
         """Start counting from zero."""
         self._transport.sent_bytes.clear()
         self.member.expected_bytes.clear()
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all communication buffers; does not grow once every kind of call has been made."""
+        return self._transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
         """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
@@ -160,7 +167,8 @@ class ContextParallel:
         `signature` is what has to be equal, by name.
         """
         self._calls += 1
-        if self.group is None or not self._check_is_due(self.group):
+        is_due = self.strategy.check == "always" or self._calls & (self._calls - 1) == 0  # 1, 2, 4, 8, ...
+        if self.group is None or not is_due:
             if problem:
                 raise ValueError(problem)
             return
@@ -177,14 +185,9 @@ class ContextParallel:
             raise ValueError(_DISAGREE + _by_rank(dict(enumerate(unlike)), self.ranks))
         self.connect()
 
-    def _check_is_due(self, group: dist.ProcessGroup) -> bool:
-        if self.strategy.check == "always" or group_device(group).type == "cpu":
-            return True
-        return self._calls & (self._calls - 1) == 0  # 1, 2, 4, 8, ...
-
     def _exchange(self, group: dist.ProcessGroup, text: str) -> list[str]:
         """Every rank's text, cut to a fixed number of bytes; between all pairs, so that a lost rank has a name."""
-        data = text.encode()[:_EXCHANGE_BYTES].ljust(_EXCHANGE_BYTES, b"\0")
+        data = text.encode()[:EXCHANGE_BYTES].ljust(EXCHANGE_BYTES, b"\0")
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
         everyone = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
         peers = [rank for rank in range(self.ranks) if rank != self.rank]

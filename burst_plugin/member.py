@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -34,6 +35,7 @@ class Member:
     transport: Transport
     trace: Trace | None = None
     choices: dict[str, str] = field(default_factory=dict)
+    calls: dict[Hashable, Any] = field(default_factory=dict)  # every kind of call made so far
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     _tiles: dict[tuple[Mask, int, int, bool], TileTable] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -73,11 +75,12 @@ class Member:
             }
         return self._tiles[key]
 
-    def count(self, operands: Packing, sums: Packing) -> None:
+    def count(self, operands: Packing, sums: Packing | None) -> None:
         """Note what the schedule says that one pass with these blocks sends."""
         for link in Link:
             self.expected_bytes[Channel(Traffic.GATHER, link)] += self._hops[link][Traffic.GATHER] * operands.nbytes
-            self.expected_bytes[Channel(Traffic.REDUCE, link)] += self._hops[link][Traffic.REDUCE] * sums.nbytes
+            if sums is not None:
+                self.expected_bytes[Channel(Traffic.REDUCE, link)] += self._hops[link][Traffic.REDUCE] * sums.nbytes
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:

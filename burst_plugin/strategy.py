@@ -28,8 +28,8 @@ class Strategy:
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
     kernel: by name, or auto: the fastest that can.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
-    check: when ranks compare shapes, types and options before data moves: always, or auto: always on CPUs,
-    on GPUs (where comparing stalls the host) at calls 1, 2, 4, 8, ...
+    check: when ranks compare shapes, types and options before data moves: always, or auto: at calls 1, 2, 4,
+    8, ... (on CPUs every message is labelled and compared besides; on GPUs that would stall the host).
 
     Raises ValueError naming the option, what was got, and what is valid.
     """

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--burst-check",
         choices=(AUTO, "always"),
         default=default.check,
-        help="when ranks compare shapes and options; auto: on GPUs at calls 1, 2, 4, 8, ...",
+        help="when ranks compare shapes and options; auto: at calls 1, 2, 4, 8, ...",
     )
     return parser
 

@@ -101,7 +101,8 @@ _IRRELEVANT = frozenset(
     apply_residual_connection_post_layernorm layernorm_epsilon layernorm_zero_centered_gamma add_bias_linear
     add_qkv_bias gated_linear_unit activation_func activation_func_fp8_input_store glu_linear_offset
     activation_func_clamp_value num_moe_experts rotary_interleaved normalization qk_layernorm qk_l2_norm
-    attention_output_gate test_mode calculate_per_token_loss no_rope_freq init_method output_layer_init_method
+    qk_clip_alpha qk_clip_threshold attention_output_gate test_mode calculate_per_token_loss no_rope_freq
+    init_method output_layer_init_method
     init_method_std embedding_init_method embedding_init_method_std init_model_with_meta_device
     disable_bf16_reduced_precision_matmul bias_activation_fusion persist_layer_norm memory_efficient_layer_norm
     bias_dropout_fusion apply_rope_fusion use_fused_weighted_squared_relu fused_single_qkv_rope

@@ -1,0 +1,1 @@
+"""Measurements, and the machinery that they share with the tests."""

@@ -1,0 +1,261 @@
+"""A cluster on one machine: nodes and ranks as Linux network namespaces with shaped links.
+
+With a NIC per rank, as in most GPU clusters, each rank is a namespace (here 2 nodes of 2 ranks, `eth` the wire):
+
+    rank 0   rank 1        rank 2   rank 3
+    nic nvl  nvl nic       nic nvl  nvl nic
+     |   +-n0-+   |         |   +-n1-+   |         nvl  unshaped, one bridge per node
+     +------------+-- eth --+------------+         nic  shaped in both directions, one bridge for all
+
+With a NIC per node each node is a namespace; its ranks share one shaped `nic` and reach each other over loopback.
+
+Every rank is addressed by its `nic`; which device a packet takes is decided by the route alone, so gloo is told of
+one interface only. The namespaces are built inside one private network and mount namespace (and, without root, a
+user namespace), and held by nothing but this process's open files: they vanish with it, whatever happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.ranks import join_gloo, launch, launcher_environment, values
+
+TOOLS = ("unshare", "mount", "ip", "tc")
+BUILD_S = 60.0
+_BURST = "burst 128kb limit 4mb"  # tbf's bucket, room for two of the largest packets, and its queue
+
+_PRELUDE = """
+set -e
+run=$(readlink -f /var/run)
+mount -t tmpfs tmpfs $run
+mkdir $run/netns
+"""
+
+_PROBE = (
+    _PRELUDE
+    + """
+ip netns add probe
+ip link add eth type bridge
+ip link add port type veth peer name nic netns probe
+ip link set port master eth
+tc qdisc replace dev port root tbf rate 100mbit burst 128kb limit 4mb
+"""
+)
+
+
+class EmulatedCluster:
+    """`nodes` × `ranks_per_node` ranks; as a context manager it builds the namespaces and removes them.
+
+    Rank r is local rank r % ranks_per_node of node r // ranks_per_node.
+
+    Args:
+        rate_mbit: what each `nic` carries per direction, in 10⁶ bit/s; None leaves it unshaped.
+        nic: "rank" if each rank has a NIC of its own, "node" if the ranks of a node share one.
+
+    Raises:
+        ValueError: for sizes, rates or kinds that cannot be.
+        RuntimeError: on entering, if the namespaces cannot be built; see `unavailable`.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int, rate_mbit: float | None = None, nic: str = "rank") -> None:
+        for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+            if not 1 <= size <= 250:
+                raise ValueError(f"{name} is {size}; expected 1 .. 250")
+        if rate_mbit is not None and not rate_mbit > 0:
+            raise ValueError(f"rate_mbit is {rate_mbit}; expected more than 0, or None for an unshaped nic")
+        if nic not in ("rank", "node"):
+            raise ValueError(f'nic is {nic!r}; expected "rank" or "node"')
+        self.nodes = nodes
+        self.ranks_per_node = ranks_per_node
+        self.rate_mbit = rate_mbit
+        self.nic = nic
+        self.world_size = nodes * ranks_per_node
+        self._files: dict[str, int] = {}
+
+    @staticmethod
+    def unavailable() -> str | None:
+        """Why no cluster can be built here; None if one can."""
+        return _unavailable()
+
+    def __enter__(self) -> EmulatedCluster:
+        reason = _unavailable()
+        if reason is not None:
+            raise RuntimeError(f"no cluster can be emulated here: {reason}")
+        if self._files:
+            raise RuntimeError("this cluster is already built; expected to be entered once")
+        try:
+            self._build()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """Run `fn(rank, *args)` in a process per rank, in its namespace and joined on gloo; return their values.
+
+        As `benchmarks.ranks.launch`; the process group's time-out is half of `timeout_s`. The environment is that
+        of a launcher such as torchrun. May be called again; nothing but the counters of the devices remembers.
+
+        Raises:
+            RankError: with the traceback, or the manner of death, of every rank that failed.
+        """
+        if not self._files:
+            raise RuntimeError("the cluster is not built; expected: with EmulatedCluster(...) as cluster")
+
+        def enter(rank: int, directory: Path) -> None:
+            if "user" in self._files:
+                _setns(self._files["user"])
+            _setns(self._files[self._host(rank)])
+            os.environ.update(launcher_environment(rank, self.world_size, self.ranks_per_node))
+            join_gloo(rank, self.world_size, directory, "nic", timeout_s / 2)
+
+        return values(launch(fn, self.world_size, args, enter, timeout_s=timeout_s))
+
+    def _host(self, rank: int) -> str:
+        """The name of a rank's namespace."""
+        return f"rank{rank}" if self.nic == "rank" else f"node{rank // self.ranks_per_node}"
+
+    def _build(self) -> None:
+        """Build the namespaces from a process inside their parent, open them, and let it go."""
+        flags = _unshare_flags()
+        assert flags is not None  # or `unavailable` had said so
+        builder = subprocess.Popen(
+            ["unshare", *flags, "sh", "-c", self._script()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with builder:
+            try:
+                assert builder.stdout is not None
+                runtime = builder.stdout.readline().strip()
+                if runtime:
+                    self._open(Path(f"/proc/{builder.pid}"), runtime, user="-U" in flags)
+                _, said = builder.communicate(timeout=BUILD_S)
+            finally:
+                builder.kill()
+        if not runtime:
+            raise RuntimeError(f"building {self.nodes}x{self.ranks_per_node} namespaces failed:\n{said.strip()}")
+
+    def _open(self, process: Path, runtime: str, *, user: bool) -> None:
+        self._files["switch"] = os.open(process / "ns/net", os.O_RDONLY)
+        if user:
+            self._files["user"] = os.open(process / "ns/user", os.O_RDONLY)
+        for host in sorted({self._host(rank) for rank in range(self.world_size)}):
+            self._files[host] = os.open(f"{process}/root{runtime}/netns/{host}", os.O_RDONLY)
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _script(self) -> str:
+        """The shell script that builds all, prints where the namespaces are, and waits for its input to end."""
+        lines = [_PRELUDE, *_batch("ip", _bridge("eth"))]
+        for node in range(self.nodes):
+            if self.nic == "node":
+                lines += self._shaped_host(f"node{node}", node, f"10.77.255.{node + 1}", [])
+                continue
+            lines += _batch("ip", _bridge(f"n{node}"))
+            for local in range(self.ranks_per_node):
+                rank = node * self.ranks_per_node + local
+                address = f"10.77.{node}.{local + 1}"
+                within = [*_up("nvl"), f"route add 10.77.{node}.0/24 dev nvl src {address}"]
+                lines += self._shaped_host(f"rank{rank}", rank, address, within, f"n{node}")
+        return "\n".join([*lines, "echo $run", "exec cat"])
+
+    def _shaped_host(
+        self, host: str, number: int, address: str, routes: list[str], node_bridge: str | None = None
+    ) -> Iterator[str]:
+        """The lines that add one namespace with its `nic`, and, given a bridge of its node, its `nvl`."""
+        yield f"ip netns add {host}"
+        yield from _batch("ip", _cable("nic", number, host, "eth"))
+        if node_bridge is not None:
+            yield from _batch("ip", _cable("nvl", number, host, node_bridge))
+        own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *routes]
+        yield from _batch(f"ip -n {host}", own)
+        if self.rate_mbit is not None:
+            shape = f"root tbf rate {self.rate_mbit * 1e6:.0f}bit {_BURST}"
+            yield f"tc -n {host} qdisc replace dev nic {shape}"
+            yield f"tc qdisc replace dev nic{number} {shape}"
+
+
+def interface_bytes(device: str = "nic") -> tuple[int, int]:
+    """(received, sent) bytes of a device of this process's network namespace since it was made, with all headers."""
+    seen = {}
+    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
+        name, _, counters = line.partition(":")
+        fields = counters.split()
+        seen[name.strip()] = (int(fields[0]), int(fields[8]))
+    if device not in seen:
+        raise ValueError(f"there is no device {device!r} here; expected one of {sorted(seen)}")
+    return seen[device]
+
+
+def _batch(command: str, lines: list[str]) -> list[str]:
+    return [f"{command} -batch - <<END", *lines, "END"]
+
+
+def _up(device: str) -> list[str]:
+    """Bring a device up without an IPv6 address, so that nothing is sent but what the ranks send."""
+    return [f"link set {device} addrgenmode none", f"link set {device} up"]
+
+
+def _bridge(name: str) -> list[str]:
+    return [f"link add {name} type bridge mcast_snooping 0", *_up(name)]
+
+
+def _cable(device: str, number: int, host: str, bridge: str) -> list[str]:
+    """`device` in the namespace `host`, at the other end `device``number` on a bridge."""
+    port = f"{device}{number}"
+    return [
+        f"link add {port} type veth peer name {device} netns {host}",
+        f"link set {port} master {bridge}",
+        *_up(port),
+    ]
+
+
+def _setns(file: int) -> None:
+    """Move this process into a namespace (os.setns came with Python 3.12)."""
+    if ctypes.CDLL(None, use_errno=True).setns(file, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"setns: {os.strerror(number)}")
+
+
+@functools.cache
+def _unshare_flags() -> tuple[str, ...] | None:
+    """What `unshare` needs to make a network and a mount namespace: nothing more as root, else a user namespace."""
+    for flags in (("-n", "-m"), ("-U", "-r", "-n", "-m")):
+        if subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0:
+            return flags
+    return None
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    if sys.platform != "linux":
+        return f"network namespaces need Linux; this is {sys.platform}"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"missing commands: {', '.join(missing)} (of the packages iproute2 and util-linux)"
+    flags = _unshare_flags()
+    if flags is None:
+        return "the kernel allows neither `unshare -nm` nor, with a user namespace, `unshare -Urnm`"
+    probe = subprocess.run(["unshare", *flags, "sh", "-c", _PROBE], capture_output=True, text=True)
+    if probe.returncode != 0:
+        return f"namespaces, veth, bridge or tbf do not work: {probe.stderr.strip() or probe.returncode}"
+    return None

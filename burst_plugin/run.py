@@ -1,0 +1,77 @@
+"""Run an unmodified training script with burst attention installed:
+
+    torchrun --nproc-per-node 8 -m burst_plugin.run pretrain_gpt.py --context-parallel-size 8 --cp-comm-type burst ...
+
+Options of the launcher come before the script, the script's own after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import types
+from pathlib import Path
+
+import torch.distributed as dist
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Install the adapters for the frameworks that are there, then run the script as `python script` would."""
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    script = Path(options.script)
+    if not script.is_file():
+        raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
+    sys.argv = [options.script, *options.arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    if options.cpu:
+        _prepare_cpu()
+    from burst_plugin.megatron import install
+
+    adapter = install()
+    if os.environ.get("RANK", "0") == "0":
+        print(adapter, flush=True)
+    _execute(script)
+    if options.cpu:
+        _leave()
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m burst_plugin.run",
+        description="Run a Megatron training script with burst attention installed.",
+        epilog="Switch it on with --cp-comm-type burst; `SCRIPT --help` lists the --burst-* flags.",
+    )
+    parser.add_argument("--cpu", action="store_true", help="run Megatron on CPUs with gloo (slow; to try things out)")
+    parser.add_argument("script", metavar="SCRIPT", help="the training script, such as pretrain_gpt.py")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser.parse_args(arguments)
+
+
+def _prepare_cpu() -> None:
+    from burst_plugin.megatron import cpu
+
+    cpu.enable()
+
+
+def _execute(script: Path) -> None:
+    """Run the script as `__main__`, in a module of its own that pickling can find."""
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
+
+
+def _leave() -> None:
+    """End all ranks together and at once: gloo's threads now and then abort an orderly exit."""
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""The hook: which layers get the ring, from which specs, with which groups; and what a forward refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_gpt import GptRun, batches, build, forward_step, leave, one_step, random_tokens
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+
+pytestmark = pytest.mark.megatron
+
+CP2 = GptRun(layers=2, cp=2, cp_comm_type="burst")
+CP4 = GptRun(layers=2, cp=4, hierarchical=(2, 2), cp_comm_type="burst")
+
+
+def _core_attentions(model: torch.nn.Module) -> list[str]:
+    return [type(m).__name__ for name, m in model.named_modules() if name.endswith("core_attention")]
+
+
+def _install_report(rank: int) -> tuple[str, bool, list[str], list[str]]:
+    from burst_plugin import Strategy
+    from burst_plugin.megatron import install
+
+    adapter = install()
+    model = build(CP4)
+    (cp,) = adapter.contexts()
+    made = cp.describe()
+    again = install() is adapter
+    errors = []
+    for strategy in (Strategy(layout="striped"), Strategy(backward="q")):
+        try:
+            install(strategy)
+        except ValueError as error:
+            errors.append(str(error))
+    kinds = _core_attentions(model)
+    leave()
+    assert adapter.contexts() == []
+    return f"{adapter}\n{made['schedule']} {made['topology']}", again, errors, kinds
+
+
+def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
+    for report, again, errors, kinds in run_ranks(_install_report, 4):
+        assert 'layers with cp_comm_type="burst"' in report
+        assert "two_level_ring 2x2" in report
+        assert again
+        assert errors[0] == "layout='striped' is not valid here: Megatron deals tokens out in zigzag; use that"
+        assert errors[1].startswith("already installed with")
+        assert kinds == ["BurstCoreAttention"] * 2
+
+
+class LikeTransformerEngines(torch.nn.Module):
+    """A core attention that a spec names by class, as Transformer Engine's specs do."""
+
+    def __init__(self, config: Any, layer_number: int, cp_comm_type: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.cp_comm_type = cp_comm_type
+
+
+def _any_spec(rank: int, cp_comm_type: Any) -> list[tuple[str, str | None]]:
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import TransformerLayer, transformer_block
+
+    from burst_plugin.megatron import install
+
+    install()
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = LikeTransformerEngines
+    assert spec.module is TransformerLayer
+    original = gpt_layer_specs.get_gpt_layer_local_spec
+    gpt_layer_specs.get_gpt_layer_local_spec = lambda **options: spec
+    try:
+        model = build(replace(CP2, cp_comm_type=cp_comm_type))
+    finally:
+        gpt_layer_specs.get_gpt_layer_local_spec = original
+    assert spec.submodules.self_attention.submodules.core_attention is LikeTransformerEngines, "specs are not changed"
+    assert transformer_block is not None
+    found = [m for name, m in model.named_modules() if name.endswith("core_attention")]
+    leave()
+    return [(type(m).__name__, getattr(m, "cp_comm_type", None)) for m in found]
+
+
+@pytest.mark.parametrize(
+    ("cp_comm_type", "expected"),
+    [
+        ("burst", [("BurstCoreAttention", None)] * 2),
+        ("p2p", [("LikeTransformerEngines", "p2p")] * 2),
+    ],
+)
+def test_the_hook_works_for_specs_that_name_another_attention(cp_comm_type: str, expected: Any) -> None:
+    assert run_ranks(_any_spec, 2, cp_comm_type) == [expected] * 2
+
+
+def _build_with(rank: int, config: dict[str, Any]) -> None:
+    build(replace(CP2, config=config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported: set attention_dropout=0"),
+        ({"window_size": (7, 0)}, "window_size=(7, 0) is not supported"),
+        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported: use softmax_type='vanilla'"),
+    ],
+    ids=str,
+)
+def test_unsupported_options_stop_every_rank_when_the_model_is_built(config: dict[str, Any], message: str) -> None:
+    for outcome in run_ranks_outcomes(_build_with, 2, config):
+        assert outcome.error is not None
+        last = outcome.error.strip().splitlines()[-1]
+        assert "burst attention cannot run layer 1: " in last
+        assert message in last
+
+
+def _forward_with(rank: int, kind: str) -> list[str]:
+    """What each of some calls of a layer raises."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    run = replace(CP2, microbatch_size=1)
+    model = build(run)
+    layer = model.module.decoder.layers[0]
+    core = layer.self_attention.core_attention
+    q = torch.randn(32, 1, 8, 8)
+    k = torch.randn(32, 1, 4, 8)
+    causal = torch.ones(64, 64, dtype=torch.bool).triu(1)
+    from burst_plugin.layout import LAYOUTS
+
+    rows = LAYOUTS["zigzag"].positions(rank, 2, 64)
+    assert core(q, k, k, causal[rows].view(1, 1, 32, 64)).shape == (32, 1, 64)
+    documents = causal.clone()
+    documents[40:, :40] = True  # what --reset-attention-mask makes
+    calls = {
+        "documents": lambda: core(q, k, k, documents[rows].view(1, 1, 32, 64)),
+        "whole mask": lambda: core(q, k, k, causal.view(1, 1, 64, 64)),
+        "padding": lambda: core(q, k, k, None, attn_mask_type=AttnMaskType.padding),
+        "bias": lambda: core(q, k, k, None, attention_bias=torch.zeros(1)),
+        "packed": lambda: core(q, k, k, None, packed_seq_params=PackedSeqParams()),
+        "inference": lambda: layer(
+            torch.zeros(32, 1, 64), None, inference_context=StaticInferenceContext(1, run.seq_length)
+        ),
+    }
+    try:
+        calls[kind]()
+    except ValueError as error:
+        return [str(error)]
+    finally:
+        leave()
+    return ["nothing was raised"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("documents", "is not the Causal() that attn_mask_type says; drop --reset-attention-mask"),
+        ("whole mask", "attention_mask [1, 1, 64, 64] is not the Causal()"),
+        ("padding", "attn_mask_type=padding is not supported; burst attention has: causal, no_mask"),
+        ("bias", "attention_bias is not supported"),
+        ("packed", "packed sequences (packed_seq_params) are not supported"),
+        (
+            "inference",
+            "context_parallel_size=2 with cp_comm_type='burst' is for training; use",
+        ),
+    ],
+)
+def test_what_a_forward_cannot_honour_is_refused(kind: str, message: str) -> None:
+    for (error,) in run_ranks(_forward_with, 2, kind):
+        assert message in error
+
+
+def _rebuild(rank: int) -> list[float]:
+    """Groups made, destroyed and made again, in another shape too."""
+    tokens = random_tokens(CP4)
+    return [one_step(run, tokens).loss for run in (CP4, replace(CP4, hierarchical=None), CP4, replace(CP2, tp=2))]
+
+
+def test_rings_come_and_go_with_megatrons_groups() -> None:
+    for losses in run_ranks(_rebuild, 4):
+        assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
+
+
+def _evaluation(rank: int) -> tuple[float, float]:
+    """Loss in training and, without gradients, in evaluation."""
+    model = build(CP2)
+    with torch.no_grad():
+        model.eval()
+        losses, _ = forward_step(batches(random_tokens(CP2)), model)
+        evaluated = float(losses.sum())
+    model.train()
+    losses, _ = forward_step(batches(random_tokens(CP2)), model)
+    return evaluated, float(losses.sum())
+
+
+def test_evaluation_without_gradients_is_no_inference() -> None:
+    for evaluated, trained in run_ranks(_evaluation, 2):
+        assert evaluated == trained
+
+
+SCRIPT = """
+import argparse, os, sys
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+from tests.support.megatron_gpt import GptRun, one_step, random_tokens
+parser = argparse.ArgumentParser()
+parser.add_argument("--cp-comm-type")
+dist.init_process_group("gloo")
+run = GptRun(layers=2, cp=2, cp_comm_type=None)
+run = GptRun(layers=2, cp=2, cp_comm_type=parser.parse_args().cp_comm_type)
+assert __name__ == "__main__" and sys.modules["__main__"].__file__ == sys.argv[0]
+print("loss", round(one_step(run, random_tokens(run)).loss, 4), flush=True)
+"""
+
+
+def test_the_launcher_runs_an_unmodified_script(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(root=str(root)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "burst_plugin.run", "--cpu", str(script), "--cp-comm-type", "burst"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("burst_plugin in Megatron-core:") == 1
+    losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 2
+    assert len(set(losses)) == 1
+
+
+def test_the_launcher_says_when_there_is_no_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "burst_plugin.run", "nowhere.py"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 1
+    assert "nowhere.py is not a file; give the training script" in done.stderr
+
+
+def test_flags_become_a_strategy() -> None:
+    import argparse
+
+    from burst_plugin import Strategy
+    from burst_plugin.megatron.arguments import add_arguments, parsed_strategy
+
+    parser = add_arguments(argparse.ArgumentParser())
+    assert "--burst-backward" in parser.format_help()
+    assert parsed_strategy() is None
+    flags = ["--burst-backward", "q", "--burst-kernel", "reference", "--burst-ranks-per-node", "2"]
+    module = argparse.Namespace(_GLOBAL_ARGS=parser.parse_args(flags))
+    sys.modules["megatron.training.global_vars"] = module  # type: ignore[assignment]
+    try:
+        assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2)
+    finally:
+        del sys.modules["megatron.training.global_vars"]

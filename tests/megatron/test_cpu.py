@@ -1,0 +1,234 @@
+"""Megatron-core on the CPU: what `cpu.enable()` redirects, and that Megatron's training loop then runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ranks import run_ranks
+
+pytest.importorskip("megatron.core")
+
+from burst_plugin.megatron import cpu
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    build,
+    forward_backward,
+    leave,
+    one_step,
+    random_tokens,
+)
+
+pytestmark = pytest.mark.megatron
+
+STEPS = 3
+
+
+def test_import_has_no_side_effect() -> None:
+    code = (
+        "import torch; before = (torch.cuda.synchronize, torch.cuda.Stream)\n"
+        "import burst_plugin.megatron.cpu, os\n"
+        "assert before == (torch.cuda.synchronize, torch.cuda.Stream)\n"
+        "assert 'TORCHDYNAMO_DISABLE' not in os.environ"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHDYNAMO_DISABLE"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_enable_redirects_once_and_says_what() -> None:
+    def redirected(rank: int) -> list[str]:
+        lines = cpu.enable(force=True)
+        synchronize = torch.cuda.synchronize
+        assert cpu.enable() == lines  # a second time is no error even though a "GPU" is there now
+        assert torch.cuda.synchronize is synchronize
+
+        index = torch.cuda.current_device()
+        made = [
+            torch.ones(2, device="cuda"),
+            torch.ones(2, device="cuda:0", pin_memory=True),
+            torch.ones(2, device=torch.device("cuda", index)),
+            torch.ones(2, device=index),
+            torch.ones(2).to("cuda"),
+            torch.ones(2).to(index),
+            torch.ones(2).cuda(non_blocking=True).pin_memory(),
+            *torch.nn.Linear(2, 2).to(index).cuda().parameters(),
+        ]
+        assert {tensor.device.type for tensor in made} == {"cpu"}
+        assert torch.ones(2).type() == "torch.cuda.FloatTensor"
+        assert torch.ones(2).type("torch.cuda.DoubleTensor").dtype == torch.float64
+        assert torch.ones(2, device="meta").device.type == "meta"
+        assert torch.device("cpu", 0).index == 0
+        return lines
+
+    lines = run_ranks(redirected, 1, init=False)[0]
+    assert any("torch.cuda" in line for line in lines)
+    assert any("cpu" in line for line in lines)
+
+
+def test_cuda_random_state_is_the_cpu_generators() -> None:
+    def drawn(rank: int) -> None:
+        cpu.enable(force=True)
+        from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+        tracker = CudaRNGStatesTracker()
+        tracker.add("one", 1)
+        tracker.add("two", 2)
+        torch.cuda.manual_seed(0)
+        outside = torch.rand(3)
+        torch.cuda.manual_seed(0)
+        with tracker.fork("one"):
+            first = torch.rand(3)
+            with tracker.fork("two"):
+                second = torch.rand(3)
+            rest = torch.rand(3)
+        assert torch.equal(torch.rand(3), outside)  # what is drawn inside a fork leaves no trace outside
+        torch.manual_seed(1)
+        assert torch.equal(torch.rand(6), torch.cat([first, rest]))
+        torch.manual_seed(2)
+        assert torch.equal(torch.rand(3), second)
+
+    run_ranks(drawn, 1, init=False)
+
+
+def test_enable_refuses_to_hide_a_gpu() -> None:
+    def refused(rank: int) -> str:
+        torch.cuda.is_available = lambda: True
+        with pytest.raises(RuntimeError) as caught:
+            cpu.enable()
+        return str(caught.value)
+
+    message = run_ranks(refused, 1, init=False)[0]
+    assert all(part in message for part in ("got", "expected", "force=True"))
+
+
+def test_redirection_holds_inside_backward() -> None:
+    class Recomputed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * torch.full((), 2.0, device="cuda")
+
+    def gradients(rank: int) -> None:
+        cpu.enable(force=True)
+        for run_backward in (torch.Tensor.backward, torch.autograd.backward):
+            x = torch.ones(2, requires_grad=True)
+            run_backward(Recomputed.apply(x).sum())
+            assert x.grad is not None
+            assert x.grad.tolist() == [2.0, 2.0]
+        x = torch.ones(2, requires_grad=True)
+        assert torch.autograd.grad(Recomputed.apply(x).sum(), x)[0].tolist() == [2.0, 2.0]
+
+    run_ranks(gradients, 1, init=False)
+
+
+def train(rank: int, run: GptRun) -> list[float]:
+    """Losses of a few steps of Megatron's schedule, DistributedDataParallel and optimizer on one batch."""
+    model = build(run)
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    options = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.0, use_distributed_optimizer=run.distributed_optimizer
+    )
+    optimizer = get_megatron_optimizer(options, [model])
+    losses = []
+    for _ in range(STEPS):
+        losses.append(forward_backward(model, run, random_tokens(run)))
+        succeeded, grad_norm, _ = optimizer.step()
+        assert succeeded
+        assert math.isfinite(grad_norm)
+        optimizer.zero_grad()
+    leave()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("world_size", "change"),
+    [
+        (1, {}),
+        (2, {"tp": 2}),
+        (2, {"tp": 2, "sequence_parallel": True}),
+        (2, {"pp": 2}),
+        (2, {"pp": 2, "recompute": "full", "distributed_optimizer": True}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_megatron_trains(world_size: int, change: dict[str, Any]) -> None:
+    run = replace(GptRun(), **change)
+    results = run_ranks(train, world_size, run, timeout_s=180)
+    for losses in results:
+        assert all(math.isfinite(loss) for loss in losses)
+        assert losses[-1] < losses[0] - 0.05, losses
+        assert losses == pytest.approx(results[0])
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> StepResult:
+    return run_ranks(step, 1, GptRun(), timeout_s=180)[0]
+
+
+def step(rank: int, run: GptRun) -> StepResult:
+    return one_step(run, random_tokens(run))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "change"),
+    [
+        (1, {"recompute": "selective"}),
+        (1, {"per_token_loss": True}),
+        (2, {"tp": 2, "sequence_parallel": True}),
+        (2, {"pp": 2, "recompute": "full"}),
+        (2, {"distributed_optimizer": True}),
+        (4, {"tp": 2, "pp": 2}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
+)
+def test_the_builder_gives_one_model_however_it_is_cut(
+    one_rank: StepResult, world_size: int, change: dict[str, Any]
+) -> None:
+    for result in run_ranks(step, world_size, replace(GptRun(), **change), timeout_s=180):
+        assert result.loss == pytest.approx(one_rank.loss, rel=1e-6)
+        assert result.grads.keys() == one_rank.grads.keys()
+        for name, expected in one_rank.grads.items():
+            error = (result.grads[name] - expected).norm() / expected.norm()
+            assert error < 1e-5, f"{name}: {error:.2e}"
+
+
+def test_a_checkouts_script_runs_unmodified(tmp_path: Path) -> None:
+    """With a stand-in for a Megatron-LM checkout: what it has beside megatron.core, and a script."""
+    files = {
+        "megatron/training/__init__.py": "",
+        "megatron/training/arguments.py": "def add_megatron_arguments(parser): return parser",
+        "megatron/training/initialize.py": "def _warmup_jit_function(): raise AssertionError",
+        "megatron/legacy/__init__.py": "",
+        "megatron/legacy/fused_kernels.py": "def load(args): raise AssertionError",
+        "pretrain_gpt.py": """
+import sys, torch
+from megatron.core.datasets.utils import compile_helpers
+from megatron.core.transformer.custom_layers.batch_invariant_kernels import enable_batch_invariant_mode
+from megatron.legacy import fused_kernels
+from megatron.training import arguments, initialize
+compile_helpers(), fused_kernels.load(None), initialize._warmup_jit_function()
+assert torch.ones(2, device="cuda").device.type == "cpu"
+print(__name__, sys.argv[1:])
+""",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = [sys.executable, "-m", "burst_plugin.megatron.cpu", str(tmp_path / "pretrain_gpt.py"), "--cp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "__main__ ['--cp', '2']"
+    assert "compile_helpers" in done.stderr

@@ -1,0 +1,305 @@
+"""Real processes and gloo: exactness, bytes on the wire, the order of posts and waits, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import burst_plugin
+from burst_plugin import Causal, ContextParallel, Strategy, burst_attention
+from burst_plugin.context import EXCHANGE_BYTES
+from burst_plugin.executor import Event
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.reference import Problem, Result, errors, reference
+
+# ------------------------------------------------------------------------------------------------- exactness
+
+
+def _train_step(cp: ContextParallel, problem: Problem) -> Result:
+    """Whole out, dq, dk, dv, put together from all ranks."""
+    q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
+    out = burst_attention(q, k, v, cp)
+    grads = torch.autograd.grad(out, (q, k, v), cp.shard(problem.dout))
+    return Result(*(cp.unshard(x) for x in (out.detach(), *grads)))
+
+
+def _exactness(rank: int, strategy: Strategy, problem: Problem, truth: Result) -> dict[str, float]:
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
+    for _ in range(2):  # the second time with buffers that were used before
+        found = errors(_train_step(cp, problem), truth)
+    assert cp.traffic() == cp.expected_traffic()
+    return found
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"ranks_per_node": 2}),
+        (2, {"ranks_per_node": 1, "layout": "striped"}),
+        (4, {"ranks_per_node": 2}),
+        (4, {"ranks_per_node": 2, "schedule": "flat_ring", "layout": "contiguous"}),
+        (4, {"ranks_per_node": 1}),
+        (4, {}),
+        (8, {"ranks_per_node": 4}),
+        (8, {"ranks_per_node": 2, "layout": "striped"}),
+    ],
+    ids=str,
+)
+def test_exact_over_gloo(ranks: int, options: dict[str, Any], backward: str) -> None:
+    problem = Problem.draw(2 * ranks * 3, (4, 2))
+    strategy = Strategy(backward=backward, **options)
+    for found in run_ranks(_exactness, ranks, strategy, problem, reference(problem, Causal())):
+        assert max(found.values()) < 2e-6, found
+
+
+def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[str, float], int]:
+    """Two groups of two among four ranks, used by turns with one of all four that has hierarchical groups."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    levels = [pairs[rank // 2], [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]]
+    before = len(dist.distributed_c10d._world.pg_map)
+    pair = ContextParallel(pairs[rank // 2], ranks_per_node=2)
+    everyone = ContextParallel(dist.group.WORLD, hierarchy=levels)
+    assert everyone.topology == burst_plugin.Topology(2, 2)
+    worst: dict[str, float] = {}
+    for cp in (pair, everyone, pair, everyone):
+        for name, error in errors(_train_step(cp, problem), truth).items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    return worst, len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_groups_beside_each_other_and_reuse_of_the_frameworks_own() -> None:
+    problem = Problem.draw(32, (4, 2))
+    for worst, made in run_ranks(_several_groups, 4, problem, reference(problem, Causal())):
+        assert max(worst.values()) < 2e-6
+        assert made == 3, "one reduce group for the pair, two for the whole; gather groups are the framework's"
+
+
+# ------------------------------------------------------------------------------------------- bytes on the wire
+
+
+def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[int, dict[str, dict[str, int]], str]:
+    """What batch_isend_irecv was given to send in one training step, agreement apart."""
+    sent = Counter[str]()
+    original = dist.batch_isend_irecv
+
+    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
+        sent["bytes"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
+        return original(ops)
+
+    dist.batch_isend_irecv = count
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
+    problem = Problem.draw(64, heads, dim=16)
+    _train_step(cp, problem)
+    agreement = (cp.ranks - 1) * EXCHANGE_BYTES
+    return sent["bytes"] - agreement, cp.traffic(), cp.describe()["backward"]
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring"])
+def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: str) -> None:
+    ranks, per_node = 4, 2
+    strategy = Strategy(schedule=schedule, backward=backward, ranks_per_node=per_node)
+    outcomes = run_ranks(_sent_bytes, ranks, strategy, (4, 2))
+    rows, q, kv, lse = 2 * (64 // ranks), 4 * 16 * 4, 2 * 16 * 4, 4 * 4  # per row of a block, bytes of float32
+    label = 16
+    forward_hop = label + rows * 2 * kv
+    backward_hop = {
+        "kv": (label + rows * 2 * kv, label + rows * 2 * kv),
+        "q": (label + rows * (2 * q + 2 * lse), label + rows * q),
+    }[backward]
+    for rank, (sent, traffic, _) in enumerate(outcomes):
+        plan = burst_plugin.schedule.SCHEDULES[schedule](burst_plugin.Topology(2, per_node)).hops(rank)
+        expected = {
+            link.value: {
+                "gather": plan[link][burst_plugin.Traffic.GATHER] * (forward_hop + backward_hop[0]),
+                "reduce": plan[link][burst_plugin.Traffic.REDUCE] * backward_hop[1],
+            }
+            for link in burst_plugin.Link
+        }
+        assert traffic == expected
+        assert sent == sum(sum(kinds.values()) for kinds in expected.values())
+
+
+@pytest.mark.parametrize(("heads", "expected"), [((32, 32), "q"), ((32, 8), "kv")])
+def test_the_chosen_traveller_is_the_one_with_fewer_bytes(heads: tuple[int, int], expected: str) -> None:
+    sent = {}
+    for backward in ("auto", "q", "kv"):
+        outcomes = run_ranks(_sent_bytes, 2, Strategy(backward=backward), heads)
+        sent[backward] = outcomes[0][0]
+        if backward == "auto":
+            assert {chosen for _, _, chosen in outcomes} == {expected}
+    assert sent["auto"] == min(sent["q"], sent["kv"]) < max(sent["q"], sent["kv"])
+
+
+# ------------------------------------------------------------------------------------------------------ overlap
+
+
+def _events(rank: int, nodes: int) -> list[Event]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size() // nodes)
+    problem = Problem.draw(64, (4, 2))
+    _train_step(cp, problem)
+    with cp.trace() as trace:
+        _train_step(cp, problem)
+    assert cp.member.trace is None
+    return trace.events
+
+
+def test_posts_come_before_the_kernel_that_hides_them_and_inter_node_waits_after_the_inner_ring() -> None:
+    width, nodes = 2, 2
+    for events in run_ranks(_events, 4, nodes):
+        for direction in ("forward", "backward"):
+            mine = [event for event in events if event.direction == direction]
+            assert [e.start_s for e in mine] == sorted(e.start_s for e in mine)
+            order = [(e.kind, e.step, e.link) for e in mine]
+            for step in range(width * nodes - 1):
+                kernel = order.index(("kernel", step, ""))
+                posts = [i for i, (kind, s, _) in enumerate(order) if kind == "post" and s == step]
+                if (step + 1) % width:  # the next block comes from inside the node
+                    assert posts, "what step t+1 needs is posted at step t"
+                assert all(i < kernel for i in posts)
+                next_wait = [i for i, (kind, s, _) in enumerate(order) if kind == "wait" and s == step + 1]
+                assert next_wait
+                assert all(i > kernel for i in next_wait)
+            crossing = order.index(("post", 0, "inter"))
+            arrival = order.index(("wait", width, "inter"))
+            kernels = [order.index(("kernel", step, "")) for step in range(width)]
+            assert crossing < min(kernels) < max(kernels) < arrival
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+
+
+def _last_lines(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0) -> list[str]:
+    """The last line of every rank's error."""
+    outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=timeout_s)
+    return [(outcome.error or "").strip().splitlines()[-1] if outcome.error else "" for outcome in outcomes]
+
+
+def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
+    """One rank's call differs from the others'."""
+    options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
+    options.update(changes.get(rank, {}))
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
+    sends = Counter[int]()
+    original = dist.batch_isend_irecv
+
+    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
+        sends.update(op.tensor.nbytes for op in ops)
+        return original(ops)
+
+    dist.batch_isend_irecv = count
+    x = torch.zeros(1, options["tokens"], options["heads"], 8, dtype=options["dtype"])
+    try:
+        burst_attention(x, x, x, cp, softmax_scale=options["scale"])
+    finally:
+        assert set(sends) <= {EXCHANGE_BYTES}, "attention data moved before the error"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({2: {"tokens": 32}}, "rank 0, 1, 3: q_len=16, kv_len=16; rank 2: q_len=32, kv_len=32"),
+        ({1: {"heads": 2}}, "rank 1: q_heads=2, kv_heads=2"),
+        ({3: {"dtype": torch.bfloat16}}, "rank 3: dtype=torch.bfloat16"),
+        ({0: {"scale": 0.5}}, "rank 0: softmax_scale=0.5"),
+        ({0: {"ranks_per_node": 4}}, "rank 0: topology=1x4"),
+        ({0: {"kernel": "reference"}}, "rank 0: kernel in use=reference, kernel=reference"),
+        ({0: {"ranks_per_node": "auto"}, 2: {"ranks_per_node": "auto"}}, "only some ask for nodes to be detected"),
+        (
+            {2: {"tokens": 15}},
+            "rank 2: layout='zigzag' over 4 ranks needs a sequence length that divides by 8, got 60",
+        ),
+        (
+            {rank: {"tokens": 15} for rank in range(4)},
+            "ValueError: layout='zigzag' over 4 ranks needs a sequence length that divides by 8, got 60: pad or cut",
+        ),
+    ],
+    ids=str,
+)
+def test_disagreement_is_one_clear_error_on_every_rank(changes: dict[int, dict[str, Any]], message: str) -> None:
+    lines = _last_lines(_attend_with, 4, changes)
+    if "only some" in message:  # those that did not ask see it when they first compare notes
+        assert all("ranks of the context-parallel group disagree" in line for line in lines)
+        assert any(message in line for line in lines)
+        return
+    for line in lines:
+        assert message in line
+
+
+def _wrong_group(rank: int, kind: str) -> None:
+    group = dist.new_group([0])
+    if kind == "outsider":
+        ContextParallel(group if rank else dist.group.WORLD, ranks_per_node=1)
+    else:
+        ContextParallel(dist.group.WORLD, hierarchy=[2, 2])
+
+
+def test_a_group_this_rank_is_not_in_is_refused() -> None:
+    assert "is not in the group it was given" in _last_lines(_wrong_group, 2, "outsider")[1]
+
+
+def test_sizes_whose_product_is_not_the_groups_are_refused_on_every_rank() -> None:
+    for line in _last_lines(_wrong_group, 2, "sizes"):
+        assert "hierarchy=[2, 2] multiplies to 4, but the context-parallel group has 2 ranks" in line
+
+
+def _die(rank: int, when: str) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.randn(1, 64, 4, 8, requires_grad=True)
+    out = burst_attention(x, x, x, cp)
+    if when == "backward" and rank == 2:
+        os._exit(9)
+    out.sum().backward()
+    if when == "between calls" and rank == 2:
+        os._exit(9)
+    burst_attention(x, x, x, cp)
+
+
+@pytest.mark.parametrize(("when", "where"), [("backward", "backward step "), ("between calls", "before call 2")])
+def test_a_dead_rank_is_named_with_the_step_where_it_was_missed(when: str, where: str) -> None:
+    lines = _last_lines(_die, 4, when, timeout_s=30.0)
+    assert "exit code 9" in lines[2]
+    for line in (lines[0], lines[1], lines[3]):
+        assert "RingError: rank 2 of the context-parallel group was missed at " in line
+        assert where in line
+
+
+# -------------------------------------------------------------------------------------------------- steady state
+
+
+def _allocations(rank: int) -> list[int]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    seen = []
+    for _ in range(4):
+        for _ in range(3):  # layers
+            _train_step(cp, Problem.draw(64, (4, 2)))
+        seen.append(cp.allocated_bytes())
+    return seen
+
+
+def test_buffers_are_used_again() -> None:
+    for seen in run_ranks(_allocations, 4):
+        assert len(set(seen)) == 1, seen
+        assert seen[0] > 0
+
+
+def _shrink_later(rank: int) -> None:
+    """Calls 1, 2 and 4 are compared before data moves; call 3 differs on rank 2."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    for call in (1, 2, 3):
+        x = torch.ones(1, 16 if call < 3 or rank != 2 else 8, 4, 8)
+        burst_attention(x, x, x, cp)
+
+
+def test_a_rank_that_differs_between_comparisons_is_not_mistaken() -> None:
+    """gloo takes a shorter message for a whole one, or ends the process over a longer one; neither is silent."""
+    outcomes = run_ranks_outcomes(_shrink_later, 4, timeout_s=30.0)
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert any("belongs to a call with other shapes, types or options" in (o.error or "") for o in outcomes)
