@@ -101,7 +101,7 @@ class Call:
         operands, sums = self._packings[work.direction]
         self.member.count(operands, sums)
         return Ring(
-            self.member.plan,
+            self.member.plan(sums is not None),
             self.member.transport,
             (operands, work.outgoing(away)),
             (sums, partial(work.sums, away)) if sums else None,

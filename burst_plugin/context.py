@@ -136,7 +136,7 @@ class ContextParallel:
         """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
         return {
             "topology": str(self.topology),
-            "schedule": self.member.schedule.name,
+            "schedule": self.strategy.schedule_for(self.topology),
             "layout": self.strategy.layout,
             **self.member.choices,
         }
@@ -224,7 +224,7 @@ class ContextParallel:
         """A group per channel: the framework's own for gather traffic where there is one, else new ones."""
         everyone = tuple(range(self.ranks))
         members = {Link.INTRA: everyone, Link.INTER: everyone}
-        if self.member.schedule.separate_links:
+        if self.member.schedule(False).separate_links:
             members = {
                 Link.INTRA: self.topology.node_peers(self.rank),
                 Link.INTER: self.topology.counterparts(self.rank),

@@ -199,8 +199,6 @@ class Ring:
         """Post this step's messages, those that are due together in one batch per communicator."""
         batches: dict[int, tuple[list[Message], list[Message]]] = {}
         for traffic, transfer in step.issue:
-            if traffic is Traffic.REDUCE and self._sums is None:
-                continue
             sends, recvs = batches.setdefault(transfer.due, ([], []))
             channel = Channel(traffic, transfer.link)
             if transfer.src == self._plan.rank:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ class Member:
     choices: dict[str, str] = field(default_factory=dict)
     calls: dict[Hashable, Any] = field(default_factory=dict)  # every kind of call made so far
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
+    _plans: dict[bool, RankPlan] = field(default_factory=dict)
     _tiles: dict[tuple[Mask, int, int, bool], TileTable] = field(default_factory=dict)
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
@@ -46,19 +46,15 @@ class Member:
         """The rule by which tokens are dealt out."""
         return LAYOUTS[self.strategy.layout]
 
-    @cached_property
-    def schedule(self) -> Schedule:
-        """The schedule of all ranks."""
-        return SCHEDULES[self.strategy.schedule_for(self.topology)](self.topology)
+    def schedule(self, reduces: bool) -> Schedule:
+        """The schedule of all ranks, for passes that reduce sums or do not."""
+        return SCHEDULES[self.strategy.schedule_for(self.topology)](self.topology, reduces)
 
-    @cached_property
-    def plan(self) -> RankPlan:
-        """The schedule of this rank."""
-        return self.schedule.plan(self.rank)
-
-    @cached_property
-    def _hops(self) -> dict[Link, dict[Traffic, int]]:
-        return self.schedule.hops(self.rank)
+    def plan(self, reduces: bool) -> RankPlan:
+        """The schedule of this rank, worked out once."""
+        if reduces not in self._plans:
+            self._plans[reduces] = self.schedule(reduces).plan(self.rank)
+        return self._plans[reduces]
 
     def tiles(self, mask: Mask, shapes: Shapes, queries_travel: bool) -> TileTable:
         """The tiles of this rank's visits, by the owner of the block visited; worked out once."""
@@ -77,10 +73,9 @@ class Member:
 
     def count(self, operands: Packing, sums: Packing | None) -> None:
         """Note what the schedule says that one pass with these blocks sends."""
-        for link in Link:
-            self.expected_bytes[Channel(Traffic.GATHER, link)] += self._hops[link][Traffic.GATHER] * operands.nbytes
-            if sums is not None:
-                self.expected_bytes[Channel(Traffic.REDUCE, link)] += self._hops[link][Traffic.REDUCE] * sums.nbytes
+        for channel, hops in self.plan(sums is not None).sends.items():
+            packing = operands if channel[0] is Traffic.GATHER or sums is None else sums
+            self.expected_bytes[Channel(*channel)] += hops * packing.nbytes
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:

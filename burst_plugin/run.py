@@ -25,9 +25,10 @@ def main(arguments: list[str] | None = None) -> None:
     if not script.is_file():
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
     sys.argv = [options.script, *options.arguments]
-    sys.path.insert(0, str(script.resolve().parent))
     if options.cpu:
-        _prepare_cpu()
+        _prepare_cpu(script.resolve().parent)
+    else:
+        sys.path.insert(0, str(script.resolve().parent))
     from burst_plugin.megatron import install
 
     adapter = install()
@@ -50,9 +51,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _prepare_cpu() -> None:
-    from burst_plugin.megatron import cpu
+def _prepare_cpu(directory: Path) -> None:
+    """Of a Megatron-LM checkout, the installed megatron.core goes first: it comes with compiled helpers."""
+    from burst_plugin.megatron import cpu, cpu_scripts
 
+    if cpu_scripts.is_checkout(directory):
+        cpu_scripts.enable_training_scripts(directory)
+        return
+    sys.path.insert(0, str(directory))
     cpu.enable()
 
 

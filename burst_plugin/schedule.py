@@ -17,11 +17,17 @@ step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s
 
 `two_level_ring`, 2 nodes x 2 ranks; `*` marks a block that came from another node:
 
-              step 0  1 | 2  3
-    node 0  rank 0  0  1 |*2  3      inside a node the flat ring, over NVLink;
-            rank 1  1  0 |*3  2      meanwhile the block held at the start of each inner ring crosses
-    node 1  rank 2  2  3 |*0  1      to the next node, with the whole inner ring to hide behind
-            rank 3  3  2 |*1  0
+    nothing reduced    step 0  1 | 2  3      inside a node the flat ring, over NVLink;
+            node 0   rank 0  0  1 |*2  3      meanwhile the block held at the start of each inner ring
+                     rank 1  1  0 |*3  2      crosses to the next node, with the whole inner ring to hide
+            node 1   rank 2  2  3 |*0  1      behind
+                     rank 3  3  2 |*1  0
+
+    sums reduced       step 0 | 1  2 | 3      half of the work inside the home node waits until the end: what
+            node 0   rank 0  0 |*2  3 | 1     other nodes summed up crosses on its way home meanwhile
+                     rank 1  1 |*3  2 | 0
+            node 1   rank 2  2 |*0  1 | 3
+                     rank 3  3 |*1  0 | 2
 
 Sources: RingAttention (arXiv 2310.01889); the two-level ring of BurstAttention (2403.09347, section 3.1)
 and LoongTrain's double ring (2406.18485, section 4.4).
@@ -30,9 +36,8 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -78,19 +83,25 @@ class RankPlan(NamedTuple):
     """A schedule as one rank sees it."""
 
     rank: int
-    ranks: int
     steps: tuple[Step, ...]
+    sends: Mapping[tuple[Traffic, Link], int]  # how many messages
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Visits and transfers of all ranks: `visits[rank][step]` is the owner of the block visited."""
+    """Visits and transfers of all ranks: `visits[rank][step]` is the owner of the block visited.
+
+    `reduces` is whether sums are brought home; `separate_links` whether transfers on both links are under way at
+    once for unlike times, so that each link needs communicators of its own.
+    """
 
     name: str
     topology: Topology
     visits: tuple[tuple[int, ...], ...]
     gather: tuple[Transfer, ...]
     reduce: tuple[Transfer, ...]
+    reduces: bool = True
+    separate_links: bool = False
 
     @property
     def ranks(self) -> int:
@@ -100,12 +111,6 @@ class Schedule:
     def transfers(self, traffic: Traffic) -> tuple[Transfer, ...]:
         """The gather or the reduce transfers."""
         return self.gather if traffic is Traffic.GATHER else self.reduce
-
-    @cached_property
-    def separate_links(self) -> bool:
-        """Whether transfers of unlike duration are under way at once, so that links need own communicators."""
-        spans = {(t.link, t.due - t.issue) for t in self.gather}
-        return len(spans) > 1 and len({span for _, span in spans}) > 1
 
     def hops(self, rank: int) -> dict[Link, dict[Traffic, int]]:
         """How many blocks `rank` sends, by link and traffic."""
@@ -131,7 +136,7 @@ class Schedule:
         visits = [*self.visits[rank], *[None] * (last - len(self.visits[rank]))]
         drop = [tuple(o for o, end in needed.items() if end == step) for step in range(last)]
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
-        return RankPlan(rank, self.ranks, steps)
+        return RankPlan(rank, steps, Counter((kind, t.link) for kind, t in mine if t.src == rank))
 
     def validate(self) -> Schedule:
         """Check that the schedule is exact, and return it.
@@ -166,6 +171,8 @@ class Schedule:
 
     def _validate_reduce(self) -> None:
         """Follow the sums; a set of contributing ranks is one integer, a bit per rank."""
+        if not self.reduces:
+            return
         bags: Counter[tuple[int, int]] = Counter()
         events: list[tuple[int, int, Transfer | tuple[int, int]]] = []
         for rank, visits in enumerate(self.visits):
@@ -195,14 +202,16 @@ class Schedule:
     def format(self) -> str:
         """The schedule as a grid: rows are ranks, columns steps, `*` a block that came from another node."""
         crossed = {(t.dst, t.owner) for t in self.gather if t.link is Link.INTER}
-        inner = self.topology.ranks_per_node
         width = len(str(self.ranks)) + 2
         lines = [f"{self.name}, {self.topology}"]
         for rank, visits in enumerate(self.visits):
             cells = [f"{'*' if (rank, owner) in crossed else ''}{owner}".rjust(width) for owner in visits]
-            groups = ["".join(cells[i : i + inner]) for i in range(0, len(cells), inner)]
+            nodes = [self.topology.node(owner) for owner in visits]
+            for step in range(len(visits) - 1, 0, -1):  # a bar where the visits turn to another node's blocks
+                if nodes[step] != nodes[step - 1]:
+                    cells.insert(step, " |")
             node = f"node {self.topology.node(rank)}" if self.topology.local_rank(rank) == 0 else ""
-            lines.append(f"{node:<9}rank {rank:<{width}}|" + " |".join(groups))
+            lines.append(f"{node:<9}rank {rank:<{width}}|" + "".join(cells))
         for traffic in Traffic:
             sent = Counter((t.src, t.link) for t in self.transfers(traffic))
             most = [max((n for (_, link), n in sent.items() if link is kind), default=0) for kind in Link]
@@ -210,10 +219,10 @@ class Schedule:
         return "\n".join(lines)
 
 
-def flat_ring(topology: Topology) -> Schedule:
+def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
-    Gather and reduce are `ranks - 1` hops per block each.
+    Gather and reduce are `ranks - 1` hops per block each. Without `reduces` nothing is summed on the way.
     """
     ranks = topology.ranks
 
@@ -226,58 +235,69 @@ def flat_ring(topology: Topology) -> Schedule:
         topology=topology,
         visits=tuple(tuple((rank - step) % ranks for step in range(ranks)) for rank in range(ranks)),
         gather=tuple(hop(b, d, d) for b in range(ranks) for d in range(ranks - 1)),
-        reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)),
+        reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)) if reduces else (),
+        reduces=reduces,
     )
 
 
-def two_level_ring(topology: Topology) -> Schedule:
+def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
     With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
-    Gather: per rank n(w-1) hops inside the node and n-1 between nodes, each of these in flight for w steps.
-    Reduce: the same counts. Each node sums its contributions to a block around the inner ring, ending where
-    the ring began; there one running sum per block goes on from node to node, again with w steps to hide
-    behind, and last of all home.
+    Where sums are reduced, the second half of the visits inside the home node (j = 0) is kept for the end.
+
+    Gather: per rank n(w-1) hops inside nodes and n-1 between them; a block crosses while the node that it leaves
+    is working around its inner ring. Reduce: the same counts. A node sums up its contributions to a block around
+    the inner ring; from the rank where that ends one running sum goes on to the next node, to be added there, and
+    so on until it is home, all of it behind work but for one hop inside the home node.
     """
     n, w = topology.nodes, topology.ranks_per_node
-    places = [(node, local) for node in range(n) for local in range(w)]
+    head = -(-w // 2) if reduces and n > 1 else w  # visits in the home node that come first
+    tail = head + (n - 1) * w  # step at which the others begin
     at = topology.rank
-    settle = 1 if w > 1 else 0  # the hop that closes an inner ring
 
-    def hops(owner: tuple[int, int], outer: int) -> tuple[list[Transfer], list[Transfer]]:
-        """The gather and reduce transfers of one block around one node, `outer` nodes away from home."""
-        home, node, i = at(*owner), owner[0] + outer, owner[1]
-        start = outer * w
+    def when(outer: int, t: int) -> int:
+        """The step of a visit."""
+        if outer:
+            return head + (outer - 1) * w + t
+        return t if t < head else tail + t - head
 
-        def inner(t: int, issue: int) -> Transfer:
-            return Transfer(home, at(node, i + t), at(node, i + t + 1), Link.INTRA, issue, issue + 1)
+    def gather(node: int, i: int) -> Iterator[Transfer]:
+        for outer in range(n):
+            here = node + outer
+            for t in range(1, w):
+                due = when(outer, t)
+                yield Transfer(at(node, i), at(here, i + t - 1), at(here, i + t), Link.INTRA, due - 1, due)
+            if outer < n - 1:
+                issue, due = when(outer, 0), when(outer + 1, 0)
+                yield Transfer(at(node, i), at(here, i), at(here + 1, i), Link.INTER, issue, due)
 
-        def cross(issue: int, due: int) -> Transfer:
-            return Transfer(home, at(node, i), at(node + 1, i), Link.INTER, issue, due)
+    def reduce(node: int, i: int) -> Iterator[Transfer]:
+        for outer in range(n):
+            here = node + outer
+            for t in range(1 if outer else 2, w):
+                issue = when(outer, t)
+                yield Transfer(at(node, i), at(here, i + t - 1), at(here, i + t), Link.INTRA, issue, issue + 1)
+            if outer:
+                issue, last = when(outer, w - 1) + 1, when((outer + 1) % n, w - 1) + 1
+                due = max(last, issue + 1)
+                yield Transfer(at(node, i), at(here, i - 1), at(here + 1, i - 1), Link.INTER, issue, due)
+        if w > 1:
+            yield Transfer(at(node, i), at(node, i - 1), at(node, i), Link.INTRA, n * w, n * w + 1)
 
-        gather = [inner(t, start + t) for t in range(w - 1)]
-        reduce = [inner(t, start + t + 1) for t in range(1, w)]
-        end = start + w + settle
-        if outer < n - 1:
-            gather.append(cross(start, start + w))
-        if outer > 0:
-            reduce.append(cross(end, end + (w if outer < n - 1 else 1)))
-        return gather, reduce
-
-    pairs = [hops(owner, outer) for owner in places for outer in range(n)]
+    places = [(node, i) for node in range(n) for i in range(w)]
+    order = sorted((when(j, t), j, t) for j in range(n) for t in range(w))
     return Schedule(
         name="two_level_ring",
         topology=topology,
-        visits=tuple(tuple(at(node - j, local - t) for j in range(n) for t in range(w)) for node, local in places),
-        gather=_flatten(gather for gather, _ in pairs),
-        reduce=_flatten(reduce for _, reduce in pairs),
+        visits=tuple(tuple(at(node - j, i - t) for _, j, t in order) for node, i in places),
+        gather=tuple(transfer for place in places for transfer in gather(*place)),
+        reduce=tuple(transfer for place in places for transfer in reduce(*place)) if reduces else (),
+        reduces=reduces,
+        separate_links=topology.levels == 2,
     )
 
 
-def _flatten(lists: Iterable[list[Transfer]]) -> tuple[Transfer, ...]:
-    return tuple(transfer for transfers in lists for transfer in transfers)
-
-
-SCHEDULES: Mapping[str, Callable[[Topology], Schedule]] = MappingProxyType(
+SCHEDULES: Mapping[str, Callable[[Topology, bool], Schedule]] = MappingProxyType(
     {"flat_ring": flat_ring, "two_level_ring": two_level_ring}
 )

@@ -18,7 +18,10 @@ TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES)
 def test_every_schedule_is_exact_on_every_topology(name: str, nodes: int, ranks_per_node: int) -> None:
-    SCHEDULES[name](Topology(nodes, ranks_per_node)).validate()
+    for reduces in (True, False):
+        schedule = SCHEDULES[name](Topology(nodes, ranks_per_node), reduces).validate()
+        assert schedule.reduces == reduces
+        assert len(schedule.reduce) == (len(schedule.gather) if reduces else 0)
 
 
 def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
@@ -47,30 +50,42 @@ def test_flat_ring_crosses_nodes_at_node_edges_only() -> None:
 
 def test_the_rings_of_the_docstring() -> None:
     assert flat_ring(Topology(1, 4)).visits == ((0, 3, 2, 1), (1, 0, 3, 2), (2, 1, 0, 3), (3, 2, 1, 0))
-    assert two_level_ring(Topology(2, 2)).visits == ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0))
+    assert two_level_ring(Topology(2, 2)).visits == ((0, 2, 3, 1), (1, 3, 2, 0), (2, 0, 1, 3), (3, 1, 0, 2))
+    gather_only = two_level_ring(Topology(2, 2), reduces=False)
+    assert gather_only.visits == ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0))
 
 
 def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
     schedule = two_level_ring(Topology(2, 2))
     assert [t for t in schedule.gather if t.owner == 0] == [
-        Transfer(owner=0, src=0, dst=1, link=Link.INTRA, issue=0, due=1),
-        Transfer(owner=0, src=0, dst=2, link=Link.INTER, issue=0, due=2),
-        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
+        Transfer(owner=0, src=0, dst=1, link=Link.INTRA, issue=2, due=3),
+        Transfer(owner=0, src=0, dst=2, link=Link.INTER, issue=0, due=1),
+        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=1, due=2),
     ]
     assert [t for t in schedule.reduce if t.owner == 0] == [
-        Transfer(owner=0, src=1, dst=0, link=Link.INTRA, issue=2, due=3),
-        Transfer(owner=0, src=3, dst=2, link=Link.INTRA, issue=4, due=5),
-        Transfer(owner=0, src=2, dst=0, link=Link.INTER, issue=5, due=6),
+        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
+        Transfer(owner=0, src=3, dst=1, link=Link.INTER, issue=3, due=4),
+        Transfer(owner=0, src=1, dst=0, link=Link.INTRA, issue=4, due=5),
     ]
 
 
-def test_inter_node_transfers_have_a_whole_inner_ring_to_hide_behind() -> None:
-    schedule = two_level_ring(Topology(4, 8))
-    gather = {t.due - t.issue for t in schedule.gather if t.link is Link.INTER}
-    assert gather == {8}
-    last = 4 * 8 + 1  # only the very last hop home has nothing to hide behind
-    assert {t.due - t.issue for t in schedule.reduce if t.link is Link.INTER and t.issue < last} == {8}
-    assert {t.due - t.issue for t in schedule.reduce if t.link is Link.INTER and t.issue == last} == {1}
+def test_inter_node_transfers_have_an_inner_ring_or_half_of_one_to_hide_behind() -> None:
+    nodes, width = 4, 8
+
+    def spans(schedule: Schedule, traffic: Traffic) -> Counter[int]:
+        return Counter(t.due - t.issue for t in schedule.transfers(traffic) if t.link is Link.INTER)
+
+    forward, backward = (two_level_ring(Topology(nodes, width), reduces) for reduces in (False, True))
+    assert spans(forward, Traffic.GATHER) == {width: 3 * 32}
+    assert spans(backward, Traffic.GATHER) == {width // 2: 32, width: 2 * 32}
+    assert spans(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
+
+
+def test_only_one_hop_inside_the_node_comes_after_all_work() -> None:
+    for topology in (Topology(2, 2), Topology(4, 8), Topology(3, 5)):
+        late = [t for t in two_level_ring(topology).reduce if t.due > topology.ranks]
+        assert {(t.issue, t.link) for t in late} == {(topology.ranks, Link.INTRA)}
+        assert [t.dst for t in late] == [t.owner for t in late]
 
 
 def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
@@ -91,7 +106,7 @@ def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
         assert all(t.due == number for number, s in enumerate(steps) for _, t in s.due)
 
 
-def test_links_need_own_communicators_only_where_durations_differ() -> None:
+def test_links_need_own_communicators_only_with_two_levels() -> None:
     assert two_level_ring(Topology(2, 2)).separate_links
     assert not flat_ring(Topology(2, 2)).separate_links
     assert not two_level_ring(Topology(4, 1)).separate_links
@@ -100,10 +115,10 @@ def test_links_need_own_communicators_only_where_durations_differ() -> None:
 def test_grid() -> None:
     assert two_level_ring(Topology(2, 2)).format().splitlines() == [
         "two_level_ring, 2x2 (nodes x ranks per node)",
-        "node 0   rank 0  |  0  1 | *2  3",
-        "         rank 1  |  1  0 | *3  2",
-        "node 1   rank 2  |  2  3 | *0  1",
-        "         rank 3  |  3  2 | *1  0",
+        "node 0   rank 0  |  0 | *2  3 |  1",
+        "         rank 1  |  1 | *3  2 |  0",
+        "node 1   rank 2  |  2 | *0  1 |  3",
+        "         rank 3  |  3 | *1  0 |  2",
         "gather: a rank sends at most 2 blocks intra-node, 1 inter-node",
         "reduce: a rank sends at most 2 blocks intra-node, 1 inter-node",
     ]
@@ -138,22 +153,23 @@ def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_swap_first_visits, "rank 0 visits block 1 at step 0 without it"),
+        (_swap_first_visits, "rank 0 visits block 3 at step 0 without it"),
         (_visit_twice, "does not visit every block exactly once"),
         (_drop("gather", 0), "without it|before it has it"),
         (_repeat("gather", 0), "sent block 0 twice"),
         (_edit("gather", 0, link=Link.INTER), "impossible transfer"),
         (_edit("gather", 0, due=0), "impossible transfer"),
-        (_edit("gather", 0, due=2), "visits block 0 at step 1 without it"),
+        (_edit("gather", 0, due=2), "rank 1 sends block 0 before it has it"),
+        (_edit("gather", 2, due=4), "rank 3 visits block 0 at step 3 without it"),
         (_edit("gather", 2, issue=0), "before it has it"),
         (_drop("reduce", 0), "ends incomplete"),
         (_repeat("reduce", 0), "has no sum to send"),
         (_edit("reduce", 0, issue=0), "has no sum to send"),
-        (_edit("reduce", 2, dst=1), "ends incomplete"),
-        (_edit("reduce", 2, dst=3, link=Link.INTRA), "ends incomplete"),
+        (_edit("reduce", 2, dst=1), "ends incomplete at rank 0"),
+        (_edit("reduce", 1, issue=2, due=3), "ends incomplete|has no sum"),
     ],
 )
 def test_validate_sees_damage(damage: Callable[[Schedule], Schedule], message: str) -> None:
-    schedule = two_level_ring(Topology(2, 2)).validate()
+    schedule = flat_ring(Topology(2, 2)).validate()
     with pytest.raises(ScheduleError, match=message):
         damage(schedule).validate()

@@ -11,7 +11,7 @@ from outside Megatron's own files, for the whole process::
 
 A Megatron-LM checkout's own scripts, which want a little more, run unmodified as::
 
-    torchrun --nproc-per-node 4 -m burst_plugin.megatron.cpu Megatron-LM/pretrain_gpt.py \\
+    torchrun --nproc-per-node 4 -m burst_plugin.run --cpu Megatron-LM/pretrain_gpt.py \\
         --distributed-backend gloo --transformer-impl local --no-gradient-accumulation-fusion \\
         --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --num-workers 0 \\
         --context-parallel-size 4 --cp-comm-type burst ...
@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -33,7 +32,6 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -302,57 +300,3 @@ def _stop_compilers() -> str:
     if set_stance is not None:  # torch >= 2.6
         set_stance("force_eager")
     return "torch.compile: off"
-
-
-# ------------------------------------------------------------------------------------------ Megatron-LM's scripts
-
-
-def enable_training_scripts(checkout: Path) -> list[str]:
-    """`enable()`, and what `pretrain_*.py` of a Megatron-LM checkout need besides.
-
-    megatron.core is the installed one, if one is installed; the rest is the checkout's. Tried with
-    `pretrain_gpt.py` of core_v0.16.1, which also wants six, regex, pydantic and packages of tokenizers.
-
-    Args:
-        checkout: the directory that holds `pretrain_gpt.py` and `megatron/`.
-
-    Returns:
-        As `enable()`.
-    """
-    lines = enable()
-    if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
-    nothing = _answer(None)
-    if importlib.util.find_spec("triton") is None:
-        kernels = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
-        vars(kernels)["enable_batch_invariant_mode"] = nothing
-        sys.modules.setdefault(kernels.__name__, kernels)
-    unneeded = {"megatron.legacy.fused_kernels": "load", "megatron.training.initialize": "_warmup_jit_function"}
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
-        unneeded["megatron.core.datasets.utils"] = "compile_helpers"
-    for module, name in unneeded.items():
-        vars(importlib.import_module(module))[name] = nothing
-    return [*lines, f"megatron: {', '.join(unneeded.values())} do nothing"]
-
-
-def main(arguments: list[str]) -> None:
-    """Run a script of a Megatron-LM checkout with burst attention on the CPU; does not return."""
-    if not arguments:
-        raise SystemExit("usage: python -m burst_plugin.megatron.cpu path/to/pretrain_gpt.py its-arguments ...")
-    script = Path(arguments[0]).resolve()
-    for line in enable_training_scripts(script.parent):
-        print(f"burst_plugin: {line}", file=sys.stderr)
-    from burst_plugin.megatron import install
-
-    install()
-    sys.argv = [str(script), *arguments[1:]]
-    exec(compile(script.read_text(), str(script), "exec"), {"__name__": "__main__", "__file__": str(script)})
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads now and then abort an orderly exit
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
