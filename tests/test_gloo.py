@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 import burst_plugin
-from burst_plugin import Causal, ContextParallel, Strategy, burst_attention
+from burst_plugin import Causal, ContextParallel, Link, Strategy, Topology, burst_attention, two_level_ring
 from burst_plugin.context import EXCHANGE_BYTES
 from burst_plugin.executor import Event
+from burst_plugin.schedule import SCHEDULES
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -115,7 +116,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: st
         "q": (label + rows * (2 * q + 2 * lse), label + rows * q),
     }[backward]
     for rank, (sent, traffic, _) in enumerate(outcomes):
-        plan = burst_plugin.schedule.SCHEDULES[schedule](burst_plugin.Topology(2, per_node)).hops(rank)
+        plan = SCHEDULES[schedule](Topology(2, per_node), True).hops(rank)
         expected = {
             link.value: {
                 "gather": plan[link][burst_plugin.Traffic.GATHER] * (forward_hop + backward_hop[0]),
@@ -151,26 +152,30 @@ def _events(rank: int, nodes: int) -> list[Event]:
     return trace.events
 
 
-def test_posts_come_before_the_kernel_that_hides_them_and_inter_node_waits_after_the_inner_ring() -> None:
-    width, nodes = 2, 2
-    for events in run_ranks(_events, 4, nodes):
-        for direction in ("forward", "backward"):
+def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> None:
+    """Of every rank's events: what step t+1 needs is posted before the kernel of step t and waited for after it;
+    what crosses between nodes has the kernels of a whole inner ring (backward, at first, of half of one) between.
+    """
+    schedules = {"forward": two_level_ring(Topology(2, 2), False), "backward": two_level_ring(Topology(2, 2), True)}
+    for rank, events in enumerate(run_ranks(_events, 4, 2)):
+        for direction, schedule in schedules.items():
             mine = [event for event in events if event.direction == direction]
             assert [e.start_s for e in mine] == sorted(e.start_s for e in mine)
             order = [(e.kind, e.step, e.link) for e in mine]
-            for step in range(width * nodes - 1):
-                kernel = order.index(("kernel", step, ""))
-                posts = [i for i, (kind, s, _) in enumerate(order) if kind == "post" and s == step]
-                if (step + 1) % width:  # the next block comes from inside the node
-                    assert posts, "what step t+1 needs is posted at step t"
-                assert all(i < kernel for i in posts)
-                next_wait = [i for i, (kind, s, _) in enumerate(order) if kind == "wait" and s == step + 1]
-                assert next_wait
-                assert all(i > kernel for i in next_wait)
-            crossing = order.index(("post", 0, "inter"))
-            arrival = order.index(("wait", width, "inter"))
-            kernels = [order.index(("kernel", step, "")) for step in range(width)]
-            assert crossing < min(kernels) < max(kernels) < arrival
+            steps = schedule.plan(rank).steps
+            posts = [("post", s, t.link.value) for s, step in enumerate(steps) for _, t in step.issue]
+            waits = [("wait", s, t.link.value) for s, step in enumerate(steps) for _, t in step.due]
+            assert set(order) == {*posts, *waits, *(("kernel", s, "") for s in range(schedule.ranks))}
+            for step in steps:
+                for _, t in step.issue:
+                    hidden_behind = [s for s in range(t.issue, t.due) if s < schedule.ranks]
+                    post, wait = (
+                        order.index((kind, s, t.link.value)) for kind, s in (("post", t.issue), ("wait", t.due))
+                    )
+                    for kernel in (order.index(("kernel", s, "")) for s in hidden_behind):
+                        assert post < kernel < wait
+    crossing = [t for t in schedules["forward"].gather if t.link is Link.INTER]
+    assert {(t.issue, t.due) for t in crossing} == {(0, 2)}, "the whole inner ring"
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong

@@ -24,8 +24,9 @@ pytestmark = [
 ]
 
 RATE_MBIT = 200.0
-BLOCK_BYTES = 1 << 20  # keys and values of 512 tokens, 4 heads of 64, float32
-FORWARD_S, BACKWARD_S = 0.030, 0.075  # per visit
+TOKENS = 1024
+BLOCK_BYTES = 2 << 20  # keys and values of 1024 tokens, 4 heads of 64, float32
+FORWARD_S, BACKWARD_S = 0.060, 0.150  # per visit
 
 
 class SleepingKernel:
@@ -48,12 +49,12 @@ class SleepingKernel:
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.zeros(1, 512, 4, 64, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.zeros(1, TOKENS, 4, 64, requires_grad=True) for _ in range(3))
     return q, k, v
 
 
-def _interface(rank: int, strategy: Strategy) -> tuple[int, int, int]:
-    """(bytes at the nic, bytes that `traffic` says, blocks that crossed) of one training step."""
+def _interface(rank: int, strategy: Strategy) -> tuple[int, int]:
+    """(bytes at the nic, bytes that `traffic` says) of one training step."""
     cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     q, k, v = _inputs()
     burst_attention(q, k, v, cp).sum().backward()  # opens all connections
@@ -65,18 +66,21 @@ def _interface(rank: int, strategy: Strategy) -> tuple[int, int, int]:
     dist.barrier()
     _, after = interface_bytes()
     inter = cp.traffic()["inter"]
-    return after - before, inter["gather"] + inter["reduce"], 0
+    return after - before, inter["gather"] + inter["reduce"]
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
 def test_bytes_at_the_interface_are_those_of_the_schedule(backward: str) -> None:
-    with EmulatedCluster(2, 2) as cluster:
-        measured = cluster.run(_interface, Strategy(ranks_per_node=2, backward=backward))
-    blocks = {"kv": 3 * BLOCK_BYTES, "q": BLOCK_BYTES + 512 * 4 * (2 * 64 + 2) * 4 + 512 * 4 * 64 * 4}[backward]
+    blocks = {"kv": 3 * BLOCK_BYTES, "q": BLOCK_BYTES + TOKENS * 4 * (2 * 64 + 2) * 4 + TOKENS * 4 * 64 * 4}[backward]
     blocks += 3 * 16  # labels
-    for at_interface, counted, _ in measured:
-        assert counted == blocks
-        assert blocks <= at_interface <= 1.05 * blocks + 65536
+    with EmulatedCluster(2, 2) as cluster:
+
+        def carried() -> bool:
+            measured = cluster.run(_interface, Strategy(ranks_per_node=2, backward=backward))
+            assert all(counted == blocks <= at_interface for at_interface, counted in measured)
+            return all(at_interface <= 1.05 * blocks + 65536 for at_interface, _ in measured)
+
+        assert any(carried() for _ in range(3)), "TCP may send a segment again, but not each time"
 
 
 def _durations(rank: int, backward: bool) -> list[float]:
@@ -97,9 +101,9 @@ def _durations(rank: int, backward: bool) -> list[float]:
 
 
 def _within(bound: float, ratio: Callable[[], float]) -> None:
-    """A busy machine is sometimes late: three tries, of which one has to be within the bound."""
+    """A busy machine is late, and never early: of six tries one has to be within the bound."""
     tried: list[float] = []
-    while len(tried) < 3:
+    while len(tried) < 6:
         tried.append(ratio())
         if tried[-1] <= bound:
             return
@@ -109,7 +113,7 @@ def _within(bound: float, ratio: Callable[[], float]) -> None:
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("what", ["forward", "forward and backward"])
 def test_communication_hides_behind_compute(nodes: int, what: str) -> None:
-    """Two levels, 2 ranks per node: a block takes 42 ms on the wire, an inner ring 60 ms and 150 ms of work."""
+    """Two levels, 2 ranks per node: a block takes 84 ms on the wire, an inner ring 120 ms of work, 300 ms backward."""
     backward = "backward" in what
     compute_s = 2 * nodes * (FORWARD_S + BACKWARD_S * backward)
     blocks = (nodes - 1) * (2.52 if backward else 1.0)  # queries travel back: 1.02 blocks out, 0.5 home
