@@ -113,7 +113,7 @@ def _within(bound: float, ratio: Callable[[], float]) -> None:
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("what", ["forward", "forward and backward"])
 def test_communication_hides_behind_compute(nodes: int, what: str) -> None:
-    """Two levels, 2 ranks per node: a block takes 84 ms on the wire, an inner ring 120 ms of work, 300 ms backward."""
+    """Two levels, 2 ranks per node: a block takes 84 ms on the wire, an inner ring has 120 or 300 ms of work."""
     backward = "backward" in what
     compute_s = 2 * nodes * (FORWARD_S + BACKWARD_S * backward)
     blocks = (nodes - 1) * (2.52 if backward else 1.0)  # queries travel back: 1.02 blocks out, 0.5 home
