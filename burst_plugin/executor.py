@@ -103,6 +103,7 @@ class Event(NamedTuple):
     link: str  # "intra", "inter", or "" for kernels
     start_s: float
     stop_s: float
+    due: int = -1  # of what is posted: the step at which it is waited for
 
 
 @dataclass
@@ -215,7 +216,7 @@ class Ring:
                 self._give_up(number, lost)
             self._due.setdefault(due, []).extend(posted)
             for link in dict.fromkeys(message.channel.link for message in (*sends, *recvs)):
-                self._record("post", number, link.value, start)
+                self._record("post", number, link.value, start, due)
 
     def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Tensor:
         """The bytes of a block or of its sums, on their way out."""
@@ -268,7 +269,7 @@ class Ring:
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
         raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost
 
-    def _record(self, kind: str, number: int, link: str, start_s: float) -> None:
+    def _record(self, kind: str, number: int, link: str, start_s: float, due: int = -1) -> None:
         if self._trace is not None:
             stop_s = time.perf_counter()
-            self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s))
+            self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s, due))

@@ -94,19 +94,16 @@ def _timeline(axis: Any, settings: Settings, traces: list[list[dict[str, Any]]])
 
 def transfers(trace: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(link, start, stop) of a rank's messages: from where they are posted to where they have been waited for."""
-    found = []
-    for direction in ("forward", "backward"):
-        for link in _LINK:
-            of_link = [e for e in trace if e["direction"] == direction and e["link"] == link]
-            posts = [event for event in of_link if event["kind"] == "post"]
-            arrivals = {e["step"]: e["stop_s"] for e in of_link if e["kind"] == "wait"}
-            dues = sorted(arrivals)
-            for number, post in enumerate(posts):
-                later = [step for step in dues if step > post["step"]]
-                due = dues[number] if len(posts) == len(dues) else min(later, default=None)
-                if due is not None:
-                    found.append((link, post["start_s"], arrivals[due]))
-    return found
+    arrivals: dict[tuple[str, int, str], float] = {}
+    for event in trace:
+        if event["kind"] == "wait":
+            key = (event["direction"], event["step"], event["link"])
+            arrivals[key] = max(event["stop_s"], arrivals.get(key, 0.0))
+    return [
+        (event["link"], event["start_s"], arrivals[event["direction"], event["due"], event["link"]])
+        for event in trace
+        if event["kind"] == "post"
+    ]
 
 
 def _quickest(by_rank: list[list[list[dict[str, Any]]]]) -> list[list[dict[str, Any]]]:

@@ -1,0 +1,56 @@
+"""What a visitor runs first."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_the_quickstart_trains_compares_and_draws(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    command = [sys.executable, "examples/quickstart.py", "--device", "cpu", "--out", str(tmp_path)]
+    command += ["--steps", "3", "--seq-length", "512", "--layers", "2", "--hidden", "64", "--backward", "q"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "two_level_ring" in done.stdout
+    assert "q (asked for: q)" in done.stdout
+    assert done.stdout.count("as the schedule counts") == 2
+    assert "began with the same" in done.stdout
+    assert (tmp_path / "quickstart.png").stat().st_size > 10_000
+
+
+def test_quickstart_help_and_bad_options_are_clear() -> None:
+    def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "examples/quickstart.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+
+    assert "--seq-length" in ask("--help").stdout
+    refused = ask("--seq-length", "4097")
+    assert refused.returncode == 2
+    assert "--seq-length: got 4097, expected a multiple of 2 x ranks = 8" in refused.stderr
+    assert "try 4104" in refused.stderr
+
+
+def test_the_plain_pytorch_example_is_exact() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, "examples/plain_pytorch.py"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("relative errors")]
+    assert all(float(error) < 2e-6 for error in line.split(":")[1].split())
+    assert "'schedule': 'two_level_ring'" in done.stdout
