@@ -10,7 +10,7 @@ algorithm 2) for travelling queries in the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -123,8 +123,14 @@ class Call:
         return packings
 
 
-def prepare(member: Member, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask, scale: float | None) -> Call:
-    """Check one rank's local q, k, v and make every choice, once for calls that are alike.
+def prepare(
+    member: Member,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Mask,
+    scale: float | None,
+    known: dict[Hashable, Call],
+) -> Call:
+    """Check one rank's local q, k, v and make every choice; once for calls that are alike, kept in `known`.
 
     Raises ValueError, before any communication.
     """
@@ -133,9 +139,9 @@ def prepare(member: Member, tensors: tuple[Tensor, Tensor, Tensor], mask: Mask, 
     shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
     scale = 1.0 / math.sqrt(shapes.qk_dim) if scale is None else float(scale)
     key = (shapes, mask, scale, q.device)
-    if key not in member.calls:
-        member.calls[key] = _choose(member, shapes, mask, scale, q.device)
-    call: Call = member.calls[key]
+    if key not in known:
+        known[key] = _choose(member, shapes, mask, scale, q.device)
+    call = known[key]
     member.choices = {**call.travellers, "kernel": call.kernel.name}
     return call
 
@@ -279,7 +285,7 @@ def burst_attention(
     """
     problem, call = "", None
     try:
-        call = prepare(cp.member, (q, k, v), mask, softmax_scale)
+        call = prepare(cp.member, (q, k, v), mask, softmax_scale, cp.calls)
     except ValueError as error:
         problem = str(error)
     cp.agree(call.signature() if call else {}, problem)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,8 @@ class ContextParallel:
         self.rank, self._global_ranks = _place(group)
         self._hierarchy = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
-        self._calls = 0
+        self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
+        self._call_count = 0
         self._connected = False
         self._transport = DistributedTransport({}, self._global_ranks)
         self._signals = DistributedTransport({}, self._global_ranks)
@@ -166,8 +168,8 @@ class ContextParallel:
         Done at the same calls on every rank (see `Strategy.check`), in one exchange of fixed size.
         `signature` is what has to be equal, by name.
         """
-        self._calls += 1
-        is_due = self.strategy.check == "always" or self._calls & (self._calls - 1) == 0  # 1, 2, 4, 8, ...
+        self._call_count += 1
+        is_due = self.strategy.check == "always" or self._call_count & (self._call_count - 1) == 0  # 1, 2, 4, 8, ...
         if self.group is None or not is_due:
             if problem:
                 raise ValueError(problem)
@@ -197,7 +199,9 @@ class ContextParallel:
             ):
                 pending.wait()
         except PeerLostError as lost:
-            raise ring_error(self._signals, self.rank, f"the agreement before call {self._calls}", lost) from lost
+            raise ring_error(
+                self._signals, self.rank, f"the agreement before call {self._call_count}", lost
+            ) from lost
         return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:

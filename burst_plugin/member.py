@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -34,7 +33,6 @@ class Member:
     transport: Transport
     trace: Trace | None = None
     choices: dict[str, str] = field(default_factory=dict)
-    calls: dict[Hashable, Any] = field(default_factory=dict)  # every kind of call made so far
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     _plans: dict[bool, RankPlan] = field(default_factory=dict)
     _tiles: dict[tuple[Mask, int, int, bool], TileTable] = field(default_factory=dict)

@@ -8,7 +8,7 @@ To check on a laptop what a cluster will compute:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,6 +39,7 @@ class VirtualRing:
             Member(rank, topology, strategy or Strategy(), transport)
             for rank, transport in enumerate(self.network.transports())
         ]
+        self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = _CAUSAL, softmax_scale: float | None = None
@@ -46,8 +47,8 @@ class VirtualRing:
         """(out, lse) of whole sequences q [B, S, Hq, D], k and v [B, S, Hkv, D]; see `burst_attention`."""
         shards = zip(*(_shard(self.members, x) for x in (q, k, v)), strict=True)
         calls = [
-            prepare(member, (q_, k_, v_), mask, softmax_scale)
-            for member, (q_, k_, v_) in zip(self.members, shards, strict=True)
+            prepare(member, qkv, mask, softmax_scale, known)
+            for member, qkv, known in zip(self.members, shards, self._known, strict=True)
         ]
         return differentiable_attention(_VirtualRunner(calls), q, k, v)
 
