@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
@@ -153,7 +154,7 @@ class Ring:
         self._bags: dict[int, tuple[Tensor | None, Sums]] = {}  # leased for sums, by owner
         self._due: dict[int, list[Pending]] = {}
         self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
-        self._arriving: dict[Transfer, Tensor] = {}
+        self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
 
     def visits(self) -> Iterator[Visit]:
         """The blocks as they come by."""
@@ -163,7 +164,8 @@ class Ring:
             self._advance(number, step)
             owner = step.visit
             start = time.perf_counter() if self._trace else 0.0
-            yield Visit(owner, self._operands[owner], partial(self._bag, owner))
+            with _nvtx_range(f"burst {self._direction} step {number}, block {owner}", self._device):
+                yield Visit(owner, self._operands[owner], partial(self._bag, owner))
             self._record("kernel", number, "", start)
 
     def homecoming(self) -> Generator[None, None, tuple[Tensor, ...]]:
@@ -189,8 +191,8 @@ class Ring:
         for buffer in self._sent.pop(number, ()):
             self._transport.release(buffer)
         for traffic, transfer in step.due:
-            if transfer.dst == self._plan.rank and transfer in self._arriving:
-                self._arrive(number, traffic, transfer, self._arriving.pop(transfer))
+            if transfer.dst == self._plan.rank:
+                self._arrive(number, traffic, transfer, self._arriving.pop((traffic, transfer)))
         for owner in step.drop:
             if owner in self._buffers:
                 self._transport.release(self._buffers.pop(owner))
@@ -206,8 +208,9 @@ class Ring:
                 sends.append(Message(transfer.dst, channel, self._outgoing(traffic, transfer)))
             else:
                 packing = self._packing if traffic is Traffic.GATHER or not self._sums else self._sums[0]
-                self._arriving[transfer] = self._transport.lease(packing.nbytes, self._device)
-                recvs.append(Message(transfer.src, channel, self._arriving[transfer]))
+                buffer = self._transport.lease(packing.nbytes, self._device)
+                self._arriving[traffic, transfer] = buffer
+                recvs.append(Message(transfer.src, channel, buffer))
         for due, (sends, recvs) in batches.items():
             start = time.perf_counter() if self._trace else 0.0
             try:
@@ -273,3 +276,8 @@ class Ring:
         if self._trace is not None:
             stop_s = time.perf_counter()
             self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s, due))
+
+
+def _nvtx_range(name: str, device: torch.device) -> AbstractContextManager[None]:
+    """A named range in profiles of a GPU; nothing on CPUs."""
+    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()
