@@ -9,35 +9,40 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Generator, Hashable
+from collections.abc import Generator
 from dataclasses import dataclass
-from functools import cached_property, partial
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.call import Call, prepare
 from burst_plugin.context import ContextParallel
-from burst_plugin.executor import Packing, Ring
-from burst_plugin.kernels import Case, Kernel, Queries, choose_kernel
+from burst_plugin.kernels import Queries
 from burst_plugin.mask import Causal, Mask
-from burst_plugin.member import Member, TileTable
 from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
-from burst_plugin.strategy import Shapes, choose_traveller
 
 _CAUSAL = Causal()
 
-__all__ = ["Call", "Runner", "burst_attention", "differentiable_attention", "prepare"]
+__all__ = [
+    "Runner",
+    "attend",
+    "backward_program",
+    "burst_attention",
+    "differentiable_attention",
+    "forward_program",
+]
 
 
-def attend(call: Call, work: Pass) -> Generator[None, None, dict[str, Tensors]]:
-    """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns."""
+def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[str, Tensors]]:
+    """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
+
+    `number` is that of the call, the same on every rank.
+    """
     away = call.travellers[work.direction]
     home = "kv" if away == "q" else "q"
-    ring, tiles = call.ring(work, away), call.tiles(away)
+    ring, tiles = call.ring(work, away, number), call.tiles(away)
     at_home = work.sums(home, call.blank(work.direction, home), False)
 
     for visit in ring.visits():
@@ -55,141 +60,16 @@ def attend(call: Call, work: Pass) -> Generator[None, None, dict[str, Tensors]]:
     return {home: at_home.tensors, away: back}
 
 
-@dataclass(frozen=True)
-class Call:
-    """One attention call of one rank, all choices made."""
-
-    member: Member
-    shapes: Shapes
-    mask: Mask
-    kernel: Kernel
-    scale: float
-    travellers: dict[str, str]  # by direction
-    device: torch.device
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Generator[None, None, Tensors]:
-        """This rank's program for out [B, S, Hq, Dv] and lse [B, Hq, S], float32 or wider."""
-        sums = yield from attend(self, ForwardPass(self.kernel, self.scale, q, k, v))
-        return sums["q"]
-
-    def backward(self, queries: Queries, keys: Tensors) -> Generator[None, None, Tensors]:
-        """This rank's program for dq, dk, dv, float32 or wider."""
-        sums = yield from attend(self, BackwardPass(self.kernel, self.scale, self.shapes, queries, keys))
-        return (*sums["q"], *sums["kv"])
-
-    def signature(self) -> dict[str, object]:
-        """What has to be the same on every rank."""
-        return {
-            **self.shapes._asdict(),
-            **{f"{direction} traveller": side for direction, side in self.travellers.items()},
-            "kernel in use": self.kernel.name,
-            "mask": self.mask,
-            "softmax_scale": self.scale,
-        }
-
-    def tiles(self, away: str) -> TileTable:
-        """The tiles of this rank's visits when side `away` travels."""
-        return self.member.tiles(self.mask, self.shapes, away == "q")
-
-    def blank(self, direction: str, side: str) -> Tensors:
-        """Uninitialised tensors for the sums of a side that stays at home."""
-        _, sums = self.shapes.side(direction, side)
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in sums)
-
-    def ring(self, work: Pass, away: str) -> Ring:
-        """The ring that carries side `away` in this pass."""
-        operands, sums = self._packings[work.direction]
-        self.member.count(operands, sums)
-        return Ring(
-            self.member.plan(sums is not None),
-            self.member.transport,
-            (operands, work.outgoing(away)),
-            (sums, partial(work.sums, away)) if sums else None,
-            direction=work.direction,
-            trace=self.member.trace,
-        )
-
-    @cached_property
-    def _packings(self) -> dict[str, tuple[Packing, Packing | None]]:
-        """How operands and, if there are any, sums travel, by direction."""
-        label = None
-        if self.device.type == "cpu":
-            text = repr((self.signature(), self.member.topology, self.member.strategy))
-            label = torch.frombuffer(bytearray(blake2b(text.encode(), digest_size=16).digest()), dtype=torch.uint8)
-        packings = {}
-        for direction, away in self.travellers.items():
-            operands, sums = self.shapes.side(direction, away)
-            packings[direction] = (Packing(operands, label), Packing(sums, label) if sums else None)
-        return packings
+def forward_program(call: Call, number: int, q: Tensor, k: Tensor, v: Tensor) -> Generator[None, None, Tensors]:
+    """A rank's program for out [B, S, Hq, Dv] and lse [B, Hq, S], float32 or wider."""
+    sums = yield from attend(call, ForwardPass(call.kernel, call.scale, q, k, v), number)
+    return sums["q"]
 
 
-def prepare(
-    member: Member,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Mask,
-    scale: float | None,
-    known: dict[Hashable, Call],
-) -> Call:
-    """Check one rank's local q, k, v and make every choice; once for calls that are alike, kept in `known`.
-
-    Raises ValueError, before any communication.
-    """
-    q, k, v = tensors
-    _check_tensors(q, k, v)
-    shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    scale = 1.0 / math.sqrt(shapes.qk_dim) if scale is None else float(scale)
-    key = (shapes, mask, scale, q.device)
-    if key not in known:
-        known[key] = _choose(member, shapes, mask, scale, q.device)
-    call = known[key]
-    member.choices = {**call.travellers, "kernel": call.kernel.name}
-    return call
-
-
-def _choose(member: Member, shapes: Shapes, mask: Mask, scale: float, device: torch.device) -> Call:
-    """The call that these arguments make."""
-    ranks = member.topology.ranks
-    member.layout.check(ranks, shapes.q_len * ranks)
-    member.layout.check(ranks, shapes.kv_len * ranks)
-    if shapes.q_len != shapes.kv_len and mask.reach() != (None, None):
-        raise ValueError(
-            f"mask={mask} with {shapes.q_len} query and {shapes.kv_len} key tokens per rank has no meaning yet; "
-            "use mask=Full() for cross attention, or equal lengths"
-        )
-    travellers = {direction: choose_traveller(member.strategy, direction, shapes) for direction in _DIRECTIONS}
-    bands = frozenset(
-        tile.band
-        for away in set(travellers.values())
-        for tiles in member.tiles(mask, shapes, away == "q").values()
-        for tile in tiles
-    )
-    case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, bands)
-    kernel = choose_kernel(member.strategy.kernel, case)
-    return Call(member, shapes, mask, kernel, scale, travellers, device)
-
-
-_DIRECTIONS = ("forward", "backward")
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"expected q, k, v of shape [batch, local tokens, heads, head dim], got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k, v do not fit together: {shapes}; batches must be equal, k and v must have the same tokens and "
-            "heads, q and k the same head dim"
-        )
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"empty tensors cannot attend: {shapes}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "
-            "change the number of query heads"
-        )
-    kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
-    if len(kinds) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}")
+def backward_program(call: Call, number: int, queries: Queries, keys: Tensors) -> Generator[None, None, Tensors]:
+    """A rank's program for dq, dk, dv, float32 or wider."""
+    sums = yield from attend(call, BackwardPass(call.kernel, call.scale, call.shapes, queries, keys), number)
+    return (*sums["q"], *sums["kv"])
 
 
 class Runner(Protocol):
@@ -209,13 +89,14 @@ class _LocalRunner:
     """This process is one rank."""
 
     call: Call
+    number: int
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self._finish(self.call.forward(q, k, v))
+        out, lse = self._finish(forward_program(self.call, self.number, q, k, v))
         return out, lse
 
     def backward(self, queries: Queries, keys: Tensors) -> Tensors:
-        return self._finish(self.call.backward(queries, keys))
+        return self._finish(backward_program(self.call, self.number, queries, keys))
 
     def _finish(self, program: Generator[None, None, Tensors]) -> Tensors:
         with self.call.member.exclusive(self.call.device):
@@ -232,7 +113,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = runner.forward(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):  # softmax and sums are never lower than float32
+            out, lse = runner.forward(q, k, v)
         out = out.to(q.dtype)
         ctx.runner = runner
         ctx.save_for_backward(q, k, v, out, lse)
@@ -243,7 +125,8 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        grads = ctx.runner.backward(Queries(q, dout.contiguous(), out, lse), (k, v))
+        with torch.autocast(q.device.type, enabled=False):
+            grads = ctx.runner.backward(Queries(q, dout.contiguous(), out, lse), (k, v))
         wanted = zip(ctx.needs_input_grad[1:], grads, (q, k, v), strict=True)
         return (None, *(grad.to(x.dtype) if wants else None for wants, grad, x in wanted))
 
@@ -283,12 +166,16 @@ def burst_attention(
             between ranks; says what was got, what was expected, and what to change.
         RingError: a rank was lost; names it and the step at which it was missed.
     """
-    problem, call = "", None
+    problem, call, cause = "", None, None
     try:
         call = prepare(cp.member, (q, k, v), mask, softmax_scale, cp.calls)
+        problem = cp.device_problem(q.device)
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        problem, cause = (str(error) if isinstance(error, ValueError) else repr(error)), error
+    try:
+        number = cp.agree(call.signature() if call else {}, problem)
     except ValueError as error:
-        problem = str(error)
-    cp.agree(call.signature() if call else {}, problem)
+        raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
-    out, lse = differentiable_attention(_LocalRunner(call), q, k, v)
+    out, lse = differentiable_attention(_LocalRunner(call, number), q, k, v)
     return (out, lse) if return_lse else out

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from secrets import token_hex
 from typing import Any
 
 import torch
@@ -13,18 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from burst_plugin.executor import Trace, ring_error
+from burst_plugin.agreement import DISAGREE, Agreement
+from burst_plugin.executor import Trace
 from burst_plugin.member import Member, as_traffic
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, DistributedTransport, Message, PeerLostError, group_device, new_group_like
+from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
 
-__all__ = ["EXCHANGE_BYTES", "ContextParallel"]
+__all__ = ["ContextParallel"]
 
-EXCHANGE_BYTES = 2048  # what each rank tells each other rank before a call, not counted as traffic
-_SIGNAL = Channel(Traffic.GATHER, Link.INTRA)
-_NODE, _PROBLEM = "node: ", "problem: "
-_DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
+_NODE = "node: "
 
 
 class ContextParallel:
@@ -65,18 +64,15 @@ class ContextParallel:
             backward=backward,
             kernel=kernel,
         )
-        self.group = group
         self.rank, self._global_ranks = _place(group)
+        self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
+        self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
         self._hierarchy = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = 0
         self._connected = False
         self._transport = DistributedTransport({}, self._global_ranks)
-        self._signals = DistributedTransport({}, self._global_ranks)
-        if group is not None:
-            store = PrefixStore(f"burst_plugin/{group.group_name}", dist.distributed_c10d._get_default_store())
-            self._signals = DistributedTransport({_SIGNAL: group}, self._global_ranks, store)
         self.member = Member(self.rank, self._find_topology(sizes), self.strategy, self._transport)
 
     @property
@@ -117,7 +113,7 @@ class ContextParallel:
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
 
-        Attention data only: not the `EXCHANGE_BYTES` per peer by which ranks agree before a call.
+        Attention data only: not the `agreement.EXCHANGE_BYTES` per peer by which ranks agree before a call.
         """
         return as_traffic(self._transport.sent_bytes)
 
@@ -156,63 +152,61 @@ class ContextParallel:
         """Create the communicators that are still missing; collective, and harmless when repeated."""
         if self._connected:
             return
-        if self.group is not None:
-            communicators = self._communicators(self.group)
-            self._transport = DistributedTransport(communicators, self._global_ranks, self._signals.store)
-            self.member.transport = self._transport
         self._connected = True
+        if self._agreement is None or self.group is None:
+            return
+        mark = self._agreement.exchange(token_hex(8), "connecting")[
+            0
+        ]  # tells this ring from others of the same group
+        store = PrefixStore(f"burst_plugin/{mark}", dist.distributed_c10d._get_default_store())
+        self._agreement.record_failures_in(store)
+        self._transport = DistributedTransport(self._communicators(self.group, mark), self._global_ranks, store)
+        self.member.transport = self._transport
 
-    def agree(self, signature: Mapping[str, object], problem: str = "") -> None:
-        """Compare what all ranks are about to do; raise ValueError on every rank if any has a problem.
+    def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
+        """Compare what all ranks are about to do, and return the number of this call; collective.
 
-        Done at the same calls on every rank (see `Strategy.check`), in one exchange of fixed size.
-        `signature` is what has to be equal, by name.
+        Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
+        by name, or in their options. Done at the same calls on every rank (see `Strategy.check`).
         """
         self._call_count += 1
-        is_due = self.strategy.check == "always" or self._call_count & (self._call_count - 1) == 0  # 1, 2, 4, 8, ...
-        if self.group is None or not is_due:
+        if self._agreement is None or not self._check_is_due(self._call_count):
             if problem:
                 raise ValueError(problem)
-            return
+            return self._call_count
         options = {"topology": self.topology, **asdict(self.strategy)}
-        ours = "\n".join(f"{name}={value}" for name, value in {**signature, **options}.items())
-        said = self._exchange(self.group, _PROBLEM + problem if problem else ours)
-        problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
-        if problems:
-            raise ValueError(_by_rank(problems, self.ranks))
-        if len(set(said)) > 1:
-            lines = [set(text.splitlines()) for text in said]
-            same = set.intersection(*lines)
-            unlike = [", ".join(x for x in text.splitlines() if x not in same) for text in said]
-            raise ValueError(_DISAGREE + _by_rank(dict(enumerate(unlike)), self.ranks))
+        ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
+        self._agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
         self.connect()
+        return self._call_count
 
-    def _exchange(self, group: dist.ProcessGroup, text: str) -> list[str]:
-        """Every rank's text, cut to a fixed number of bytes; between all pairs, so that a lost rank has a name."""
-        data = text.encode()[:EXCHANGE_BYTES].ljust(EXCHANGE_BYTES, b"\0")
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(group_device(group))
-        everyone = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
-        peers = [rank for rank in range(self.ranks) if rank != self.rank]
+    def device_problem(self, device: torch.device) -> str:
+        """Why the group cannot move tensors of `device`; empty if it can."""
+        if self.group is None:
+            return ""
         try:
-            for pending in self._signals.post(
-                [Message(rank, _SIGNAL, mine) for rank in peers], [Message(r, _SIGNAL, everyone[r]) for r in peers]
-            ):
-                pending.wait()
-        except PeerLostError as lost:
-            raise ring_error(
-                self._signals, self.rank, f"the agreement before call {self._call_count}", lost
-            ) from lost
-        return [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in everyone]
+            self.group._get_backend(device)
+        except RuntimeError:
+            return (
+                f"q, k, v are on {device}, but the context-parallel group moves tensors of {group_device(self.group)}"
+            )
+        return ""
+
+    def _check_is_due(self, call: int) -> bool:
+        on_cpu = self.group is None or group_device(self.group).type == "cpu"
+        if self.strategy.check == "always" or (self.strategy.check == AUTO and on_cpu):
+            return True
+        return call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:
         per_node = self.strategy.ranks_per_node
         if isinstance(per_node, int) or sizes is not None:
             return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
-        if self.group is None:
+        if self._agreement is None:
             return Topology(1, 1)
-        said = self._exchange(self.group, _NODE + node_id())
+        said = self._agreement.exchange(_NODE + node_id(), "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
-            raise ValueError(_DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
+            raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
         found = Topology.from_node_ids(said)
         if found is None:
             if self.rank == 0:
@@ -224,7 +218,7 @@ class ContextParallel:
             return Topology(1, self.ranks)
         return found
 
-    def _communicators(self, group: dist.ProcessGroup) -> dict[Channel, dist.ProcessGroup]:
+    def _communicators(self, group: dist.ProcessGroup, mark: str) -> dict[Channel, dist.ProcessGroup]:
         """A group per channel: the framework's own for gather traffic where there is one, else new ones."""
         everyone = tuple(range(self.ranks))
         members = {Link.INTRA: everyone, Link.INTER: everyone}
@@ -243,7 +237,8 @@ class ContextParallel:
                 key = (traffic, members[link])
                 if key not in made:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    made[key] = new_group_like(group, global_ranks, f"BURST_{traffic.name}_{link.name}")
+                    name = f"BURST_{traffic.name}_{link.name}_{mark}_{global_ranks[0]}"
+                    made[key] = new_group_like(group, global_ranks, name)
                 found[Channel(traffic, link)] = made[key]
         return found
 
@@ -258,13 +253,3 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
             "context-parallel group that this rank belongs to"
         )
     return dist.get_rank(group), dist.get_process_group_ranks(group)
-
-
-def _by_rank(texts: dict[int, str], ranks: int) -> str:
-    """Texts with the ranks that said them; just the text if all said the same."""
-    speakers: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        speakers.setdefault(text, []).append(str(rank))
-    if len(speakers) == 1 and len(texts) == ranks:
-        return next(iter(speakers))
-    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in speakers.items())

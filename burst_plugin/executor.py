@@ -27,9 +27,9 @@ from burst_plugin.schedule import RankPlan, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "ring_error"]
+__all__ = ["LABEL_BYTES", "Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "ring_error"]
 
-_ALIGNMENT = 16  # bytes
+LABEL_BYTES = _ALIGNMENT = 16
 
 
 class RingError(RuntimeError):
@@ -65,34 +65,24 @@ class Sums(Protocol):
 
 
 class Packing:
-    """Tensors laid out one after another in one byte buffer, after a label; sections aligned to 16 bytes.
+    """Tensors laid out one after another in one byte buffer, sections aligned to 16 bytes; a label first, if any."""
 
-    The label, the same 16 bytes on every rank, says to which call a message belongs. It is compared on CPUs, where
-    comparing costs nothing and gloo would let a shorter message pass for a longer one; on GPUs there is none.
-    """
-
-    def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], label: Tensor | None = None) -> None:
+    def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], labelled: bool = False) -> None:
         self._sections: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
-        self._label = label
-        offset = 0 if label is None else _ALIGNMENT
+        offset = LABEL_BYTES if labelled else 0
         for shape, dtype in tensors:
             nbytes = math.prod(shape) * dtype.itemsize
             self._sections.append((offset, offset + nbytes, shape, dtype))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = offset
 
-    def mark(self, buffer: Tensor) -> None:
-        """Write the label."""
-        if self._label is not None:
-            buffer[:_ALIGNMENT] = self._label
-
-    def is_ours(self, buffer: Tensor) -> bool:
-        """Whether a message that arrived belongs to this call, as far as can be told without stalling."""
-        return self._label is None or torch.equal(buffer[:_ALIGNMENT], self._label)
-
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors, as views of the buffer."""
         return tuple(buffer[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._sections)
+
+    def blank(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Such tensors by themselves, uninitialised."""
+        return tuple(torch.empty(shape, dtype=dtype, device=device) for _, _, shape, dtype in self._sections)
 
 
 class Event(NamedTuple):
@@ -133,6 +123,9 @@ class Ring:
 
     `operands` is the rank's own block and its packing. `sums` says what is reduced, if anything is: the packing,
     and how to wrap tensors as `Sums`, given whether they hold values already.
+
+    `label`, `LABEL_BYTES` of uint8 and the same on every rank, says to which call a message belongs. It is compared
+    where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
     """
 
     def __init__(
@@ -143,15 +136,18 @@ class Ring:
         sums: tuple[Packing, Callable[[tuple[Tensor, ...], bool], Sums]] | None,
         *,
         direction: str,
+        label: Tensor | None = None,
         trace: Trace | None = None,
     ) -> None:
         self._plan, self._transport, self._sums = plan, transport, sums
+        self._label = label
         self._direction, self._trace = direction, trace
         self._packing, own = operands
         self._device = own[0].device
         self._operands = {plan.rank: own}
         self._buffers: dict[int, Tensor] = {}  # leased for operands, by owner
-        self._bags: dict[int, tuple[Tensor | None, Sums]] = {}  # leased for sums, by owner
+        self._bags: dict[int, tuple[Tensor, Sums]] = {}  # leased for sums, by owner
+        self._own: Sums | None = None
         self._due: dict[int, list[Pending]] = {}
         self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
         self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
@@ -227,21 +223,21 @@ class Ring:
             sums = self._bag(transfer.owner)
             sums.settle()
             buffer, _ = self._bags.pop(transfer.owner)
-            assert buffer is not None, "own sums are never sent"
             self._sent.setdefault(transfer.due, []).append(buffer)
             return buffer
         if transfer.owner not in self._buffers:  # the rank's own block, sent for the first time
             buffer = self._transport.lease(self._packing.nbytes, self._device)
-            self._packing.mark(buffer)
+            self._mark(buffer)
             for view, tensor in zip(self._packing.views(buffer), self._operands[transfer.owner], strict=True):
                 view.copy_(tensor)
             self._buffers[transfer.owner] = buffer
         return self._buffers[transfer.owner]
 
     def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Tensor) -> None:
-        packing = self._packing if traffic is Traffic.GATHER or not self._sums else self._sums[0]
-        if not packing.is_ours(buffer):
-            lost = PeerLostError(transfer.src, "what it sent belongs to a call with other shapes, types or options")
+        if not self._is_ours(buffer):
+            lost = PeerLostError(
+                transfer.src, "what it sent belongs to another call, or to one with other shapes, types or options"
+            )
             self._give_up(number, lost)
         if traffic is Traffic.GATHER:
             self._buffers[transfer.owner] = buffer
@@ -258,16 +254,24 @@ class Ring:
 
     def _bag(self, owner: int) -> Sums:
         """The sums of a block's owner that this rank holds; fresh ones if it holds none."""
+        assert self._sums is not None, "this direction reduces nothing"
+        packing, wrap = self._sums
+        if owner == self._plan.rank:  # these outlive the ring
+            self._own = self._own or wrap(packing.blank(self._device), False)
+            return self._own
         if owner not in self._bags:
-            assert self._sums is not None, "this direction reduces nothing"
-            packing, wrap = self._sums
-            if owner == self._plan.rank:  # these outlive the ring
-                buffer = torch.empty(packing.nbytes, dtype=torch.uint8, device=self._device)
-            else:
-                buffer = self._transport.lease(packing.nbytes, self._device)
-            packing.mark(buffer)
+            buffer = self._transport.lease(packing.nbytes, self._device)
+            self._mark(buffer)
             self._bags[owner] = (buffer, wrap(packing.views(buffer), False))
         return self._bags[owner][1]
+
+    def _mark(self, buffer: Tensor) -> None:
+        if self._label is not None:
+            buffer[:LABEL_BYTES] = self._label
+
+    def _is_ours(self, buffer: Tensor) -> bool:
+        """Whether a message that arrived belongs to this call, as far as can be told without stalling."""
+        return self._label is None or torch.equal(buffer[:LABEL_BYTES], self._label)
 
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
         raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost

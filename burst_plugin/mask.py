@@ -130,8 +130,10 @@ def _clip(mask: Mask, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> I
         lower = None
     if upper is not None and upper >= columns - 1:
         upper = None
+    if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
+        return
     if upper is not None and upper < 0:  # the first rows see nothing: start where the diagonal enters
-        q_offset, rows, upper, lower = q_offset - upper, rows + upper, 0, lower and lower - upper
+        q_offset, rows, lower, upper = q_offset - upper, rows + upper, None if lower is None else lower - upper, 0
     if rows <= 0 or (lower is not None and lower >= columns):
         return
     if lower is None and upper is not None:

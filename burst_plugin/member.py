@@ -20,6 +20,7 @@ from burst_plugin.transport import Channel, Transport
 
 __all__ = ["Member", "TileTable", "as_traffic"]
 
+_KNOWN_TABLES = 64  # tile tables to remember; lengths may vary without end
 TileTable = Mapping[int, tuple[Tile, ...]]
 
 
@@ -58,6 +59,8 @@ class Member:
         """The tiles of this rank's visits, by the owner of the block visited; worked out once."""
         key = (mask, shapes.q_len, shapes.kv_len, queries_travel)
         if key not in self._tiles:
+            if len(self._tiles) >= _KNOWN_TABLES:
+                self._tiles.clear()
             ranks = self.topology.ranks
             q = [self.layout.runs(r, ranks, shapes.q_len * ranks) for r in range(ranks)]
             k = [self.layout.runs(r, ranks, shapes.kv_len * ranks) for r in range(ranks)]

@@ -19,7 +19,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Install the adapters for the frameworks that are there, then run the script as `python script` would."""
+    """Install the Megatron adapter, then run the script as `python script` would."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     script = Path(options.script)
     if not script.is_file():

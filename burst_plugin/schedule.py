@@ -135,6 +135,8 @@ class Schedule:
                 needed[t.owner] = max(needed[t.owner], t.due)
         visits = [*self.visits[rank], *[None] * (last - len(self.visits[rank]))]
         drop = [tuple(o for o, end in needed.items() if end == step) for step in range(last)]
+        for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
+            transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
         return RankPlan(rank, steps, Counter((kind, t.link) for kind, t in mine if t.src == rank))
 

@@ -13,10 +13,11 @@ from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.topology import Topology
 
-__all__ = ["AUTO", "TRAVELLERS", "Shapes", "Strategy", "TensorSpecs", "choose_traveller", "hop_bytes"]
+__all__ = ["AUTO", "CHECKS", "TRAVELLERS", "Shapes", "Strategy", "TensorSpecs", "choose_traveller", "hop_bytes"]
 
 AUTO = "auto"
 TRAVELLERS = ("q", "kv")
+CHECKS = (AUTO, "always", "sparse")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,9 @@ class Strategy:
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
     kernel: by name, or auto: the fastest that can.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
-    check: when ranks compare shapes, types and options before data moves: always, or auto: at calls 1, 2, 4,
-    8, ... (on CPUs every message is labelled and compared besides; on GPUs that would stall the host).
+    check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
+    or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
+    its call besides.
 
     Raises ValueError naming the option, what was got, and what is valid.
     """
@@ -48,9 +50,9 @@ class Strategy:
         _one_of("forward", self.forward, (*TRAVELLERS, AUTO))
         _one_of("backward", self.backward, (*TRAVELLERS, AUTO))
         _one_of("kernel", self.kernel, (*KERNELS, AUTO))
-        _one_of("check", self.check, (AUTO, "always"))
+        _one_of("check", self.check, CHECKS)
         per_node = self.ranks_per_node
-        if per_node != AUTO and (isinstance(per_node, (str, bool)) or per_node < 1):
+        if per_node != AUTO and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
             raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")
 
     @classmethod

@@ -8,7 +8,8 @@ apart; all messages of a post on one communicator go out in one batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -86,23 +87,35 @@ class Transport(Protocol):
 
 
 class BufferPool:
-    """Byte buffers that are handed out again: the steady state allocates nothing."""
+    """Byte buffers that are handed out again: the steady state allocates nothing.
+
+    A request takes the smallest free buffer that is large enough. Where none is, a free one that is too small makes
+    room for a larger one, so that there are never more than were in use at once, whatever lengths come by.
+    """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._free: dict[torch.device, list[Tensor]] = {}
+        self._leased: dict[int, Tensor] = {}
         self.allocated_bytes = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Tensor:
-        """A uint8 buffer of `nbytes`."""
-        free = self._free.setdefault((nbytes, device), [])
-        if free:
-            return free.pop()
-        self.allocated_bytes += nbytes
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        """A uint8 buffer of `nbytes`, at least one."""
+        free = self._free.setdefault(device, [])
+        fitting = [buffer for buffer in free if buffer.numel() >= nbytes]
+        if fitting:
+            whole = min(fitting, key=Tensor.numel)
+            free[:] = [buffer for buffer in free if buffer is not whole]
+        else:
+            if free:
+                self.allocated_bytes -= free.pop().numel()
+            whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.allocated_bytes += nbytes
+        self._leased[whole.data_ptr()] = whole
+        return whole[:nbytes]
 
     def release(self, buffer: Tensor) -> None:
         """Take a buffer back."""
-        self._free[buffer.numel(), buffer.device].append(buffer)
+        self._free[buffer.device].append(self._leased.pop(buffer.data_ptr()))
 
 
 @dataclass
@@ -185,26 +198,52 @@ def _reason(error: RuntimeError) -> str:
     return sentence.split(". This is typically", 1)[0]
 
 
-def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], desc: str) -> dist.ProcessGroup:
+def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """A new communicator over `global_ranks`, with the backend, time-out and options of `group`.
 
-    Called by exactly those ranks, in the same order on each; it is warmed up with one collective, because a
-    first batch of point-to-point messages in which only some ranks take part is undefined in torch.
+    Called by exactly those ranks, in the same order on each, with a `name` that is theirs alone. It is warmed up with
+    one collective, because a first batch of point-to-point messages in which only some ranks take part is undefined
+    in torch.
     """
-    device = group_device(group)
-    options = group._get_backend(device).options
-    backend = dist.get_backend(group)
-    nccl_options = options if backend == "nccl" else None
-    created: dist.ProcessGroup = dist.new_group(
-        list(global_ranks),
-        timeout=options._timeout,
-        backend=backend,
-        pg_options=nccl_options,
-        use_local_synchronization=True,
-        group_desc=desc,
-    )
+    backend, device = dist.get_backend(group), group_device(group)
+    existing = group._get_backend(device).options
+    options = None
+    if backend == "nccl":  # a copy: torch writes into what it is given
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=existing.is_high_priority_stream)  # type: ignore[attr-defined]
+        options.config = existing.config  # type: ignore[attr-defined]
+    with _created_by_members_alone(name):
+        created: dist.ProcessGroup = dist.new_group(
+            list(global_ranks),
+            timeout=existing._timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
     dist.all_reduce(torch.zeros(1, device=device), group=created)
     return created
+
+
+@contextmanager
+def _created_by_members_alone(name: str) -> Iterator[None]:
+    """Keep two things in torch's `new_group(use_local_synchronization=True)` from needing other ranks.
+
+    It names a group after its ranks and the number of groups that this rank is in, so that ranks in unlike numbers of
+    groups wait for each other under different names until the time-out. And where the world is bound to a device, it
+    splits the world's communicator, in which all ranks of the world would have to take part.
+    """
+    torch_private: Any = dist.distributed_c10d
+    world, original = torch_private._get_default_group(), torch_private._process_group_name
+    device = world.bound_device_id
+    torch_private._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        if device is not None:
+            world.bound_device_id = None
+        yield
+    finally:
+        torch_private._process_group_name = original
+        if device is not None:
+            world.bound_device_id = device
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

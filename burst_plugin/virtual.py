@@ -3,7 +3,7 @@
 To check on a laptop what a cluster will compute:
 
     ring = burst_plugin.VirtualRing(burst_plugin.Topology(nodes=2, ranks_per_node=4))
-    out = ring.attention(q, k, v)             # whole sequences; differentiable
+    out, lse = ring.attention(q, k, v)        # whole sequences; differentiable
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from burst_plugin.attention import Call, differentiable_attention, prepare
+from burst_plugin.attention import backward_program, differentiable_attention, forward_program
+from burst_plugin.call import Call, prepare
 from burst_plugin.in_process import InProcessNetwork, lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.mask import Causal, Mask
@@ -39,6 +40,7 @@ class VirtualRing:
             Member(rank, topology, strategy or Strategy(), transport)
             for rank, transport in enumerate(self.network.transports())
         ]
+        self._number = 0
         self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 
     def attention(
@@ -50,7 +52,8 @@ class VirtualRing:
             prepare(member, qkv, mask, softmax_scale, known)
             for member, qkv, known in zip(self.members, shards, self._known, strict=True)
         ]
-        return differentiable_attention(_VirtualRunner(calls), q, k, v)
+        self._number += 1
+        return differentiable_attention(_VirtualRunner(calls, self._number), q, k, v)
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
@@ -66,6 +69,7 @@ class _VirtualRunner:
     """Deals whole tensors out to the ranks, runs them in lockstep, and puts the results together."""
 
     calls: Sequence[Call]
+    number: int
 
     @property
     def _members(self) -> list[Member]:
@@ -73,7 +77,9 @@ class _VirtualRunner:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         shards = zip(*(_shard(self._members, x) for x in (q, k, v)), strict=True)
-        done = lockstep([call.forward(*qkv) for call, qkv in zip(self.calls, shards, strict=True)])
+        done = lockstep(
+            [forward_program(call, self.number, *qkv) for call, qkv in zip(self.calls, shards, strict=True)]
+        )
         layout = self.calls[0].member.layout
         return layout.unshard([out for out, _ in done], 1), layout.unshard([lse for _, lse in done], 2)
 
@@ -83,7 +89,7 @@ class _VirtualRunner:
         parts = zip(*(_shard(members, x) for x in (*queries[:3], *keys)), lse, strict=True)
         done = lockstep(
             [
-                call.backward(Queries(q, dout, out, lse), (k, v))
+                backward_program(call, self.number, Queries(q, dout, out, lse), (k, v))
                 for call, (q, dout, out, k, v, lse) in zip(self.calls, parts, strict=True)
             ]
         )

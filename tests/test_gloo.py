@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 import burst_plugin
 from burst_plugin import Causal, ContextParallel, Link, Strategy, Topology, burst_attention, two_level_ring
-from burst_plugin.context import EXCHANGE_BYTES
+from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
 from burst_plugin.executor import Event
 from burst_plugin.schedule import SCHEDULES
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -98,7 +99,7 @@ def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[
     cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     problem = Problem.draw(64, heads, dim=16)
     _train_step(cp, problem)
-    agreement = (cp.ranks - 1) * EXCHANGE_BYTES
+    agreement = 2 * (cp.ranks - 1) * EXCHANGE_BYTES  # before the call, and to connect
     return sent["bytes"] - agreement, cp.traffic(), cp.describe()["backward"]
 
 
@@ -295,15 +296,90 @@ def test_buffers_are_used_again() -> None:
         assert seen[0] > 0
 
 
-def _differ_later(rank: int) -> None:
-    """Calls 1, 2 and 4 are compared before data moves; call 3 differs on rank 2, by as many bytes as the others'."""
-    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+def _differ_later(rank: int, check: str) -> None:
+    """Call 3 differs on rank 2, by as many bytes as the others'."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, check=check))
     for call in (1, 2, 3):
         x = torch.ones(1, 16, 4, 8)
-        burst_attention(*[torch.ones(1, 32, 4, 8, dtype=torch.bfloat16) if (call, rank) == (3, 2) else x] * 3, cp)
+        if (call, rank) == (3, 2):
+            x = torch.ones(1, 32, 4, 8, dtype=torch.bfloat16)
+        burst_attention(x, x, x, cp)
 
 
-def test_a_rank_that_differs_between_comparisons_is_seen_by_the_label_of_its_messages() -> None:
-    """gloo would take its bytes for numbers of another type, silently."""
-    for line in _last_lines(_differ_later, 4, timeout_s=30.0):
-        assert "belongs to a call with other shapes, types or options" in line
+def test_a_rank_that_differs_later_is_one_clear_error_on_every_rank() -> None:
+    for line in _last_lines(_differ_later, 4, "auto", timeout_s=30.0):
+        assert "ValueError: the ranks of the context-parallel group disagree" in line
+        assert "rank 2: q_len=32, kv_len=32, dtype=torch.bfloat16" in line
+
+
+def _other_order(rank: int) -> None:
+    """Two calls of the same kind, whose backward passes rank 2 runs the other way round."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.ones(1, 16, 4, 8, requires_grad=True)
+    outs = [burst_attention(x, x, x, cp) for _ in range(2)]
+    for out in reversed(outs) if rank == 2 else outs:
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("what", [(_differ_later, "sparse"), (_other_order,)], ids=["other type", "other order"])
+def test_between_comparisons_the_label_of_a_message_tells(what: tuple[Any, ...]) -> None:
+    """gloo would take its bytes for numbers of another type, or of another layer, silently."""
+    fn, *arguments = what
+    lines = _last_lines(fn, 4, *arguments, timeout_s=30.0)
+    assert all("RingError" in line for line in lines)
+    assert all("belongs to another call, or to one with other shapes, types or options" in line for line in lines)
+
+
+def _unlike_numbers_of_groups(rank: int) -> bool:
+    dist.new_group([0, 1])  # ranks 2 and 3 are in one group less
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.randn(1, 16, 4, 8)
+    burst_attention(x, x, x, cp)
+    again = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    burst_attention(x, x, x, again)
+    return True
+
+
+def test_ranks_may_be_in_unlike_numbers_of_groups() -> None:
+    assert all(run_ranks(_unlike_numbers_of_groups, 4, timeout_s=20.0))
+
+
+def _group_of_one(rank: int) -> int:
+    groups = [dist.new_group([r]) for r in range(2)]
+    before = len(dist.distributed_c10d._world.pg_map)
+    cp = ContextParallel(groups[rank])
+    x = torch.randn(1, 16, 4, 8)
+    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("one rank has nobody to talk to")):
+        burst_attention(x, x, x, cp)
+        assert torch.equal(cp.unshard(x), x)
+    return len(dist.distributed_c10d._world.pg_map) - before
+
+
+def test_a_group_of_one_rank_does_not_communicate() -> None:
+    assert run_ranks(_group_of_one, 2) == [0, 0]
+
+
+def _wrong_device(rank: int) -> None:
+    x = torch.empty(1, 16, 4, 8, device="meta" if rank == 1 else "cpu")
+    burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2))
+
+
+def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_rank() -> None:
+    for line in _last_lines(_wrong_device, 2):
+        assert "ValueError: rank 1: q, k, v are on meta, but the context-parallel group moves tensors of cpu" in line
+
+
+def _long_lists(rank: int, differ: bool) -> str:
+    agreement = Agreement(dist.group.WORLD, rank, [0, 1])
+    lines = ["x" * 5000, f"rank={rank if differ else 0}"]
+    try:
+        agreement.compare(lines, "", "a test")
+    except ValueError as error:
+        return str(error)
+    return "they agree"
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_what_differs_beyond_the_size_of_an_exchange_still_differs(differ: bool) -> None:
+    for answer in run_ranks(_long_lists, 2, differ):
+        assert ("disagree" in answer) == differ

@@ -106,6 +106,17 @@ def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
         assert all(t.due == number for number, s in enumerate(steps) for _, t in s.due)
 
 
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2), Topology(3, 3)], ids=str)
+@pytest.mark.parametrize("reduces", [True, False])
+def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool) -> None:
+    schedule = two_level_ring(topology, reduces)
+    orders = []
+    for rank in range(schedule.ranks):
+        steps = schedule.plan(rank).steps
+        orders.append([list(dict.fromkeys((t.due, kind, t.link) for kind, t in step.issue)) for step in steps])
+    assert all(order == orders[0] for order in orders)
+
+
 def test_links_need_own_communicators_only_with_two_levels() -> None:
     assert two_level_ring(Topology(2, 2)).separate_links
     assert not flat_ring(Topology(2, 2)).separate_links

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_plugin import Causal, ContextParallel, Strategy, burst_attention
+from burst_plugin import Causal, ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from tests.support.reference import Problem, reference, relative
 
 
@@ -115,6 +115,35 @@ def test_options_are_checked_at_once() -> None:
         ContextParallel(strategy=Strategy(), backward="q")
     with pytest.raises(ValueError, match="multiplies to 4"):
         ContextParallel(hierarchy=[2, 2])
+
+
+def test_what_is_not_a_mask_is_refused(cp: ContextParallel) -> None:
+    with pytest.raises(ValueError, match=r"mask='causal' is not a mask; use burst_plugin.Causal\(\)"):
+        burst_attention(*Problem.draw(8, (2, 2))[:3], cp, mask="causal")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_does_not_reach_into_the_sums(dtype: torch.dtype, kernel: str, backward: str) -> None:
+    problem = Problem.draw(64, (4, 2), dtype=dtype)
+    results = []
+    for enabled in (False, True):
+        ring = VirtualRing(Topology(2, 2), Strategy(kernel=kernel, backward=backward))
+        q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out, _ = ring.attention(q, k, v)
+            results.append((out, *torch.autograd.grad(out, (q, k, v), problem.dout)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("forward", ["q", "kv"])
+def test_the_output_owns_its_memory(forward: str) -> None:
+    q, k, v = (x.requires_grad_() for x in Problem.draw(16, (2, 2))[:3])
+    out = burst_attention(q, k, v, ContextParallel(strategy=Strategy(forward=forward)), return_lse=True)
+    for tensor in out:
+        assert tensor._base is None
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_a_shard_that_does_not_divide_is_refused(cp: ContextParallel) -> None:

@@ -22,7 +22,9 @@ GQA = MHA._replace(kv_heads=8)
         ({"kernel": "fa9"}, "kernel='fa9' .* use one of: torch_cpu, reference, auto"),
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),
         ({"ranks_per_node": "two"}, "ranks_per_node='two' is not valid"),
-        ({"check": "never"}, "check='never' .* use one of: auto, always"),
+        ({"ranks_per_node": 2.5}, "ranks_per_node=2.5 is not valid"),
+        ({"ranks_per_node": None}, "ranks_per_node=None is not valid"),
+        ({"check": "never"}, "check='never' .* use one of: auto, always, sparse"),
     ],
 )
 def test_a_wrong_option_is_named_with_the_valid_ones(options: dict[str, object], message: str) -> None:

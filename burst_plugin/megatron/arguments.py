@@ -8,9 +8,9 @@ from typing import Any
 
 from burst_plugin.kernels import KERNELS
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import AUTO, TRAVELLERS, Strategy
+from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
 
-__all__ = ["add_arguments", "parsed_strategy"]
+__all__ = ["add_arguments", "flag_problems", "parsed_strategy"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -42,17 +42,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--burst-check",
-        choices=(AUTO, "always"),
+        choices=CHECKS,
         default=default.check,
-        help="when ranks compare shapes and options; auto: at calls 1, 2, 4, 8, ...",
+        help="when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
     )
     return parser
 
 
+def flag_problems() -> list[str]:
+    """What in Megatron's parsed arguments, but not in its TransformerConfig, asks for unsupported attention."""
+    if getattr(_parsed_arguments(), "reset_attention_mask", False):
+        return ["--reset-attention-mask is not supported: documents would attend to each other; drop it"]
+    return []
+
+
+def _parsed_arguments() -> Any:
+    """What Megatron's parser found; None where it did not run."""
+    global_vars: Any = sys.modules.get("megatron.training.global_vars")
+    return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
 def parsed_strategy() -> Strategy | None:
     """The strategy that Megatron's parsed arguments ask for; None where its parser did not run."""
-    global_vars: Any = sys.modules.get("megatron.training.global_vars")
-    args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    args = _parsed_arguments()
     if args is None or not hasattr(args, "burst_backward"):
         return None
     return Strategy(

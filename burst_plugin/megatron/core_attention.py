@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.mask import Causal, Full, Mask
+from burst_plugin.megatron.arguments import flag_problems
 from burst_plugin.megatron.config import problems, unknown_fields
 from burst_plugin.megatron.registry import Registry
 
@@ -43,8 +45,8 @@ class ChosenCoreAttention:
 class BurstCoreAttention(MegatronModule):
     """Attention over the context-parallel group, in the place of Megatron's DotProductAttention.
 
-    Holds no groups: they are looked up in `registry` when it runs. Raises ValueError naming each field of the
-    configuration that cannot be honoured, and what to write instead.
+    Holds no groups, unless it was given others than Megatron's global ones: these are looked up when it runs. Raises
+    ValueError naming each field of the configuration that cannot be honoured, and what to write instead.
     """
 
     def __init__(
@@ -62,14 +64,16 @@ class BurstCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self._registry = registry
-        self._pg_collection = pg_collection
+        given = getattr(pg_collection, "cp", None)
+        usual = parallel_state.get_context_parallel_group(check_initialized=False)
+        self._pg_collection = pg_collection if given is not usual else None
         self._softmax_scale: float | None = options.get("softmax_scale")
         self._check(config, attention_type, options.get("attention_dropout"))
 
     def _check(self, config: Any, attention_type: str, dropout: float | None) -> None:
         skip = getattr(config, "window_attn_skip_freq", None)
         windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
-        found = problems(config, windowed, attention_type)
+        found = problems(config, windowed, attention_type) + flag_problems()
         if dropout:
             found.append(f"attention_dropout={dropout} is not supported: set it to 0")
         if found:

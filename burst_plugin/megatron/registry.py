@@ -27,7 +27,7 @@ class Registry:
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
         self._contexts: dict[dist.ProcessGroup, ContextParallel] = {}
-        self._checked_mask: weakref.ref[Tensor] | None = None
+        self._checked_mask: tuple[weakref.ref[Tensor], Mask] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -59,27 +59,32 @@ class Registry:
         self._contexts[group] = cp
 
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
-        """Raise ValueError if `attention_mask` [B or 1, 1, S/CP, S], True where masked out, is not `mask`.
+        """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
 
-        Megatron passes a mask that is merely causal along with the mask type; one that is more, as with
-        --reset-attention-mask, must not be ignored. Each mask is looked at once; on GPUs, where looking stalls
-        the host, only the first one.
+        Megatron passes a mask that is merely causal along with the mask type; one that is more must not be ignored.
+        Each mask is looked at once; on GPUs, where looking stalls the host, only the first one.
         """
-        seen = self._checked_mask() if self._checked_mask is not None else None
-        if seen is attention_mask or (attention_mask.is_cuda and self._checked_mask is not None):
+        seen = self._checked_mask
+        if seen and ((seen[0]() is attention_mask and seen[1] == mask) or attention_mask.is_cuda):
             return
-        self._checked_mask = weakref.ref(attention_mask)
-        rows, columns = attention_mask.shape[-2:]
-        queries = cp.positions(columns, attention_mask.device).unsqueeze(1)
-        ahead = torch.arange(columns, device=attention_mask.device) - queries
-        lowest, highest = mask.reach()
-        expected = torch.zeros_like(ahead, dtype=torch.bool)
-        if highest is not None:
-            expected |= ahead > highest
-        if lowest is not None:
-            expected |= ahead < lowest
-        if rows != len(queries) or not bool((attention_mask.bool() == expected).all()):
-            raise ValueError(
-                f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; drop "
-                "--reset-attention-mask, or pass no mask (--no-create-attention-mask-in-dataloader)"
-            )
+        cp.agree({"attention_mask": "to be checked"}, _mask_problem(cp, attention_mask, mask))
+        self._checked_mask = (weakref.ref(attention_mask), mask)
+
+
+def _mask_problem(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> str:
+    """How a mask differs from what the mask type says; empty if it does not."""
+    rows, columns = attention_mask.shape[-2:]
+    queries = cp.positions(columns, attention_mask.device).unsqueeze(1)
+    ahead = torch.arange(columns, device=attention_mask.device) - queries
+    lowest, highest = mask.reach()
+    expected = torch.zeros_like(ahead, dtype=torch.bool)
+    if highest is not None:
+        expected |= ahead > highest
+    if lowest is not None:
+        expected |= ahead < lowest
+    if rows == len(queries) and bool((attention_mask.bool() == expected).all()):
+        return ""
+    return (
+        f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; drop "
+        "--reset-attention-mask, or pass no mask (--no-create-attention-mask-in-dataloader)"
+    )

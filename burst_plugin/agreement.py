@@ -1,0 +1,89 @@
+"""How ranks compare notes before attention data moves, in one exchange of fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from burst_plugin.executor import ring_error
+from burst_plugin.topology import Link, Traffic
+from burst_plugin.transport import Channel, DistributedTransport, Message, PeerLostError, group_device
+
+__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement"]
+
+EXCHANGE_BYTES = 2048  # what each rank tells each other rank
+DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
+_DIGEST_BYTES = 16
+_CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
+_PROBLEM = "problem: "
+
+
+class Agreement:
+    """The ranks of `group` in conversation; every method is collective.
+
+    `store`, once it is set, is where the first rank to miss another records it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
+        self._device = group_device(group)
+        self._rank, self._ranks = rank, len(global_ranks)
+        self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
+
+    def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
+        """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
+        said = self.exchange(_PROBLEM + problem if problem else "\n".join(ours), when)
+        problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
+        if problems:
+            raise ValueError(_by_rank(problems, self._ranks))
+        if len(set(said)) > 1:
+            same = set.intersection(*(set(text.splitlines()) for text in said))
+            unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
+            raise ValueError(DISAGREE + _by_rank(dict(enumerate(unlike)), self._ranks))
+
+    def exchange(self, text: str, when: str) -> list[str]:
+        """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
+
+        Between all pairs, so that a rank that is lost has a name. Raises RingError for it.
+        """
+        mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8).to(self._device)
+        everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
+        peers = [rank for rank in range(self._ranks) if rank != self._rank]
+        sends = [Message(rank, _CHANNEL, mine) for rank in peers]
+        recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
+        try:
+            for pending in self._transport.post(sends, recvs):
+                pending.wait()
+        except PeerLostError as lost:
+            raise ring_error(self._transport, self._rank, when, lost) from lost
+        return [_decode(bytes(each.tolist())) for each in everyone]
+
+    def record_failures_in(self, store: Store) -> None:
+        """From now on the first rank to miss another says so in `store`."""
+        self._transport.store = store
+
+
+def _encode(text: str) -> bytes:
+    data = text.encode()
+    room = EXCHANGE_BYTES - _DIGEST_BYTES
+    return data[:room].ljust(room, b"\0") + blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _decode(data: bytes) -> str:
+    """The text; followed by its digest if it was cut, so that texts that differ behind the cut still do."""
+    text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
+    whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
+    return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
+
+
+def _by_rank(texts: dict[int, str], ranks: int) -> str:
+    """Texts with the ranks that said them; just the text if all said the same."""
+    speakers: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        speakers.setdefault(text, []).append(str(rank))
+    if len(speakers) == 1 and len(texts) == ranks:
+        return next(iter(speakers))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in speakers.items())
