@@ -44,7 +44,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "window_attn_skip_freq": "layers without a window are accepted",
         "context_parallel_size": "the ring",
         "hierarchical_context_parallel_sizes": "the two levels of the ring",
-        "cp_comm_type": "burst, for all layers or for some",
+        "cp_comm_type": "burst; in lists too, though Megatron-core 0.16.1 itself fails at the last layer of one",
         "recompute_granularity": "none, selective or full; the ring runs again in recomputation",
         "recompute_method": "see recompute_granularity",
         "recompute_num_layers": "see recompute_granularity",

@@ -1,0 +1,168 @@
+"""Small promises that no other test would miss: each was broken once on purpose, and found unguarded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Full,
+    Link,
+    Schedule,
+    ScheduleError,
+    Strategy,
+    Topology,
+    Transfer,
+    VirtualRing,
+    burst_attention,
+    context,
+    flat_ring,
+)
+from burst_plugin.kernels import TorchCpuKernel
+from burst_plugin.layout import Run
+from burst_plugin.mask import tiles
+from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
+from burst_plugin.transport import _reason
+from tests.support.ranks import run_ranks
+from tests.support.reference import Problem, reference, relative
+from tests.test_gloo import _last_lines
+from tests.test_mask import Window, allowed, painted, test_bands_hold_windows
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda s: replace(s, gather=(s.gather[0]._replace(dst=0), *s.gather[1:])), "impossible transfer"),
+        (lambda s: replace(s, reduce=(*s.reduce, Transfer(0, 0, 1, Link.INTRA, 5, 6))), "ends incomplete at rank 1"),
+    ],
+)
+def test_validate_checks_ends_of_transfers(damage: Callable[[Schedule], Schedule], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        damage(flat_ring(Topology(2, 2))).validate()
+
+
+def test_softmax_scale_reaches_the_backward_pass() -> None:
+    cp = ContextParallel()
+    q, k, v = (x[:1, :6, :, :3].clone().requires_grad_() for x in Problem.draw(6, (2, 1), dtype=torch.float64)[:3])
+    torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp, softmax_scale=0.9), (q, k, v))
+
+
+def test_calls_with_other_masks_are_not_mixed_up() -> None:
+    cp, problem = ContextParallel(), Problem.draw(8, (2, 2))
+    for mask in (Causal(), Full(), Causal()):
+        assert relative(burst_attention(*problem[:3], cp, mask=mask), reference(problem, mask).out) < 1e-6
+
+
+def test_kernels_get_dense_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a sum is one number expanded."""
+    seen, original = [], TorchCpuKernel.backward
+
+    def backward(self: TorchCpuKernel, queries: Any, *rest: Any) -> Any:
+        seen.append(queries.dout.stride())
+        return original(self, queries, *rest)
+
+    monkeypatch.setattr(TorchCpuKernel, "backward", backward)
+    q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
+    burst_attention(q, k, v, ContextParallel()).sum().backward()
+    assert {strides[-1] for strides in seen} == {1}
+
+
+def _mask_differs(rank: int) -> None:
+    x = torch.zeros(1, 16, 4, 8)
+    burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2), mask=Full() if rank else Causal())
+
+
+def test_ranks_that_pass_other_masks_are_told() -> None:
+    assert all("rank 0: mask=Causal(); rank 1: mask=Full()" in line for line in _last_lines(_mask_differs, 2))
+
+
+def _hierarchy(rank: int) -> Topology:
+    return ContextParallel(dist.group.WORLD, hierarchy=[3, 2]).topology
+
+
+def test_hierarchy_is_innermost_first() -> None:
+    assert run_ranks(_hierarchy, 6) == [Topology(2, 3)] * 6
+
+
+def _detected(rank: int, nodes: str) -> tuple[Topology, list[str]]:
+    context.node_id = lambda: nodes[rank]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cp = ContextParallel(dist.group.WORLD)
+    return cp.topology, [str(w.message) for w in told if "not spread evenly" in str(w.message)]
+
+
+def test_nodes_are_detected_and_uneven_ones_told_of() -> None:
+    assert run_ranks(_detected, 4, "aabb") == [(Topology(2, 2), [])] * 4
+    outcomes = run_ranks(_detected, 4, "abab")
+    assert [topology for topology, _ in outcomes] == [Topology(1, 4)] * 4
+    assert [len(told) for _, told in outcomes] == [1, 0, 0, 0]
+
+
+def _reset(rank: int) -> tuple[Any, Any]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.zeros(1, 16, 4, 8)
+    burst_attention(x, x, x, cp)
+    assert cp.traffic()["intra"]["gather"] > 0
+    cp.reset_traffic()
+    return cp.traffic(), cp.expected_traffic()
+
+
+def test_reset_traffic_resets_both_counts() -> None:
+    nothing = {link: {"gather": 0, "reduce": 0} for link in ("intra", "inter")}
+    assert run_ranks(_reset, 2) == [(nothing, nothing)] * 2
+
+
+@pytest.mark.parametrize(("queries", "keys"), [((10,), (0, 20, 4)), ((40, 20), (40, 20))])
+def test_tiles_of_runs_in_any_order(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+    q, k = (tuple(Run(start, 4) for start in starts) for starts in (queries, keys))
+    at_q, at_k = (torch.cat([torch.arange(s, s + 4) for s in starts]) for starts in (queries, keys))
+    found = painted(tiles(Causal(), q, k), len(at_q), len(at_k))
+    assert torch.equal(found, allowed(Causal(), at_q, at_k).int())
+
+
+@pytest.mark.parametrize("start", range(-9, 10, 3))
+def test_bands_that_begin_at_the_diagonal(start: int) -> None:
+    test_bands_hold_windows(start, Window(1, 0))
+
+
+class Nothing:
+    """Nothing attends to anything."""
+
+    def reach(self) -> tuple[int | None, int | None]:
+        return 1000, None
+
+
+@pytest.mark.parametrize("forward", ["q", "kv"])
+def test_what_attends_to_nothing_is_zero(forward: str) -> None:
+    ring = VirtualRing(Topology(2, 2), Strategy(forward=forward, kernel="reference"))
+    q, k, v, _ = Problem.draw(16, (2, 2))
+    out, lse = ring.attention(q, k, v, mask=Nothing())
+    assert bool((out == 0).all())
+    assert bool(torch.isneginf(lse).all())
+
+
+def test_a_backends_error_is_cut_to_what_happened() -> None:
+    said = "[../pair.cc:553] Connection closed by peer. This is typically a crash\nat line 3"
+    assert _reason(RuntimeError(said)) == "Connection closed by peer"
+
+
+def test_keys_and_values_travel_if_bytes_are_equal() -> None:
+    tie = Shapes(1, 2, 3, 1, 1, 1, 1, torch.float32)
+    assert hop_bytes(tie, "forward", "q") == hop_bytes(tie, "forward", "kv")
+    assert choose_traveller(Strategy(forward="auto"), "forward", tie) == "kv"
+
+
+def test_what_attends_to_nothing_is_zero_on_one_rank() -> None:
+    ring = VirtualRing(Topology(1, 1), Strategy(forward="q", kernel="reference"))
+    out, lse = ring.attention(*Problem.draw(16, (2, 2))[:3], mask=Nothing())
+    assert bool((out == 0).all())
+    assert bool(torch.isneginf(lse).all())
