@@ -88,7 +88,7 @@ def _durations(rank: int, backward: bool) -> list[float]:
     cp = ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, check="sparse"))
     q, k, v = _inputs()
     took_s = []
-    with mock.patch("burst_plugin.attention.choose_kernel", return_value=SleepingKernel()):
+    with mock.patch("burst_plugin.call.choose_kernel", return_value=SleepingKernel()):
         for _ in range(7):
             dist.barrier()
             start = time.perf_counter()
