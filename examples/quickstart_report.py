@@ -71,7 +71,9 @@ def _training_table(settings: Settings, burst: dict[str, Any], reference: dict[s
     first_to_last = {"loss": ("losses", "{:.4f}"), "gradient norm": ("grad_norms", "{:.3f}")}
     for label, (key, form) in first_to_last.items():
         cells = [f"{form} -> {form}".format(run[key][0], run[key][-1]) for _, run in runs]
-        table.add_row(label, *cells, "" if reference is None else f"{_largest(burst, reference, key):.1e}")
+        if reference is not None:
+            cells.append(f"{_largest(burst, reference, key):.1e}")
+        table.add_row(label, *cells)
     table.add_row("time per step", *(f"{_median(run['steps_s']):.2f} s" for _, run in runs))
     return table
 
