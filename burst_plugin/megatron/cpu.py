@@ -68,6 +68,8 @@ def enable(*, force: bool = False) -> list[str]:
     for meaning, replacements in _replacements().items():
         _replace(replacements)
         lines.append(f"torch.cuda: {', '.join(sorted(replacements))} {meaning}")
+    torch.accelerator.current_accelerator = _answer(None)  # else CUDA builds of torch would ask the driver
+    lines.append("torch.accelerator: there is none")
     _run_lazy_calls_at_once()
     _keep_redirecting_in_backward()
     contextlib.ExitStack().enter_context(_CudaToCpu())  # for good: nothing closes the stack
@@ -234,6 +236,7 @@ def _replacements() -> dict[str, dict[str, Any]]:
         "is_available": _answer(True),
         "is_initialized": _answer(True),
         "is_bf16_supported": _answer(True),
+        "is_current_stream_capturing": _answer(False),
         "device_count": _device_count,
         "get_device_name": _answer("cpu"),
         "get_device_capability": _answer((8, 0)),
