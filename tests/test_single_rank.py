@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -175,8 +176,13 @@ def test_import_loads_no_framework_and_reads_no_environment() -> None:
 
 
 def test_import_takes_less_than_50_ms_beyond_torch() -> None:
+    """With compiled bytecode at hand, as after the first import."""
+    code = "import torch, time; t = time.process_time(); import burst_plugin; print(time.process_time() - t)"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
     def once() -> float:
-        code = "import torch, time; t = time.process_time(); import burst_plugin; print(time.process_time() - t)"
-        return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        return float(done.stdout)
 
     assert min(once() for _ in range(5)) < 0.05
