@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from burst_plugin.call import Call, prepare
 from burst_plugin.context import ContextParallel
+from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
@@ -100,12 +101,7 @@ class _LocalRunner:
 
     def _finish(self, program: Generator[None, None, Tensors]) -> Tensors:
         with self.call.member.exclusive(self.call.device):
-            while True:
-                try:
-                    next(program)
-                except StopIteration as stop:
-                    done: Tensors = stop.value
-                    return done
+            return lockstep([program])[0]
 
 
 class _Attention(torch.autograd.Function):

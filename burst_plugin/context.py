@@ -155,9 +155,8 @@ class ContextParallel:
         self._connected = True
         if self._agreement is None or self.group is None:
             return
-        mark = self._agreement.exchange(token_hex(8), "connecting")[
-            0
-        ]  # tells this ring from others of the same group
+        # Rank 0's mark tells this ring from others of the same group.
+        mark = self._agreement.exchange(token_hex(8), "connecting")[0]
         store = PrefixStore(f"burst_plugin/{mark}", dist.distributed_c10d._get_default_store())
         self._agreement.record_failures_in(store)
         self._transport = DistributedTransport(self._communicators(self.group, mark), self._global_ranks, store)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +27,10 @@ from burst_plugin.schedule import RankPlan, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["LABEL_BYTES", "Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "ring_error"]
+__all__ = ["LABEL_BYTES", "Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "lockstep", "ring_error"]
 
 LABEL_BYTES = _ALIGNMENT = 16
+T = TypeVar("T")
 
 
 class RingError(RuntimeError):
@@ -280,6 +281,19 @@ class Ring:
         if self._trace is not None:
             stop_s = time.perf_counter()
             self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s, due))
+
+
+def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Run one program per rank of this process, a step of each in turn, without threads; returns what they return."""
+    results: dict[int, T] = {}
+    while len(results) < len(programs):
+        for rank, program in enumerate(programs):
+            if rank not in results:
+                try:
+                    next(program)
+                except StopIteration as stop:
+                    results[rank] = stop.value
+    return [results[rank] for rank in range(len(programs))]
 
 
 def _nvtx_range(name: str, device: torch.device) -> AbstractContextManager[None]:

@@ -1,5 +1,4 @@
-"""All ranks in one process: a transport that is as unkind as a network may be, and a driver that runs every
-rank's program in lockstep, without threads.
+"""All ranks in one process: a transport that is as unkind as a network may be.
 
 A sender's buffer is read as late as it may be, messages arrive in random order, and what is released is
 filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
@@ -9,20 +8,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from burst_plugin.transport import BufferPool, Channel, Message, Pending
 
-__all__ = ["InProcessNetwork", "InProcessTransport", "lockstep"]
+__all__ = ["InProcessNetwork", "InProcessTransport"]
 
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -137,16 +133,3 @@ class InProcessTransport:
     def first_failure(self, text: str) -> str:
         """There is only this process."""
         return text
-
-
-def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Run one program per rank side by side, a step of each in turn, and return what they return."""
-    results: dict[int, T] = {}
-    while len(results) < len(programs):
-        for rank, program in enumerate(programs):
-            if rank not in results:
-                try:
-                    next(program)
-                except StopIteration as stop:
-                    results[rank] = stop.value
-    return [results[rank] for rank in range(len(programs))]

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from burst_plugin.attention import backward_program, differentiable_attention, forward_program
 from burst_plugin.call import Call, prepare
-from burst_plugin.in_process import InProcessNetwork, lockstep
+from burst_plugin.executor import lockstep
+from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.kernels import Queries
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member, as_traffic

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from burst_plugin import Link, RingError, Topology, Traffic, VirtualRing
-from burst_plugin.executor import Ring
-from burst_plugin.in_process import InProcessNetwork, InProcessTransport, lockstep
+from burst_plugin.executor import Ring, lockstep
+from burst_plugin.in_process import InProcessNetwork, InProcessTransport
 from burst_plugin.mask import Causal
 from burst_plugin.transport import BufferPool, Channel, Message
 from tests.support.reference import Problem, reference, relative

@@ -88,7 +88,7 @@ def test_runs_of_any_length_and_offset(start: int, rows: int, columns: int) -> N
 
 
 @pytest.mark.parametrize("start", range(-9, 10, 3))
-@pytest.mark.parametrize("mask", [Window(3, 0), Window(2, 2)], ids=["left", "both"])
+@pytest.mark.parametrize("mask", [Window(3, 0), Window(2, 2), Window(1, 0)], ids=["left", "both", "least"])
 def test_bands_hold_windows(start: int, mask: Window) -> None:
     found = tiles(mask, (Run(20, 6),), (Run(20 + start, 8),))
     count = torch.zeros(6, 8, dtype=torch.int)

@@ -34,7 +34,7 @@ def test_one_rank_needs_no_group(cp: ContextParallel) -> None:
 
 def test_gradients_pass_gradcheck(cp: ContextParallel) -> None:
     q, k, v = (x[:1, :6, :, :3].clone().requires_grad_() for x in Problem.draw(6, (2, 1), dtype=torch.float64)[:3])
-    torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp), (q, k, v))
 
 
 def test_softmax_scale_is_used(cp: ContextParallel) -> None:
