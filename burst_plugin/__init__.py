@@ -13,8 +13,22 @@ from typing import TYPE_CHECKING, Any
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import RingError
-from burst_plugin.mask import Causal, Full
-from burst_plugin.schedule import Schedule, ScheduleError, Transfer, flat_ring, two_level_ring
+from burst_plugin.layout import Tokens
+from burst_plugin.mask import (
+    BlockMask,
+    Causal,
+    CausalBottomRight,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    PerRow,
+    PrefixLM,
+    SlidingWindow,
+    key_padding,
+)
+from burst_plugin.schedule import Schedule, ScheduleError, Transfer, direct, flat_ring, two_level_ring
+from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 
@@ -24,20 +38,32 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "Causal",
+    "CausalBottomRight",
     "ContextParallel",
+    "Documents",
     "Full",
+    "Keys",
     "Link",
+    "Mask",
+    "PerRow",
+    "PrefixLM",
     "RingError",
     "Schedule",
     "ScheduleError",
+    "Scores",
+    "SlidingWindow",
     "Strategy",
+    "Tokens",
     "Topology",
     "Traffic",
     "Transfer",
     "VirtualRing",
     "burst_attention",
+    "direct",
     "flat_ring",
+    "key_padding",
     "two_level_ring",
 ]
 

@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_plugin.call import Call, prepare
+from burst_plugin.call import Call, Inputs, Request, prepare
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
+from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
+from burst_plugin.scores import Scores
+from burst_plugin.softmax import add_sink, sink_grad
 
 _CAUSAL = Causal()
+_PLAIN = Scores()
 
 __all__ = [
     "Runner",
@@ -43,17 +47,18 @@ def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[st
     """
     away = call.travellers[work.direction]
     home = "kv" if away == "q" else "q"
-    ring, tiles = call.ring(work, away, number), call.tiles(away)
+    ring = call.ring(work, number)
     at_home = work.sums(home, call.blank(work.direction, home), False)
 
     for visit in ring.visits():
-        here = {home: work.operands[home], away: work.incoming(away, visit.operands)}
-        for tile in tiles[visit.owner]:
-            parts = work.visit(here["q"], here["kv"], tile)
+        here = {home: work.operands[home], away: work.incoming(away, visit.operands)} if visit.operands else {}
+        site = call.site(work.direction, visit.owner)
+        for tile in call.tiles(work.direction, visit.owner):
+            parts = work.visit(here["q"], here["kv"], tile, site)
             if parts[home]:
-                at_home.add(tile.rows(home), parts[home])
+                at_home.add(tile, home, parts[home])
             if parts[away]:
-                visit.sums.add(tile.rows(away), parts[away])
+                visit.sums.add(tile, away, parts[away])
         yield
 
     at_home.settle()
@@ -61,27 +66,33 @@ def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[st
     return {home: at_home.tensors, away: back}
 
 
-def forward_program(call: Call, number: int, q: Tensor, k: Tensor, v: Tensor) -> Generator[None, None, Tensors]:
+def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Tensors]:
     """A rank's program for out [B, S, Hq, Dv] and lse [B, Hq, S], float32 or wider."""
-    sums = yield from attend(call, ForwardPass(call.kernel, call.scale, q, k, v), number)
-    return sums["q"]
+    sums = yield from attend(call, ForwardPass(call.work(inputs.bias), *inputs[:3]), number)
+    out, lse = sums["q"]
+    return (out, lse) if inputs.sink is None else add_sink(out, lse, inputs.sink)
 
 
-def backward_program(call: Call, number: int, queries: Queries, keys: Tensors) -> Generator[None, None, Tensors]:
-    """A rank's program for dq, dk, dv, float32 or wider."""
-    sums = yield from attend(call, BackwardPass(call.kernel, call.scale, call.shapes, queries, keys), number)
-    return (*sums["q"], *sums["kv"])
+def backward_program(
+    call: Call, number: int, inputs: Inputs, queries: Queries
+) -> Generator[None, None, tuple[Tensor | None, ...]]:
+    """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
+    work = call.work(inputs.bias)
+    sums = yield from attend(call, BackwardPass(work, call.shapes, queries, (inputs.k, inputs.v)), number)
+    dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
+    dbias = work.dbias if inputs.bias is None or work.dbias is not None else torch.zeros_like(inputs.bias)
+    return (*sums["q"], *sums["kv"], dsink, dbias)
 
 
 class Runner(Protocol):
     """Runs the two passes, on whatever ranks there are in this process."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """out and lse."""
         ...
 
-    def backward(self, queries: Queries, keys: Tensors) -> Tensors:
-        """dq, dk, dv."""
+    def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
+        """The gradients of the inputs."""
         ...
 
 
@@ -92,44 +103,50 @@ class _LocalRunner:
     call: Call
     number: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = self._finish(forward_program(self.call, self.number, q, k, v))
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        with self.call.member.exclusive(self.call.device):
+            out, lse = lockstep([forward_program(self.call, self.number, inputs)])[0]
         return out, lse
 
-    def backward(self, queries: Queries, keys: Tensors) -> Tensors:
-        return self._finish(backward_program(self.call, self.number, queries, keys))
-
-    def _finish(self, program: Generator[None, None, Tensors]) -> Tensors:
+    def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
         with self.call.member.exclusive(self.call.device):
-            return lockstep([program])[0]
+            return lockstep([backward_program(self.call, self.number, inputs, queries)])[0]
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, out and lse, nothing of the ring; any number of calls may await their backward pass."""
+    """Saves the inputs, out and lse, nothing of the ring; any number of calls may await their backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.autocast(q.device.type, enabled=False):  # softmax and sums are never lower than float32
-            out, lse = runner.forward(q, k, v)
-        out = out.to(q.dtype)
+    def forward(ctx: Any, runner: Runner, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        inputs = Inputs(*tensors)  # type: ignore[arg-type]
+        with torch.autocast(inputs.q.device.type, enabled=False):  # softmax and sums are never lower than float32
+            out, lse = runner.forward(inputs)
+        out = out.to(inputs.q.dtype)
         ctx.runner = runner
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            grads = ctx.runner.backward(Queries(q, dout.contiguous(), out, lse), (k, v))
-        wanted = zip(ctx.needs_input_grad[1:], grads, (q, k, v), strict=True)
-        return (None, *(grad.to(x.dtype) if wants else None for wants, grad, x in wanted))
+        *saved, out, lse = ctx.saved_tensors
+        inputs = Inputs(*saved)
+        with torch.autocast(inputs.q.device.type, enabled=False):
+            grads = ctx.runner.backward(inputs, Queries(inputs.q, dout.contiguous(), out, lse))
+        wanted = zip(ctx.needs_input_grad[1:], grads, inputs, strict=True)
+        return (
+            None,
+            *(
+                grad.to(x.dtype) if wants and grad is not None and x is not None else None
+                for wants, grad, x in wanted
+            ),
+        )
 
 
-def differentiable_attention(runner: Runner, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a runner, with gradients for q, k and v; lse has none."""
-    out, lse = _Attention.apply(runner, q, k, v)  # type: ignore[no-untyped-call]
+def differentiable_attention(runner: Runner, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a runner, with gradients for its inputs; lse has none."""
+    out, lse = _Attention.apply(runner, *inputs)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -140,22 +157,33 @@ def burst_attention(
     cp: ContextParallel,
     *,
     mask: Mask = _CAUSAL,
-    softmax_scale: float | None = None,
+    scores: Scores = _PLAIN,
+    sink: Tensor | None = None,
+    bias: Tensor | None = None,
+    tokens: Tokens | tuple[Tokens, Tokens] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries on the keys of all ranks of `cp`; all ranks call it together.
 
     Args:
         q: [B, S_local, Hq, D], float64, float32, bfloat16 or float16.
-        k, v: [B, S_local, Hkv, D]; Hq must be a multiple of Hkv.
+        k: [B, S_local, Hkv, D]; Hq must be a multiple of Hkv. Other tokens than those of q make cross attention.
+        v: [B, S_local, Hkv, Dv].
         cp: the context-parallel group; its layout says which tokens the rows are (`cp.shard`, `cp.positions`).
-        mask: `Causal()` (the default) or `Full()`.
-        softmax_scale: factor on q.k; 1 / sqrt(D) by default.
+        mask: any of `burst_plugin.mask`, combined with `&`; in positions of the whole sequence.
+        scores: scale, softcap, ALiBi slopes, dropout.
+        sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
+            gpt-oss; zeros are "off by one" attention. Its gradient is that of this rank's queries: sum it over ranks.
+        bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
+            order of the sequence. Its gradient is complete, but for a bias that ranks share.
+        tokens: the sequence that the rows are taken from, if it does not deal out evenly or every document is dealt
+            out on its own; for cross attention that of the queries and that of the keys. By default every rank
+            holds equally many.
         return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, without
-            gradient.
+            gradient, with the sink.
 
     Returns:
-        out [B, S_local, Hq, D] in the type of q.
+        out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing.
 
     Raises:
         ValueError: on every rank and before data moves, for shapes, types or options that do not fit, here or
@@ -163,8 +191,9 @@ def burst_attention(
         RingError: a rank was lost; names it and the step at which it was missed.
     """
     problem, call, cause = "", None, None
+    inputs = Inputs(q, k, v, sink, bias)
     try:
-        call = prepare(cp.member, (q, k, v), mask, softmax_scale, cp.calls)
+        call = prepare(cp.member, inputs, Request(mask, scores, _both_sides(tokens)), cp.calls)
         problem = cp.device_problem(q.device)
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         problem, cause = (str(error) if isinstance(error, ValueError) else repr(error)), error
@@ -173,5 +202,10 @@ def burst_attention(
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
-    out, lse = differentiable_attention(_LocalRunner(call, number), q, k, v)
+    cp.connect(call.separate_links)
+    out, lse = differentiable_attention(_LocalRunner(call, number), inputs)
     return (out, lse) if return_lse else out
+
+
+def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
+    return tokens if isinstance(tokens, tuple) else (tokens, tokens)

@@ -2,81 +2,178 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections import Counter
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.executor import Packing, Ring
 from burst_plugin.kernels import Case, Kernel, choose_kernel
-from burst_plugin.mask import Mask
-from burst_plugin.member import Member, TileTable
+from burst_plugin.layout import Tokens, positions
+from burst_plugin.mask import Causal, Mask
+from burst_plugin.member import Member
 from burst_plugin.passes import Pass, Tensors
-from burst_plugin.strategy import Shapes, choose_traveller
+from burst_plugin.routes import Attending, Route
+from burst_plugin.schedule import Rows
+from burst_plugin.scores import Scores
+from burst_plugin.strategy import Shapes, Strategy, choose_traveller
+from burst_plugin.sums import TileSums, take_rows
+from burst_plugin.tile_work import Site, TileWork
+from burst_plugin.tiles import Tile, cut
+from burst_plugin.topology import Traffic
+from burst_plugin.transport import Channel
 
-__all__ = ["Call", "prepare"]
+__all__ = ["Call", "Inputs", "Request", "prepare"]
 
 _DIRECTIONS = ("forward", "backward")
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 
 
+class Inputs(NamedTuple):
+    """A rank's tensors, see `burst_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
+
+    mask: Mask = Causal()  # noqa: RUF009
+    scores: Scores = Scores()  # noqa: RUF009
+    tokens: tuple[Tokens | None, Tokens | None] = (None, None)
+
+
 @dataclass(frozen=True)
 class Call:
-    """One attention call of one rank, all choices made."""
+    """One attention call of one rank, all choices made. `shapes` has the lengths of the longest shard."""
 
     member: Member
     shapes: Shapes
-    mask: Mask
+    attending: Attending
+    scores: Scores
     kernel: Kernel
-    scale: float
-    travellers: dict[str, str]  # by direction
+    travellers: Mapping[str, str]  # by direction
     device: torch.device
+    has: tuple[str, ...] = ()  # of sink and bias, those that are there
 
     def signature(self) -> dict[str, object]:
         """What has to be the same on every rank."""
+        named = self.shapes._asdict()
         return {
-            **self.shapes._asdict(),
+            **{name: named[name] for name in ("batch", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
+            "query tokens": self.attending.q,
+            "key tokens": self.attending.kv,
+            "with": self.has,
             **{f"{direction} traveller": side for direction, side in self.travellers.items()},
             "kernel in use": self.kernel.name,
-            "mask": self.mask,
-            "softmax_scale": self.scale,
+            "mask": self.attending.mask,
+            "scores": self.scores,
         }
 
-    def tiles(self, away: str) -> TileTable:
-        """The tiles of this rank's visits when side `away` travels."""
-        return self.member.tiles(self.mask, self.shapes, away == "q")
+    def route(self, direction: str) -> Route:
+        """The visits of this rank, and what it sends."""
+        return self._routes[direction]
+
+    @cached_property
+    def _routes(self) -> dict[str, Route]:
+        member, found = self.member, {}
+        for direction, away in self.travellers.items():
+            reduces = bool(self.shapes.side(direction, away)[1])
+            found[direction] = member.routes.route(member.rank, self.attending, away, reduces)
+        return found
+
+    @cached_property
+    def _tiles(self) -> dict[str, dict[int, tuple[Tile, ...]]]:
+        windows = "windows" in self.kernel.features
+        return {
+            direction: {
+                owner: found if windows else tuple(piece for tile in found for piece in cut(tile))
+                for owner, found in self.route(direction).tiles.items()
+            }
+            for direction in _DIRECTIONS
+        }
+
+    def tiles(self, direction: str, owner: int | None) -> tuple[Tile, ...]:
+        """The work of a visit, in tiles that the kernel has."""
+        return () if owner is None else self._tiles[direction][owner]
+
+    def site(self, direction: str, owner: int | None) -> Site:
+        """Which tokens meet in a visit, if anything depends on them."""
+        if owner is None or not (self.scores.needs_positions or "bias" in self.has):
+            return Site()
+        runs = self.route(direction).runs
+        return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
+
+    def work(self, bias: Tensor | None = None) -> TileWork:
+        """The kernel, ready to work on tiles."""
+        return TileWork(self.kernel, self.scores, bias)
 
     def blank(self, direction: str, side: str) -> Tensors:
         """Uninitialised tensors for the sums of a side that stays at home."""
-        _, sums = self.shapes.side(direction, side)
+        _, sums = self._of_block(self.member.rank, None).side(direction, side)
         return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in sums)
 
-    def ring(self, work: Pass, away: str, number: int) -> Ring:
-        """The ring that carries side `away` in this pass."""
-        operands, sums = self._packings[work.direction]
-        self.member.count(operands, sums)
+    def ring(self, work: Pass, number: int) -> Ring[TileSums]:
+        """The ring of this pass."""
+        cargo = _Cargo(self, work, self.travellers[work.direction])
+        self.member.expected_bytes.update(self._expected_bytes[work.direction])
         return Ring(
-            self.member.plan(sums is not None),
+            self.route(work.direction).plan,
             self.member.transport,
-            (operands, work.outgoing(away)),
-            (sums, partial(work.sums, away)) if sums else None,
+            cargo,
             direction=work.direction,
             label=self._label(work.direction, number),
             trace=self.member.trace,
         )
 
+    @property
+    def separate_links(self) -> set[bool]:
+        """Whether the schedules of this call need separate communicators for the two links."""
+        return {self.route(direction).plan.separate_links for direction in _DIRECTIONS}
+
+    def packing(self, direction: str, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
+        """How rows of a block, or of its sums, travel."""
+        key = (direction, traffic, owner, rows)
+        if key not in self._packings:
+            operands, sums = self._of_block(owner, rows).side(direction, self.travellers[direction])
+            tensors = operands if traffic is Traffic.GATHER else sums
+            self._packings[key] = Packing(tensors, labelled=self.device.type == "cpu")
+        return self._packings[key]
+
+    def _of_block(self, owner: int, rows: Rows | None) -> Shapes:
+        """The shapes of one rank's block, or of some of its rows, whichever side travels."""
+        if rows is not None:
+            count = sum(stop - start for start, stop in rows)
+            return self.shapes._replace(q_len=count, kv_len=count)
+        runs = self.member.routes.pairs(self.attending).runs
+        q, k = (sum(run.length for run in runs[side][owner]) for side in ("q", "kv"))
+        return self.shapes._replace(q_len=q, kv_len=k)
+
     @cached_property
-    def _packings(self) -> dict[str, tuple[Packing, Packing | None]]:
-        """How operands and, if there are any, sums travel, by direction."""
-        packings, labelled = {}, self.device.type == "cpu"
-        for direction, away in self.travellers.items():
-            operands, sums = self.shapes.side(direction, away)
-            packings[direction] = (Packing(operands, labelled), Packing(sums, labelled) if sums else None)
-        return packings
+    def _packings(self) -> dict[tuple[str, Traffic, int, Rows | None], Packing]:
+        return {}
+
+    @cached_property
+    def _expected_bytes(self) -> dict[str, Counter[Channel]]:
+        """What the schedule says that a pass sends."""
+        counts: dict[str, Counter[Channel]] = {}
+        for direction in _DIRECTIONS:
+            plan = self.route(direction).plan
+            counts[direction] = Counter()
+            for traffic, t in plan.sends:
+                nbytes = self.packing(direction, traffic, t.owner, t.rows).nbytes
+                counts[direction][Channel(traffic, t.link, plan.separate_links)] += nbytes
+        return counts
 
     @cached_property
     def _digest(self) -> bytes:
@@ -91,53 +188,131 @@ class Call:
         return torch.frombuffer(bytearray(self._digest + which.to_bytes(8, "little")), dtype=torch.uint8)
 
 
-def prepare(
-    member: Member,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    mask: Mask,
-    scale: float | None,
-    known: dict[Hashable, Call],
-) -> Call:
-    """Check one rank's local q, k, v and make every choice; once for calls that are alike, kept in `known`.
+@dataclass(frozen=True)
+class _Cargo:
+    """What travels in one pass, for the executor."""
+
+    call: Call
+    work: Pass
+    away: str
+
+    @cached_property
+    def operands(self) -> Tensors:
+        return self.work.outgoing(self.away)
+
+    @property
+    def reduces(self) -> bool:
+        return bool(self.call.shapes.side(self.work.direction, self.away)[1])
+
+    def packing(self, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
+        return self.call.packing(self.work.direction, traffic, owner, rows)
+
+    def take(self, rows: Rows) -> Tensors:
+        return tuple(take_rows(x, rows) for x in self.operands)
+
+    def sums(self, tensors: Tensors, filled: bool) -> TileSums:
+        return self.work.sums(self.away, tensors, filled)
+
+
+def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
+    """Check one rank's local tensors and make every choice; once for calls that are alike, kept in `known`.
 
     Raises ValueError, before any communication.
     """
-    q, k, v = tensors
+    q, k, v = inputs[:3]
     _check_tensors(q, k, v)
-    if not hasattr(mask, "reach"):
-        raise ValueError(f"mask={mask!r} is not a mask; use burst_plugin.Causal() or burst_plugin.Full()")
+    if not isinstance(request.mask, Mask):
+        raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
     shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    scale = 1.0 / math.sqrt(shapes.qk_dim) if scale is None else float(scale)
-    key = (shapes, mask, scale, q.device)
+    has = tuple(name for name in ("sink", "bias") if getattr(inputs, name) is not None)
+    key = (shapes, replace(request, scores=replace(request.scores, seed=0)), q.device, has)
     if key not in known:
         if len(known) >= _KNOWN_CALLS:
             known.clear()
-        known[key] = _choose(member, shapes, mask, scale, q.device)
+        known[key] = _choose(member, shapes, request, q.device, has)
     call = known[key]
-    member.choices = {**call.travellers, "kernel": call.kernel.name}
+    if request.scores.seed != call.scores.seed:
+        call = replace(call, scores=replace(call.scores, seed=request.scores.seed))
+    _check_extras(inputs, call)
+    schedules = {direction: call.route(direction).schedule for direction in _DIRECTIONS}
+    member.choices = {
+        **call.travellers,
+        "kernel": call.kernel.name,
+        "schedule": " / ".join(dict.fromkeys(schedules.values())),
+    }
     return call
 
 
-def _choose(member: Member, shapes: Shapes, mask: Mask, scale: float, device: torch.device) -> Call:
+def _choose(member: Member, shapes: Shapes, request: Request, device: torch.device, has: tuple[str, ...]) -> Call:
     """The call that these arguments make."""
-    ranks = member.topology.ranks
-    member.layout.check(ranks, shapes.q_len * ranks)
-    member.layout.check(ranks, shapes.kv_len * ranks)
-    if shapes.q_len != shapes.kv_len and mask.reach() != (None, None):
-        raise ValueError(
-            f"mask={mask} with {shapes.q_len} query and {shapes.kv_len} key tokens per rank has no meaning yet; "
-            "use mask=Full() for cross attention, or equal lengths"
-        )
-    travellers = {direction: choose_traveller(member.strategy, direction, shapes) for direction in _DIRECTIONS}
-    bands = frozenset(
-        tile.band
-        for away in set(travellers.values())
-        for tiles in member.tiles(mask, shapes, away == "q").values()
-        for tile in tiles
-    )
-    case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, bands)
+    ranks, rank, routes = member.topology.ranks, member.rank, member.routes
+    lengths = {"q": shapes.q_len, "kv": shapes.kv_len}
+    given = dict(zip(lengths, request.tokens, strict=True))
+    tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
+    longest = {}
+    for side, whole in tokens.items():
+        held = [sum(run.length for run in runs) for runs in routes.runs(whole)]
+        longest[side] = max(held)
+        if lengths[side] != held[rank]:
+            raise ValueError(
+                f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {routes.layout(whole).name!r}, but "
+                f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
+                "ContextParallel.shard, and pass the same tokens= to it and here"
+            )
+    shapes = shapes._replace(q_len=longest["q"], kv_len=longest["kv"])
+    if request.mask.rows not in (None, shapes.batch):
+        raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
+    attending = Attending(tokens["q"], tokens["kv"], request.mask)
+    routes.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    scores = request.scores.resolved(shapes.qk_dim, shapes.q_heads)
+    features = _features(shapes, scores, member.strategy, has)
+    case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, features)
     kernel = choose_kernel(member.strategy.kernel, case)
-    return Call(member, shapes, mask, kernel, scale, travellers, device)
+    travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in _DIRECTIONS}
+    _check_bias_traveller(member.strategy, has)
+    return Call(member, shapes, attending, scores, kernel, travellers, device, has)
+
+
+def _features(shapes: Shapes, scores: Scores, strategy: Strategy, has: tuple[str, ...]) -> frozenset[str]:
+    """What a kernel needs to be able to do, by its name in `kernels.FEATURES`."""
+    wanted = {
+        "head dims": shapes.qk_dim != shapes.v_dim,
+        "softcap": scores.softcap is not None,
+        "alibi": scores.alibi_slopes is not None,
+        "bias": "bias" in has,
+        "dropout": scores.dropout > 0,
+        "deterministic": strategy.deterministic,
+    }
+    return frozenset(name for name, needed in wanted.items() if needed)
+
+
+def _check_bias_traveller(strategy: Strategy, has: tuple[str, ...]) -> None:
+    for direction in _DIRECTIONS:
+        if "bias" in has and getattr(strategy, direction) == "q":
+            raise ValueError(
+                f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
+                f"take all of them along; use {direction}='kv' or 'auto'"
+            )
+
+
+def _check_extras(inputs: Inputs, call: Call) -> None:
+    q, shapes = inputs.q, call.shapes
+    if inputs.sink is not None and (inputs.sink.shape != (shapes.q_heads,) or not inputs.sink.is_floating_point()):
+        raise ValueError(
+            f"sink must be floating point [{shapes.q_heads}], one logit per query head, got {inputs.sink.dtype} "
+            f"{list(inputs.sink.shape)}"
+        )
+    bias = inputs.bias
+    if bias is None:
+        return
+    expected = (shapes.batch, shapes.q_heads, q.shape[1], call.attending.kv.length)
+    shape = tuple(bias.shape)
+    shared = tuple(1 if n == 1 else m for n, m in zip(shape[:2], expected, strict=False)) + expected[2:]
+    if shape != shared or not bias.is_floating_point():
+        raise ValueError(
+            f"bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here "
+            f"{list(expected)}, got {bias.dtype} {list(bias.shape)}"
+        )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -149,8 +324,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k, v do not fit together: {shapes}; batches must be equal, k and v must have the same tokens and "
             "heads, q and k the same head dim"
         )
-    if 0 in (*q.shape, *k.shape, *v.shape):
-        raise ValueError(f"empty tensors cannot attend: {shapes}")
+    if 0 in (q.shape[0], *q.shape[2:], *k.shape[2:], *v.shape[2:]):
+        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from secrets import token_hex
@@ -16,7 +16,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.executor import Trace
+from burst_plugin.layout import Tokens, positions
 from burst_plugin.member import Member, as_traffic
+from burst_plugin.routes import Routes
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
 from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
@@ -71,9 +73,11 @@ class ContextParallel:
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = 0
-        self._connected = False
+        self._communicators: dict[Channel, dist.ProcessGroup] = {}
+        self._mark = ""
         self._transport = DistributedTransport({}, self._global_ranks)
-        self.member = Member(self.rank, self._find_topology(sizes), self.strategy, self._transport)
+        topology = self._find_topology(sizes)
+        self.member = Member(self.rank, topology, self.strategy, self._transport, Routes(topology, self.strategy))
 
     @property
     def ranks(self) -> int:
@@ -85,11 +89,16 @@ class ContextParallel:
         """Nodes and ranks per node."""
         return self.member.topology
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's tokens out of the whole sequence `x`, along `dim`; ValueError if it does not divide."""
-        return self.member.layout.shard(x, dim, self.rank, self.ranks)
+    def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
+        """This rank's tokens out of the whole sequence `x`, along `dim`.
 
-    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
+        Where the length does not divide by the number of ranks, they hold unequal numbers: pass
+        `tokens=Tokens(length)` to `burst_attention` and `unshard` then. ValueError if `tokens` has another length.
+        """
+        tokens = tokens or Tokens(x.shape[dim])
+        return self.member.routes.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
+
+    def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
 
         For looking at results: raises RuntimeError where gradients would be lost.
@@ -99,16 +108,27 @@ class ContextParallel:
                 "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
                 "the shard"
             )
-        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        tokens = tokens or Tokens(local.shape[dim] * self.ranks)
+        layout = self.member.routes.layout(tokens)
+        lengths = [sum(run.length for run in runs) for runs in self.member.routes.runs(tokens)]
+        if local.shape[dim] != lengths[self.rank]:
+            raise ValueError(
+                f"rank {self.rank} holds {lengths[self.rank]} of {tokens}, but local {list(local.shape)} has "
+                f"{local.shape[dim]} along dim {dim}; pass the tokens= that it was sharded with"
+            )
         if self.group is None:
-            shards = [local]
-        else:
-            dist.all_gather(shards, local.contiguous(), group=self.group)
-        return self.member.layout.unshard(shards, dim)
+            return layout.unshard([local], dim, tokens)
+        padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim:][1:]))
+        padded.narrow(dim, 0, lengths[self.rank]).copy_(local)
+        shards = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(shards, padded, group=self.group)
+        whole = [shard.narrow(dim, 0, length) for shard, length in zip(shards, lengths, strict=True)]
+        return layout.unshard(whole, dim, tokens)
 
-    def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
-        """Global positions [S_local], int64, of this rank's tokens in a sequence of `seq_len` tokens."""
-        return self.member.layout.positions(self.rank, self.ranks, seq_len, device)
+    def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
+        """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
+        tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
+        return positions(self.member.routes.runs(tokens)[self.rank], device)
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
@@ -148,19 +168,25 @@ class ContextParallel:
         finally:
             self.member.trace = None
 
-    def connect(self) -> None:
-        """Create the communicators that are still missing; collective, and harmless when repeated."""
-        if self._connected:
-            return
-        self._connected = True
+    def connect(self, separate_links: Collection[bool] | None = None) -> None:
+        """Create the communicators that are still missing; collective, and harmless when repeated.
+
+        `separate_links` says for which kinds of schedules; by default for those that calls without a mask that leaves
+        little use.
+        """
         if self._agreement is None or self.group is None:
             return
-        # Rank 0's mark tells this ring from others of the same group.
-        mark = self._agreement.exchange(token_hex(8), "connecting")[0]
-        store = PrefixStore(f"burst_plugin/{mark}", dist.distributed_c10d._get_default_store())
-        self._agreement.record_failures_in(store)
-        self._transport = DistributedTransport(self._communicators(self.group, mark), self._global_ranks, store)
-        self.member.transport = self._transport
+        if not self._mark:  # rank 0's mark tells this ring from others of the same group
+            self._mark = self._agreement.exchange(token_hex(8), "connecting")[0]
+            store = PrefixStore(f"burst_plugin/{self._mark}", dist.distributed_c10d._get_default_store())
+            self._agreement.record_failures_in(store)
+            self._transport = DistributedTransport(self._communicators, self._global_ranks, store)
+            self.member.transport = self._transport
+        if separate_links is None:
+            separate_links = {self.member.routes.dense(True).separate_links}
+        for apart in sorted(separate_links):
+            if Channel(Traffic.GATHER, Link.INTRA, apart) not in self._communicators:
+                self._communicators.update(self._create_communicators(self.group, apart))
 
     def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
         """Compare what all ranks are about to do, and return the number of this call; collective.
@@ -176,7 +202,6 @@ class ContextParallel:
         options = {"topology": self.topology, **asdict(self.strategy)}
         ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
         self._agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
-        self.connect()
         return self._call_count
 
     def device_problem(self, device: torch.device) -> str:
@@ -217,11 +242,11 @@ class ContextParallel:
             return Topology(1, self.ranks)
         return found
 
-    def _communicators(self, group: dist.ProcessGroup, mark: str) -> dict[Channel, dist.ProcessGroup]:
-        """A group per channel: the framework's own for gather traffic where there is one, else new ones."""
+    def _create_communicators(self, group: dist.ProcessGroup, apart: bool) -> dict[Channel, dist.ProcessGroup]:
+        """A process group for every channel: existing ones for gather, new ones for reduce."""
         everyone = tuple(range(self.ranks))
-        members = {Link.INTRA: everyone, Link.INTER: everyone}
-        if self.member.schedule(False).separate_links:
+        members = dict.fromkeys(Link, everyone)
+        if apart:
             members = {
                 Link.INTRA: self.topology.node_peers(self.rank),
                 Link.INTER: self.topology.counterparts(self.rank),
@@ -236,9 +261,9 @@ class ContextParallel:
                 key = (traffic, members[link])
                 if key not in made:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    name = f"BURST_{traffic.name}_{link.name}_{mark}_{global_ranks[0]}"
+                    name = f"BURST_{traffic.name}_{link.name}_{int(apart)}_{self._mark}_{global_ranks[0]}"
                     made[key] = new_group_like(group, global_ranks, name)
-                found[Channel(traffic, link)] = made[key]
+                found[Channel(traffic, link, apart)] = made[key]
         return found
 
 

@@ -1,6 +1,6 @@
 """Runs a rank's part of a schedule over a transport. Knows nothing of attention.
 
-    ring = Ring(plan, transport, operands, sums, device)
+    ring = Ring(plan, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         ...                               # read visit.operands, add to visit.sums
         yield                             # one step done: lets ranks in one process take turns
@@ -18,19 +18,33 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_plugin.schedule import RankPlan, Step, Transfer
+from burst_plugin.schedule import RankPlan, Rows, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["LABEL_BYTES", "Event", "Packing", "Ring", "RingError", "Sums", "Trace", "Visit", "lockstep", "ring_error"]
+__all__ = [
+    "LABEL_BYTES",
+    "Cargo",
+    "Event",
+    "Packing",
+    "Ring",
+    "RingError",
+    "Sums",
+    "Trace",
+    "Visit",
+    "lockstep",
+    "ring_error",
+]
 
 LABEL_BYTES = _ALIGNMENT = 16
 T = TypeVar("T")
+S = TypeVar("S", bound="Sums")
+Sco = TypeVar("Sco", bound="Sums", covariant=True)
 
 
 class RingError(RuntimeError):
@@ -52,16 +66,38 @@ class Sums(Protocol):
         """What is summed; read it after `settle`."""
         ...
 
-    def add(self, rows: slice, parts: Sequence[Tensor]) -> None:
-        """Add one tile's contribution to these rows (dim 1 of [B, S, H, D])."""
-        ...
-
-    def join(self, other: Sums) -> None:
-        """Add another rank's sums."""
+    def join(self, other: Sums, rows: Rows | None) -> None:
+        """Add another rank's sums: of these rows, or of all."""
         ...
 
     def settle(self) -> None:
         """Make rows that nothing was added to read as nothing, before the sums are sent or used."""
+        ...
+
+
+class Cargo(Protocol[Sco]):
+    """What travels in one pass: a side's operands, and its sums if there are any."""
+
+    @property
+    def operands(self) -> tuple[Tensor, ...]:
+        """Those of this rank, as they travel."""
+        ...
+
+    @property
+    def reduces(self) -> bool:
+        """Whether there are sums."""
+        ...
+
+    def packing(self, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
+        """How operands (gather) or sums (reduce) of these rows of a block are laid out."""
+        ...
+
+    def take(self, rows: Rows) -> tuple[Tensor, ...]:
+        """Some rows of this rank's operands."""
+        ...
+
+    def sums(self, tensors: tuple[Tensor, ...], filled: bool) -> Sco:
+        """Tensors as sums; `filled` says whether they hold values already."""
         ...
 
 
@@ -75,7 +111,7 @@ class Packing:
             nbytes = math.prod(shape) * dtype.itemsize
             self._sections.append((offset, offset + nbytes, shape, dtype))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes = offset
+        self.nbytes = max(offset, 1)  # no backend is sure to carry empty messages
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors, as views of the buffer."""
@@ -106,24 +142,21 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Visit:
-    """The block of `owner` is here: read its `operands`, add to its `sums`."""
+class Visit(Generic[S]):
+    """The block of `owner` is here: read its `operands`, add to its `sums`. None: no block, no work at this step."""
 
-    owner: int
+    owner: int | None
     operands: tuple[Tensor, ...]
-    _sums: Callable[[], Sums]
+    _sums: Callable[[], S]
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> S:
         """What travels along with the block and collects contributions to it."""
         return self._sums()
 
 
-class Ring:
+class Ring(Generic[S]):
     """One rank's run of one direction; used once.
-
-    `operands` is the rank's own block and its packing. `sums` says what is reduced, if anything is: the packing,
-    and how to wrap tensors as `Sums`, given whether they hold values already.
 
     `label`, `LABEL_BYTES` of uint8 and the same on every rank, says to which call a message belongs. It is compared
     where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
@@ -133,33 +166,33 @@ class Ring:
         self,
         plan: RankPlan,
         transport: Transport,
-        operands: tuple[Packing, tuple[Tensor, ...]],
-        sums: tuple[Packing, Callable[[tuple[Tensor, ...], bool], Sums]] | None,
+        cargo: Cargo[S],
         *,
         direction: str,
         label: Tensor | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self._plan, self._transport, self._sums = plan, transport, sums
+        self._plan, self._transport, self._cargo = plan, transport, cargo
+        self._rows = plan.rows
         self._label = label
         self._direction, self._trace = direction, trace
-        self._packing, own = operands
-        self._device = own[0].device
-        self._operands = {plan.rank: own}
+        self._device = cargo.operands[0].device
+        self._operands = {plan.rank: cargo.operands}
         self._buffers: dict[int, Tensor] = {}  # leased for operands, by owner
-        self._bags: dict[int, tuple[Tensor, Sums]] = {}  # leased for sums, by owner
-        self._own: Sums | None = None
+        self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by owner
+        self._own: S | None = None
         self._due: dict[int, list[Pending]] = {}
         self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
         self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
 
-    def visits(self) -> Iterator[Visit]:
+    def visits(self) -> Iterator[Visit[S]]:
         """The blocks as they come by."""
-        for number, step in enumerate(self._plan.steps):
-            if step.visit is None:
-                return
+        for number, step in enumerate(self._plan.steps[: self._plan.visit_steps]):
             self._advance(number, step)
             owner = step.visit
+            if owner is None:
+                yield Visit(None, (), self._nothing)
+                continue
             start = time.perf_counter() if self._trace else 0.0
             with _nvtx_range(f"burst {self._direction} step {number}, block {owner}", self._device):
                 yield Visit(owner, self._operands[owner], partial(self._bag, owner))
@@ -167,11 +200,10 @@ class Ring:
 
     def homecoming(self) -> Generator[None, None, tuple[Tensor, ...]]:
         """The steps after the last visit; returns the rank's own sums, () if nothing is reduced."""
-        for number, step in enumerate(self._plan.steps):
-            if step.visit is None:
-                self._advance(number, step)
-                yield
-        if self._sums is None:
+        for number in range(self._plan.visit_steps, len(self._plan.steps)):
+            self._advance(number, self._plan.steps[number])
+            yield
+        if not self._cargo.reduces:
             return ()
         own = self._bag(self._plan.rank)
         own.settle()
@@ -200,11 +232,11 @@ class Ring:
         batches: dict[int, tuple[list[Message], list[Message]]] = {}
         for traffic, transfer in step.issue:
             sends, recvs = batches.setdefault(transfer.due, ([], []))
-            channel = Channel(traffic, transfer.link)
+            channel = Channel(traffic, transfer.link, self._plan.separate_links)
             if transfer.src == self._plan.rank:
                 sends.append(Message(transfer.dst, channel, self._outgoing(traffic, transfer)))
             else:
-                packing = self._packing if traffic is Traffic.GATHER or not self._sums else self._sums[0]
+                packing = self._cargo.packing(traffic, transfer.owner, transfer.rows)
                 buffer = self._transport.lease(packing.nbytes, self._device)
                 self._arriving[traffic, transfer] = buffer
                 recvs.append(Message(transfer.src, channel, buffer))
@@ -226,13 +258,23 @@ class Ring:
             buffer, _ = self._bags.pop(transfer.owner)
             self._sent.setdefault(transfer.due, []).append(buffer)
             return buffer
+        if transfer.rows is not None:
+            buffer = self._pack(transfer.rows)
+            self._sent.setdefault(transfer.due, []).append(buffer)
+            return buffer
         if transfer.owner not in self._buffers:  # the rank's own block, sent for the first time
-            buffer = self._transport.lease(self._packing.nbytes, self._device)
-            self._mark(buffer)
-            for view, tensor in zip(self._packing.views(buffer), self._operands[transfer.owner], strict=True):
-                view.copy_(tensor)
-            self._buffers[transfer.owner] = buffer
+            self._buffers[transfer.owner] = self._pack(None)
         return self._buffers[transfer.owner]
+
+    def _pack(self, rows: Rows | None) -> Tensor:
+        """Operands of this rank in a leased buffer."""
+        packing = self._cargo.packing(Traffic.GATHER, self._plan.rank, rows)
+        buffer = self._transport.lease(packing.nbytes, self._device)
+        self._mark(buffer)
+        tensors = self._cargo.operands if rows is None else self._cargo.take(rows)
+        for view, tensor in zip(packing.views(buffer), tensors, strict=True):
+            view.copy_(tensor)
+        return buffer
 
     def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Tensor) -> None:
         if not self._is_ours(buffer):
@@ -240,31 +282,33 @@ class Ring:
                 transfer.src, "what it sent belongs to another call, or to one with other shapes, types or options"
             )
             self._give_up(number, lost)
+        packing = self._cargo.packing(traffic, transfer.owner, transfer.rows)
         if traffic is Traffic.GATHER:
             self._buffers[transfer.owner] = buffer
-            self._operands[transfer.owner] = self._packing.views(buffer)
+            self._operands[transfer.owner] = packing.views(buffer)
             return
-        assert self._sums is not None
-        packing, wrap = self._sums
-        arrived = wrap(packing.views(buffer), True)
+        arrived = self._cargo.sums(packing.views(buffer), True)
         if transfer.owner in self._bags or transfer.owner == self._plan.rank:
-            self._bag(transfer.owner).join(arrived)
+            self._bag(transfer.owner).join(arrived, transfer.rows)
             self._transport.release(buffer)
         else:
             self._bags[transfer.owner] = (buffer, arrived)
 
-    def _bag(self, owner: int) -> Sums:
+    def _bag(self, owner: int) -> S:
         """The sums of a block's owner that this rank holds; fresh ones if it holds none."""
-        assert self._sums is not None, "this direction reduces nothing"
-        packing, wrap = self._sums
+        assert self._cargo.reduces, "this direction reduces nothing"
+        packing = self._cargo.packing(Traffic.REDUCE, owner, self._rows.get(owner))
         if owner == self._plan.rank:  # these outlive the ring
-            self._own = self._own or wrap(packing.blank(self._device), False)
+            self._own = self._own or self._cargo.sums(packing.blank(self._device), False)
             return self._own
         if owner not in self._bags:
             buffer = self._transport.lease(packing.nbytes, self._device)
             self._mark(buffer)
-            self._bags[owner] = (buffer, wrap(packing.views(buffer), False))
+            self._bags[owner] = (buffer, self._cargo.sums(packing.views(buffer), False))
         return self._bags[owner][1]
+
+    def _nothing(self) -> S:
+        raise LookupError("no block is visited at this step")
 
     def _mark(self, buffer: Tensor) -> None:
         if self._label is not None:

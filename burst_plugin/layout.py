@@ -6,23 +6,31 @@ A layout says so with *runs*, arithmetic progressions of positions. 8 tokens ove
     striped      rank 0: 0 2 4 6      rank 1: 1 3 5 7
     zigzag       rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
-Under a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work.
+and, with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document of its own accord:
+
+    zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
+
+Lengths that do not divide give ranks unequal numbers of tokens, down to none; nothing is padded or dropped. Under
+a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work. Under a
+window contiguous needs the fewest bytes.
 
 Sources: zigzag is Megatron-core's own (`megatron/core/utils.py`, `get_batch_on_this_cp_rank`): of 2P chunks
-rank r holds r and 2P-1-r. Striped: Striped Attention, arXiv 2311.09431.
+rank r holds r and 2P-1-r; by document as Transformer Engine's `thd_get_partitioned_indices`. Striped: Striped
+Attention, arXiv 2311.09431.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Layout", "Run"]
+__all__ = ["LAYOUTS", "Layout", "Run", "Tokens", "check_cu_seqlens", "check_total", "cut_runs", "positions"]
 
 
 class Run(NamedTuple):
@@ -34,56 +42,110 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A rule that deals the positions of a sequence out to ranks.
+class Tokens:
+    """The sequence that a context-parallel group holds between its ranks.
 
-    `multiple(ranks)` is what a sequence length has to divide by; `deal(rank, ranks, seq_len)` gives the runs.
+    length: tokens, 1 or more, whether or not they divide by the number of ranks.
+    cu_seqlens: where documents begin, 0 first and `length` last, if each is dealt out on its own, as Megatron does
+        with packed sequences; None if the sequence is dealt out as a whole.
+    layout: another layout than the group's; `ContextParallel.tokens` puts its choice here.
+
+    Raises ValueError for a length below 1 or cu_seqlens that decrease or do not run from 0 to `length`.
     """
 
+    length: int
+    cu_seqlens: tuple[int, ...] | None = None
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"Tokens(length={self.length}) is not valid; a sequence has 1 token or more")
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise ValueError(f"Tokens(layout={self.layout!r}) is not valid; use one of: {', '.join(LAYOUTS)}")
+        if self.cu_seqlens is not None:
+            object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
+            check_total(self.cu_seqlens, self.length)
+
+
+def check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
+    """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease."""
+    found = tuple(int(x) for x in cu_seqlens)
+    if len(found) < 2 or found[0] != 0:
+        raise ValueError(f"cu_seqlens={_shortened(found)} must begin with 0 and end with the number of tokens")
+    for number, (start, stop) in enumerate(pairwise(found)):
+        if stop < start:
+            raise ValueError(
+                f"cu_seqlens must not decrease, but document {number} runs from {start} to {stop}; pass cumulative "
+                "lengths, 0 first"
+            )
+    return found
+
+
+def check_total(cu_seqlens: tuple[int, ...], length: int) -> None:
+    """Raise ValueError unless `cu_seqlens` ends at `length`."""
+    if cu_seqlens[-1] != length:
+        raise ValueError(
+            f"cu_seqlens={_shortened(cu_seqlens)} ends at {cu_seqlens[-1]}, but the sequence has {length} tokens "
+            "over all ranks; cu_seqlens are global, and padding at the end needs a document of its own"
+        )
+
+
+def _shortened(numbers: tuple[int, ...]) -> str:
+    return str(numbers) if len(numbers) < 12 else f"({', '.join(map(str, numbers[:5]))}, ..., {numbers[-1]})"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rule that deals the positions of a sequence out to ranks: `deal(rank, ranks, length)` gives the runs."""
+
     name: str
-    multiple: Callable[[int], int]
     deal: Callable[[int, int, int], tuple[Run, ...]]
 
-    def runs(self, rank: int, ranks: int, seq_len: int) -> tuple[Run, ...]:
-        """The positions of `rank`, in local order. Raises ValueError if `seq_len` does not divide."""
-        self.check(ranks, seq_len)
-        return self.deal(rank, ranks, seq_len)
+    def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
+        """The positions of `rank`, in local order; none is empty."""
+        return tuple(
+            run._replace(start=run.start + start)
+            for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
+            for run in self.deal(rank, ranks, stop - start)
+            if run.length
+        )
 
-    def check(self, ranks: int, seq_len: int) -> None:
-        """Raise ValueError unless `seq_len` tokens can be dealt out evenly."""
-        unit = self.multiple(ranks)
-        if seq_len < 1 or seq_len % unit:
-            below = seq_len // unit * unit
-            raise ValueError(
-                f"layout={self.name!r} over {ranks} ranks needs a sequence length that divides by {unit}, got "
-                f"{seq_len}: pad or cut the sequence to {below + unit}{f' or {below}' if below else ''} tokens"
-            )
+    def shard(self, x: Tensor, dim: int, place: tuple[int, int], tokens: Tokens) -> Tensor:
+        """The tokens of `place`, (rank, ranks), out of the whole sequence `x`, along `dim`; contiguous."""
+        if x.shape[dim] != tokens.length:
+            raise ValueError(f"x {list(x.shape)} has {x.shape[dim]} tokens along dim {dim}, but {tokens} was given")
+        runs = self.runs(*place, tokens)
+        return torch.cat([_take(x, dim, run) for run in runs] or [x.narrow(dim, 0, 0)], dim)
 
-    def shard(self, x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
-        """The tokens of `rank` out of the whole sequence `x`, along `dim`; contiguous."""
-        runs = self.runs(rank, ranks, x.shape[dim])
-        return torch.cat([_take(x, dim, run) for run in runs], dim)
-
-    def unshard(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+    def unshard(self, shards: Sequence[Tensor], dim: int, tokens: Tokens) -> Tensor:
         """The whole sequence out of all ranks' shards, in rank order, along `dim`."""
-        ranks, shape = len(shards), list(shards[0].shape)
-        shape[dim] = sum(shard.shape[dim] for shard in shards)
+        shape = list(shards[0].shape)
+        shape[dim] = tokens.length
         full = shards[0].new_empty(shape)
         for rank, shard in enumerate(shards):
             offset = 0
-            for run in self.runs(rank, ranks, shape[dim]):
+            for run in self.runs(rank, len(shards), tokens):
                 _take(full, dim, run).copy_(shard.narrow(dim, offset, run.length))
                 offset += run.length
         return full
 
-    def positions(self, rank: int, ranks: int, seq_len: int, device: torch.device | None = None) -> Tensor:
-        """Global positions `[S_local]`, int64, of the tokens of `rank`."""
-        return torch.cat(
-            [
-                torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device)
-                for run in self.runs(rank, ranks, seq_len)
-            ]
-        )
+
+def positions(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """The positions [S_local], int64, of these runs."""
+    found = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    """The runs of some local rows, given as (start, stop) in ascending order."""
+    found, offset = [], 0
+    for run in runs:
+        for start, stop in rows:
+            first, last = max(start - offset, 0), min(stop - offset, run.length)
+            if first < last:
+                found.append(Run(run.start + first * run.stride, last - first, run.stride))
+        offset += run.length
+    return tuple(found)
 
 
 def _take(x: Tensor, dim: int, run: Run) -> Tensor:
@@ -93,27 +155,27 @@ def _take(x: Tensor, dim: int, run: Run) -> Tensor:
     return x[tuple(index)]
 
 
-def _zigzag(rank: int, ranks: int, seq_len: int) -> tuple[Run, ...]:
-    chunk = seq_len // (2 * ranks)
-    return (Run(rank * chunk, chunk), Run((2 * ranks - 1 - rank) * chunk, chunk))
+def _zigzag(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return tuple(_chunk(chunk, 2 * ranks, length) for chunk in (rank, 2 * ranks - 1 - rank))
 
 
-def _striped(rank: int, ranks: int, seq_len: int) -> tuple[Run, ...]:
-    return (Run(rank, seq_len // ranks, ranks),)
+def _striped(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return (Run(rank, max(0, -(-(length - rank) // ranks)), ranks),)
 
 
-def _contiguous(rank: int, ranks: int, seq_len: int) -> tuple[Run, ...]:
-    length = seq_len // ranks
-    return (Run(rank * length, length),)
+def _contiguous(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return (_chunk(rank, ranks, length),)
+
+
+def _chunk(chunk: int, chunks: int, length: int) -> Run:
+    """One of `chunks` pieces that differ by at most one token."""
+    start, stop = chunk * length // chunks, (chunk + 1) * length // chunks
+    return Run(start, stop - start)
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         layout.name: layout
-        for layout in (
-            Layout("zigzag", lambda ranks: 2 * ranks, _zigzag),
-            Layout("striped", lambda ranks: ranks, _striped),
-            Layout("contiguous", lambda ranks: ranks, _contiguous),
-        )
+        for layout in (Layout("zigzag", _zigzag), Layout("striped", _striped), Layout("contiguous", _contiguous))
     }
 )

@@ -1,196 +1,433 @@
-"""Masks, and the tiles that they leave of a visit.
+"""Masks: which keys a query may attend to, in positions of the whole sequence.
 
-A mask says which key positions a query position may attend to. Together with the runs of a query rank and a
-key rank (`burst_plugin.layout`) it gives *tiles*: rectangles of local query and key rows, each with a band,
+A mask is a few disjoint *regions*: rectangles of query and key positions, each with a band around a diagonal,
 
-    lower <= j - i <= upper        i, j: row of the tile's query and key slice, None: no bound
+    lower <= key position - query position <= upper        None: no bound
 
-that is exactly the work of that visit and nothing else; no tiles, no work. Kernels see tiles only.
-
-Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causal, .: nothing
-
-                        keys of rank 0      keys of rank 1
-                          a     a'            b     b'
-    queries, rank 0   a   c     .             .     .       one causal tile on the left (the three
-                      a'  f     c             f     f       pieces are joined), one full on the right
-    queries, rank 1   b   f     .             c     .
-                      b'  f     .             f     c
+Masks combine with `&`: `SlidingWindow(4095) & Documents((0, 700, 8192)) & key_padding(valid)`. What a rank computes
+follows from the regions and from the positions that it holds; see `burst_plugin.tiles`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple, Protocol
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
-from burst_plugin.layout import Run
+import torch
+from torch import Tensor
 
-__all__ = ["CAUSAL", "FULL", "Band", "Causal", "Full", "Mask", "Tile", "tiles"]
+from burst_plugin.layout import check_cu_seqlens, check_total
+
+__all__ = [
+    "BlockMask",
+    "Causal",
+    "CausalBottomRight",
+    "Documents",
+    "Full",
+    "Keys",
+    "Mask",
+    "PerRow",
+    "PrefixLM",
+    "Region",
+    "SlidingWindow",
+    "allowed",
+    "key_padding",
+    "row_work",
+]
 
 
-class Band(NamedTuple):
-    """Query row i attends to key row j where `lower <= j - i <= upper`; None is no bound."""
-
-    lower: int | None
-    upper: int | None
-
-
-FULL = Band(None, None)
-CAUSAL = Band(None, 0)
-
-
-class Tile(NamedTuple):
-    """Query rows `q_start:q_stop` on key rows `k_start:k_stop` of a visit, within `band`."""
+class Region(NamedTuple):
+    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound."""
 
     q_start: int
     q_stop: int
     k_start: int
     k_stop: int
-    band: Band
+    lower: int | None = None
+    upper: int | None = None
+
+    def intersect(self, other: Region) -> Region:
+        """What both allow; empty if a start is not below its stop."""
+        return Region(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            max((x for x in (self.lower, other.lower) if x is not None), default=None),
+            min((x for x in (self.upper, other.upper) if x is not None), default=None),
+        )
 
     @property
-    def q(self) -> slice:
-        """The query rows."""
-        return slice(self.q_start, self.q_stop)
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
+        return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
+
+
+class Mask(ABC):
+    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered."""
+
+    @abstractmethod
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Disjoint regions for `q_len` queries and `kv_len` keys; ValueError if the mask does not fit them."""
 
     @property
-    def k(self) -> slice:
-        """The key rows."""
-        return slice(self.k_start, self.k_stop)
+    def rows(self) -> int | None:
+        """The batch size that the mask is made for; None if it is the same for every batch row."""
+        return None
 
-    def rows(self, side: str) -> slice:
-        """The rows of side "q" or "kv"."""
-        return self.q if side == "q" else self.k
+    def of_row(self, row: int) -> Mask:
+        """The mask of one batch row."""
+        return self
 
     @property
-    def work(self) -> int:
-        """Number of (query, key) pairs that attend."""
-        rows, columns = self.q_stop - self.q_start, self.k_stop - self.k_start
-        if self.band == FULL:
-            return rows * columns
-        lower = -rows if self.band.lower is None else self.band.lower
-        upper = columns if self.band.upper is None else self.band.upper
-        return sum(max(0, min(columns, i + upper + 1) - max(0, i + lower)) for i in range(rows))
+    def compares_positions(self) -> bool:
+        """Whether it looks at how far apart query and key are."""
+        return False
 
+    @property
+    def shifts(self) -> bool:
+        """Whether it pairs queries with keys at other positions, so that distances between the two mean nothing."""
+        return False
 
-class Mask(Protocol):
-    """What may attend to what, as bounds on key position minus query position (inclusive, None: no bound)."""
-
-    def reach(self) -> tuple[int | None, int | None]:
-        """(lowest, highest) allowed `key position - query position`."""
-        ...
+    def __and__(self, other: Mask) -> Mask:
+        """What both masks allow."""
+        return Both(self, other)
 
 
 @dataclass(frozen=True)
-class Causal:
-    """Every token attends to itself and to what comes before it."""
-
-    def reach(self) -> tuple[int | None, int | None]:
-        """Nothing ahead."""
-        return None, 0
-
-
-@dataclass(frozen=True)
-class Full:
+class Full(Mask):
     """Every token attends to every token."""
 
-    def reach(self) -> tuple[int | None, int | None]:
-        """No bound."""
-        return None, None
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region."""
+        return (Region(0, q_len, 0, kv_len),)
 
 
-def tiles(mask: Mask, q_runs: tuple[Run, ...], k_runs: tuple[Run, ...]) -> tuple[Tile, ...]:
-    """The work of queries at `q_runs` on keys at `k_runs`, as few tiles as possible.
+@dataclass(frozen=True)
+class SlidingWindow(Mask):
+    """Query i attends to the keys i - left ... i + right; None is no bound.
 
-    Bands other than full and causal are cut into those where that is exact; adjacent tiles are joined.
-    Raises ValueError for runs of unlike strides.
+    This is flash-attention's and Megatron's `window_size=(left, right)`; a window of W tokens that includes the query
+    itself, Hugging Face's `sliding_window=W`, has left = W - 1.
     """
-    found: list[Tile] = []
-    q_offset = 0
-    for q_run in q_runs:
-        k_offset = 0
-        for k_run in k_runs:
-            found += _clip(mask, q_run, k_run, q_offset, k_offset)
-            k_offset += k_run.length
-        q_offset += q_run.length
-    return _join(found)
+
+    left: int | None
+    right: int | None = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("left", self.left), ("right", self.right)):
+            if value is not None and value < 0:
+                raise ValueError(
+                    f"SlidingWindow({name}={value}) is not valid: a window holds at least the query itself, so "
+                    f"{name} is 0 or more, or None for no bound"
+                )
+
+    @property
+    def compares_positions(self) -> bool:
+        """Yes."""
+        return True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region."""
+        return (Region(0, q_len, 0, kv_len, None if self.left is None else -self.left, self.right),)
 
 
-def _clip(mask: Mask, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
-    """The tiles of one run on another. `k_pos - q_pos = k.start - q.start + stride * (j - i)`."""
-    if q_run.stride != k_run.stride:
-        raise ValueError(f"runs of unlike strides do not make tiles: {q_run} and {k_run}")
-    lowest, highest = mask.reach()
-    ahead, stride = k_run.start - q_run.start, q_run.stride
-    lower = None if lowest is None else -((ahead - lowest) // stride)
-    upper = None if highest is None else (highest - ahead) // stride
-    rows, columns = q_run.length, k_run.length
-    if lower is not None and lower <= 1 - rows:
-        lower = None
-    if upper is not None and upper >= columns - 1:
-        upper = None
-    if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
-        return
-    if upper is not None and upper < 0:  # the first rows see nothing: start where the diagonal enters
-        q_offset, rows, lower, upper = q_offset - upper, rows + upper, None if lower is None else lower - upper, 0
-    if rows <= 0 or (lower is not None and lower >= columns):
-        return
-    if lower is None and upper is not None:
-        if upper > 0:
-            yield Tile(q_offset, q_offset + rows, k_offset, k_offset + upper, FULL)
-            k_offset, columns, upper = k_offset + upper, columns - upper, 0
-        square = min(rows, columns)
-        yield Tile(q_offset, q_offset + square, k_offset, k_offset + square, CAUSAL)
-        if rows > square:
-            yield Tile(q_offset + square, q_offset + rows, k_offset, k_offset + square, FULL)
-        return
-    yield Tile(q_offset, q_offset + rows, k_offset, k_offset + columns, Band(lower, upper))
+@dataclass(frozen=True)
+class Causal(Mask):
+    """Every token attends to itself and to what comes before it, counted from the start of both sequences."""
+
+    @property
+    def compares_positions(self) -> bool:
+        """Yes."""
+        return True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region."""
+        return (Region(0, q_len, 0, kv_len, None, 0),)
 
 
-def _join(found: list[Tile]) -> tuple[Tile, ...]:
-    """Join tiles pairwise until nothing changes."""
-    joined = sorted(found)
-    while True:
-        for stairs in _stairs(joined):
-            joined = sorted([stairs, *(t for t in joined if not _inside(t, stairs))])
-            break
-        else:
-            for one, other in _beside(joined):
-                joined.remove(one)
-                joined.remove(other)
-                joined.append(Tile(one.q_start, other.q_stop, one.k_start, other.k_stop, FULL))
-                joined.sort()
-                break
-            else:
-                return tuple(joined)
+@dataclass(frozen=True)
+class CausalBottomRight(Mask):
+    """Causal, counted from the end of both sequences: the last query attends to every key."""
+
+    @property
+    def compares_positions(self) -> bool:
+        """Yes."""
+        return True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region."""
+        return (Region(0, q_len, 0, kv_len, None, kv_len - q_len),)
 
 
-def _stairs(found: list[Tile]) -> Iterator[Tile]:
-    """Two causal squares and the full rectangle below the first make one causal square."""
-    squares = [t for t in found if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start]
-    for one, other in pairwise(squares):
-        corner = Tile(other.q_start, other.q_stop, one.k_start, one.k_stop, FULL)
-        if (one.q_stop, one.k_stop) == (other.q_start, other.k_start) and corner in found:
-            yield Tile(one.q_start, other.q_stop, one.k_start, other.k_stop, CAUSAL)
+@dataclass(frozen=True)
+class PrefixLM(Mask):
+    """Causal, but every token attends to all of the first `prefix` tokens."""
+
+    prefix: int
+
+    def __post_init__(self) -> None:
+        if self.prefix < 0:
+            raise ValueError(f"PrefixLM(prefix={self.prefix}) is not valid; use the number of tokens in the prefix")
+
+    @property
+    def compares_positions(self) -> bool:
+        """Yes."""
+        return True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """The prefix, and what comes after it."""
+        edge = min(self.prefix, kv_len)
+        return tuple(
+            r for r in (Region(0, q_len, 0, edge), Region(0, q_len, edge, kv_len, None, 0)) if not r.is_empty
+        )
 
 
-def _inside(tile: Tile, of: Tile) -> bool:
-    return of.q_start <= tile.q_start < of.q_stop and of.k_start <= tile.k_start < of.k_stop
+@dataclass(frozen=True)
+class Documents(Mask):
+    """Packed documents: tokens attend inside their own document only.
+
+    cu_seqlens: where documents begin, 0 first and the global length last.
+    lengths: how many tokens of each document are real, if documents are padded at their ends; padding neither
+        attends nor is attended to. (Megatron's `cu_seqlens_padded` and the differences of its `cu_seqlens`.)
+    kv_cu_seqlens, kv_lengths: the same for the keys, where they differ: cross attention.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
+    kv_cu_seqlens: tuple[int, ...] | None = None
+    kv_lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
+        if self.kv_cu_seqlens is not None:
+            object.__setattr__(self, "kv_cu_seqlens", check_cu_seqlens(self.kv_cu_seqlens))
+        for name, starts in (("lengths", self.cu_seqlens), ("kv_lengths", self.kv_cu_seqlens or self.cu_seqlens)):
+            lengths = getattr(self, name)
+            if lengths is None:
+                continue
+            object.__setattr__(self, name, tuple(int(x) for x in lengths))
+            room = [stop - start for start, stop in pairwise(starts)]
+            if len(lengths) != len(room) or any(not 0 <= n <= most for n, most in zip(lengths, room, strict=True)):
+                raise ValueError(f"Documents({name}={lengths}) do not fit into documents of {room} tokens")
+        if self.kv_cu_seqlens is not None and len(self.kv_cu_seqlens) != len(self.cu_seqlens):
+            raise ValueError(
+                f"Documents has {len(self.cu_seqlens) - 1} documents of queries and {len(self.kv_cu_seqlens) - 1} of "
+                "keys; every document needs both, if need be of length 0"
+            )
+
+    @property
+    def shifts(self) -> bool:
+        """Where keys have documents of their own."""
+        return self.kv_cu_seqlens not in (None, self.cu_seqlens)
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region per document."""
+        keys = self.kv_cu_seqlens or self.cu_seqlens
+        check_total(self.cu_seqlens, q_len)
+        check_total(keys, kv_len)
+        kv_lengths = self.kv_lengths if self.kv_lengths is not None or self.shifts else self.lengths
+        spans = zip(_spans(self.cu_seqlens, self.lengths), _spans(keys, kv_lengths), strict=True)
+        return tuple(r for q, k in spans if not (r := Region(*q, *k)).is_empty)
 
 
-def _beside(found: list[Tile]) -> Iterator[tuple[Tile, Tile]]:
-    """Full tiles that make a rectangle together."""
-    full = [t for t in found if t.band == FULL]
-    for one in full:
-        for other in full:
-            same_q = (one.q_start, one.q_stop) == (
-                other.q_start,
-                other.q_stop,
-            ) and one.k_stop == other.k_start
-            same_k = (one.k_start, one.k_stop) == (
-                other.k_start,
-                other.k_stop,
-            ) and one.q_stop == other.q_start
-            if same_q or same_k:
-                yield one, other
+def _spans(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[tuple[int, int]]:
+    """(start, stop) of what is real in every document."""
+    if lengths is None:
+        return list(pairwise(starts))
+    return [(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+
+
+@dataclass(frozen=True)
+class Keys(Mask):
+    """Only the keys at these positions, `((start, stop), ...)` in ascending order, are attended to."""
+
+    spans: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        edges = [edge for span in self.spans for edge in span]
+        if edges != sorted(edges) or (edges and edges[0] < 0):
+            raise ValueError(f"Keys({self.spans}) must be (start, stop) pairs in ascending order, from 0 on")
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region per span."""
+        if self.spans and self.spans[-1][1] > kv_len:
+            raise ValueError(f"Keys({self.spans}) go beyond the {kv_len} keys that there are")
+        return tuple(r for start, stop in self.spans if not (r := Region(0, q_len, start, stop)).is_empty)
+
+
+@dataclass(frozen=True)
+class BlockMask(Mask):
+    """Any mask made of square blocks: `allowed[i][j]` says whether block i of queries attends to block j of keys.
+
+    `BlockMask.of(tensor, block)` makes one from a bool tensor [query blocks, key blocks]. The last may be short.
+    """
+
+    block: int
+    allowed: tuple[tuple[bool, ...], ...]
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or len({len(row) for row in self.allowed}) != 1:
+            raise ValueError(
+                f"BlockMask needs block >= 1, got {self.block}, and rows of one length, got "
+                f"{sorted({len(row) for row in self.allowed})}"
+            )
+
+    @classmethod
+    def of(cls, allowed: Tensor, block: int) -> BlockMask:
+        """From a bool tensor [query blocks, key blocks]; ValueError for another shape or type."""
+        if allowed.dtype is not torch.bool or allowed.dim() != 2:
+            raise ValueError(
+                f"a block mask is a bool tensor [query blocks, key blocks], got {allowed.dtype} {list(allowed.shape)}"
+            )
+        return cls(block, tuple(tuple(row) for row in allowed.tolist()))
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """One region per stretch of blocks, for as many rows as look alike."""
+        size = (-(-q_len // self.block), -(-kv_len // self.block))
+        if (len(self.allowed), len(self.allowed[0])) != size:
+            raise ValueError(
+                f"BlockMask of {len(self.allowed)} x {len(self.allowed[0])} blocks of {self.block} does not fit "
+                f"{q_len} queries and {kv_len} keys, which are {size[0]} x {size[1]}"
+            )
+        found, q_start = [], 0
+        for row, alike in groupby(self.allowed):
+            q_stop = min(q_start + self.block * len(list(alike)), q_len)
+            found += [Region(q_start, q_stop, *span) for span in _stretches(row, self.block, kv_len)]
+            q_start = q_stop
+        return tuple(found)
+
+
+def _stretches(flags: Sequence[bool], unit: int, length: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of what is true, `unit` tokens per flag."""
+    start = 0
+    for flag, alike in groupby(flags):
+        stop = min(start + unit * len(list(alike)), length)
+        if flag:
+            yield start, stop
+        start = stop
+
+
+@dataclass(frozen=True)
+class PerRow(Mask):
+    """A mask of its own for every batch row."""
+
+    masks: tuple[Mask, ...]
+
+    @property
+    def rows(self) -> int | None:
+        """As many as there are masks."""
+        return len(self.masks)
+
+    def of_row(self, row: int) -> Mask:
+        """The mask of that row."""
+        return self.masks[row]
+
+    @property
+    def compares_positions(self) -> bool:
+        """If any row's does."""
+        return any(mask.compares_positions for mask in self.masks)
+
+    @property
+    def shifts(self) -> bool:
+        """If any row's does."""
+        return any(mask.shifts for mask in self.masks)
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """There are none for all rows at once."""
+        raise ValueError("PerRow has regions row by row; ask of_row(row)")
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What two masks allow; made by `&`."""
+
+    one: Mask
+    other: Mask
+
+    def __post_init__(self) -> None:
+        parts = (self.one, self.other)
+        if not all(isinstance(mask, Mask) for mask in parts):
+            raise ValueError(f"only masks combine with &, got {self.one!r} & {self.other!r}")
+        if len({mask.rows for mask in parts} - {None}) > 1:
+            raise ValueError(f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine")
+        if any(mask.shifts for mask in parts) and self.compares_positions:
+            raise ValueError(
+                "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
+                "or a window means nothing there; use the Documents alone"
+            )
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size of either."""
+        return self.one.rows if self.one.rows is not None else self.other.rows
+
+    def of_row(self, row: int) -> Mask:
+        """Both masks of that row."""
+        return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def compares_positions(self) -> bool:
+        """If either does."""
+        return self.one.compares_positions or self.other.compares_positions
+
+    @property
+    def shifts(self) -> bool:
+        """If either does."""
+        return self.one.shifts or self.other.shifts
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Every region of one with every region of the other."""
+        others = self.other.regions(q_len, kv_len)
+        met = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
+        return tuple(region for region in met if not region.is_empty)
+
+
+def key_padding(valid: Tensor) -> PerRow:
+    """The mask of a padded batch: `valid` [B, S_global], bool, says which keys are real.
+
+    Raises ValueError for another shape or type.
+    """
+    if valid.dtype is not torch.bool or valid.dim() != 2:
+        raise ValueError(f"key padding is a bool tensor [batch, keys], got {valid.dtype} {list(valid.shape)}")
+    return PerRow(tuple(Keys(tuple(_stretches(row, 1, len(row)))) for row in valid.tolist()))
+
+
+def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether queries at [Sq] attend to keys at [Sk], bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+
+    `lengths` are those of the whole sequences, (queries, keys).
+    """
+    if mask.rows is not None:
+        return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
+    queries = queries.unsqueeze(1)
+    found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    for r in mask.regions(*lengths):
+        inside = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
+        if r.lower is not None:
+            inside &= keys - queries >= r.lower
+        if r.upper is not None:
+            inside &= keys - queries <= r.upper
+        found |= inside
+    return found
+
+
+def row_work(mask: Mask, q_len: int, kv_len: int) -> Tensor:
+    """How many keys every query attends to, [q_len], int64; summed over batch rows if their masks differ."""
+    if mask.rows is not None:
+        return torch.stack([row_work(mask.of_row(row), q_len, kv_len) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(q_len, dtype=torch.int64)
+    for region in mask.regions(q_len, kv_len):
+        queries = torch.arange(region.q_start, region.q_stop)
+        first = torch.full_like(queries, region.k_start)
+        if region.lower is not None:
+            first = first.maximum(queries + region.lower)
+        stop = torch.full_like(queries, region.k_stop)
+        if region.upper is not None:
+            stop = stop.minimum(queries + region.upper + 1)
+        work[region.q_start : region.q_stop] += (stop - first).clamp_(min=0)
+    return work

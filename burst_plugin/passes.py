@@ -14,12 +14,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from burst_plugin.executor import Sums
-from burst_plugin.kernels import Kernel, Queries
-from burst_plugin.mask import Tile
+from burst_plugin.kernels import Queries
 from burst_plugin.softmax import project, row_delta
 from burst_plugin.strategy import Shapes
-from burst_plugin.sums import PlainSums, SoftmaxSums
+from burst_plugin.sums import PlainSums, SoftmaxSums, TileSums
+from burst_plugin.tile_work import Site, TileWork
+from burst_plugin.tiles import Tile
 
 __all__ = ["BackwardPass", "ForwardPass", "Pass", "Tensors"]
 
@@ -40,11 +40,11 @@ class Pass(Protocol):
         """Operands that travelled, as `visit` reads them."""
         ...
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
         """Tensors in the order of `Shapes.side`, as something to add to."""
         ...
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """The work of one tile: what it adds to the sums of either side, () for nothing."""
         ...
 
@@ -54,8 +54,8 @@ class ForwardPass:
 
     direction = "forward"
 
-    def __init__(self, kernel: Kernel, scale: float, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._kernel, self._scale = kernel, scale
+    def __init__(self, work: TileWork, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._work = work
         self.operands: dict[str, Tensors] = {"q": (q,), "kv": (k, v)}
 
     def outgoing(self, side: str) -> Tensors:
@@ -66,15 +66,13 @@ class ForwardPass:
         """See `Pass.incoming`."""
         return arrived
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
         """See `Pass.sums`; only queries sum up anything."""
         return SoftmaxSums(tensors, filled) if side == "q" else PlainSums(tensors, filled)
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """See `Pass.visit`."""
-        (q,), (k, v) = queries, keys
-        out_lse = self._kernel.forward(q[:, tile.q], k[:, tile.k], v[:, tile.k], tile.band, self._scale)
-        return {"q": out_lse, "kv": ()}
+        return {"q": self._work.forward(queries[0], keys, tile, site), "kv": ()}
 
 
 class BackwardPass:
@@ -82,8 +80,8 @@ class BackwardPass:
 
     direction = "backward"
 
-    def __init__(self, kernel: Kernel, scale: float, shapes: Shapes, queries: Queries, keys: Tensors) -> None:
-        self._kernel, self._scale = kernel, scale
+    def __init__(self, work: TileWork, shapes: Shapes, queries: Queries, keys: Tensors) -> None:
+        self._work = work
         self._projects = not shapes.sends_out
         self.operands: dict[str, Tensors] = {
             "q": (queries.q, queries.dout, queries.lse, queries.out),
@@ -104,13 +102,12 @@ class BackwardPass:
         q, dout, lse, delta = arrived
         return q, dout, lse, project(dout, delta)
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> Sums:
+    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
         """See `Pass.sums`."""
         return PlainSums(tensors, filled)
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile) -> dict[str, Tensors]:
+    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """See `Pass.visit`."""
         q, dout, lse, out = queries
-        k, v = (x[:, tile.k] for x in keys)
-        dq, *dkv = self._kernel.backward(Queries(q, dout, out, lse).rows(tile.q), k, v, tile.band, self._scale)
-        return {"q": (dq,), "kv": tuple(dkv)}
+        dq, dkv = self._work.backward(Queries(q, dout, out, lse), keys, tile, site)
+        return {"q": dq, "kv": dkv}

@@ -29,6 +29,14 @@ step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s
             node 1   rank 2  2 |*0  1 | 3
                      rank 3  3 |*1  0 | 2
 
+`direct`, 4 ranks and a window, so that a rank needs something of the rank before it only; `.` is no visit:
+
+              step 0  1
+    node 0  rank 0  0  .       every owner sends to every rank that needs something of its block just the rows that
+            rank 1  1  0       it needs, and gets back the sums of those rows: bytes are exactly the need, but
+            rank 2  2  1       nothing is passed on, so that what many ranks of a node need crosses many times
+            rank 3  3  2
+
 Sources: RingAttention (arXiv 2310.01889); the two-level ring of BurstAttention (2403.09347, section 3.1)
 and LoongTrain's double ring (2406.18485, section 4.4).
 """
@@ -36,8 +44,8 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -45,11 +53,14 @@ from burst_plugin.topology import Link, Topology, Traffic
 
 __all__ = [
     "SCHEDULES",
+    "Needs",
     "RankPlan",
+    "Rows",
     "Schedule",
     "ScheduleError",
     "Step",
     "Transfer",
+    "direct",
     "flat_ring",
     "two_level_ring",
 ]
@@ -59,8 +70,13 @@ class ScheduleError(ValueError):
     """A schedule that would lose, repeat or read ahead of data."""
 
 
+Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
+# needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
+Needs = Sequence[Mapping[int, Rows | None]]
+
+
 class Transfer(NamedTuple):
-    """One block (gather) or one sum (reduce) of `owner` going from `src` to `dst`."""
+    """One block (gather) or one sum (reduce) of `owner` going from `src` to `dst`; all its rows, or `rows` only."""
 
     owner: int
     src: int
@@ -68,10 +84,11 @@ class Transfer(NamedTuple):
     link: Link
     issue: int
     due: int
+    rows: Rows | None = None
 
 
 class Step(NamedTuple):
-    """What one rank does at one step, in this order: wait for `due`, post `issue`, work on `visit`."""
+    """What one rank does at one step, in this order: wait for `due`, post `issue`, work on `visit`, if on any."""
 
     visit: int | None
     due: tuple[tuple[Traffic, Transfer], ...]
@@ -84,12 +101,24 @@ class RankPlan(NamedTuple):
 
     rank: int
     steps: tuple[Step, ...]
-    sends: Mapping[tuple[Traffic, Link], int]  # how many messages
+    visit_steps: int  # how many steps there are visits at; those after them bring sums home
+    separate_links: bool
+
+    @property
+    def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
+        """What this rank sends."""
+        return (pair for step in self.steps for pair in step.issue if pair[1].src == self.rank)
+
+    @property
+    def rows(self) -> dict[int, Rows | None]:
+        """The rows of which blocks come here; None for all."""
+        arrivals = (pair for step in self.steps for pair in step.due if pair[1].dst == self.rank)
+        return {t.owner: t.rows for traffic, t in arrivals if traffic is Traffic.GATHER}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Visits and transfers of all ranks: `visits[rank][step]` is the owner of the block visited.
+    """Visits and transfers of all ranks: `visits[rank][step]` is the owner of the block visited, None for no visit.
 
     `reduces` is whether sums are brought home; `separate_links` whether transfers on both links are under way at
     once for unlike times, so that each link needs communicators of its own.
@@ -97,7 +126,7 @@ class Schedule:
 
     name: str
     topology: Topology
-    visits: tuple[tuple[int, ...], ...]
+    visits: tuple[tuple[int | None, ...], ...]
     gather: tuple[Transfer, ...]
     reduce: tuple[Transfer, ...]
     reduces: bool = True
@@ -127,36 +156,73 @@ class Schedule:
         last = max([len(self.visits[rank]) + 1, *(t.due + 1 for _, t in mine)])
         due: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
         issue: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
-        needed = {owner: step + 1 for step, owner in enumerate(self.visits[rank])}
+        needed = {owner: step + 1 for step, owner in enumerate(self.visits[rank]) if owner is not None}
         for kind, t in mine:
             issue[t.issue].append((kind, t))
             due[t.due].append((kind, t))
-            if kind is Traffic.GATHER and t.src == rank:
-                needed[t.owner] = max(needed[t.owner], t.due)
+            if kind is Traffic.GATHER and t.src == rank and t.rows is None:
+                needed[t.owner] = max(needed.get(t.owner, 0), t.due)
         visits = [*self.visits[rank], *[None] * (last - len(self.visits[rank]))]
         drop = [tuple(o for o, end in needed.items() if end == step) for step in range(last)]
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
-        return RankPlan(rank, steps, Counter((kind, t.link) for kind, t in mine if t.src == rank))
+        return RankPlan(rank, steps, len(self.visits[rank]), self.separate_links)
 
-    def validate(self) -> Schedule:
+    def pruned(self, needs: Needs | None) -> Schedule:
+        """Without the visits that `needs` leaves out, and without what then travels in vain; for None, unchanged."""
+        if needs is None:
+            return self
+        visits = tuple(
+            tuple(owner if owner in needs[rank] else None for owner in visits)
+            for rank, visits in enumerate(self.visits)
+        )
+        useful = {(rank, owner) for rank, found in enumerate(visits) for owner in found if owner is not None}
+        at = {(rank, owner): step for rank, found in enumerate(visits) for step, owner in enumerate(found)}
+        gather, reduce = [], []
+        for t in sorted(self.gather, key=lambda t: -t.due):
+            if (t.dst, t.owner) in useful:
+                gather.append(t)
+                useful.add((t.src, t.owner))
+        summed: dict[tuple[int, int | None], int] = {key: step + 1 for key, step in at.items()}
+        for t in sorted(self.reduce, key=lambda t: (t.issue, t.due)):
+            if summed.get((t.src, t.owner), t.issue + 1) <= t.issue:
+                reduce.append(t)
+                summed[t.dst, t.owner] = min(t.due, summed.get((t.dst, t.owner), t.due))
+        return replace(self, visits=visits, gather=tuple(gather), reduce=tuple(reduce))
+
+    def load(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """The most rows that any rank sends to gather blocks of these lengths: (between nodes, inside a node)."""
+        sent: Counter[tuple[int, Link]] = Counter()
+        for t in self.gather:
+            rows = lengths[t.owner] if t.rows is None else sum(stop - start for start, stop in t.rows)
+            sent[t.src, t.link] += rows
+        inter, intra = (max((n for (_, link), n in sent.items() if link is of), default=0) for of in reversed(Link))
+        return inter, intra
+
+    def validate(self, needs: Needs | None = None) -> Schedule:
         """Check that the schedule is exact, and return it.
 
-        Each block visits each rank once; links are as the topology says; nothing is worked on or sent before
-        it is there, and nothing is sent to a rank that has it; every contribution reaches its owner once.
+        Each block visits each rank once, or each that `needs` it, with the rows needed; links are as the topology
+        says; nothing is worked on or sent before it is there, and nothing is sent to a rank that has it; every
+        contribution reaches its owner once.
         Raises ScheduleError naming the first rank, step and block for which this fails.
         """
-        everyone = list(range(self.ranks))
         for rank, visits in enumerate(self.visits):
-            if sorted(visits) != everyone:
+            wanted = range(self.ranks) if needs is None else needs[rank]
+            if sorted(owner for owner in visits if owner is not None) != sorted(wanted):
                 raise ScheduleError(f"{self.name}: rank {rank} does not visit every block exactly once: {visits}")
         for t in (*self.gather, *self.reduce):
             if t.src == t.dst or t.issue >= t.due or t.link is not self.topology.link(t.src, t.dst):
                 raise ScheduleError(f"{self.name}: impossible transfer {t}")
+            if t.rows is not None and (needs is None or self._rows_needed(t, needs) != t.rows):
+                raise ScheduleError(f"{self.name}: not the rows that are needed: {t}")
         self._validate_gather()
         self._validate_reduce()
         return self
+
+    def _rows_needed(self, t: Transfer, needs: Needs) -> Rows | None:
+        return needs[t.src if t.dst == t.owner else t.dst].get(t.owner)
 
     def _validate_gather(self) -> None:
         held_from = {(rank, rank): 0 for rank in range(self.ranks)}
@@ -168,7 +234,7 @@ class Schedule:
             held_from[t.dst, t.owner] = t.due
         for rank, visits in enumerate(self.visits):
             for step, owner in enumerate(visits):
-                if held_from.get((rank, owner), step + 1) > step:
+                if owner is not None and held_from.get((rank, owner), step + 1) > step:
                     raise ScheduleError(f"{self.name}: rank {rank} visits block {owner} at step {step} without it")
 
     def _validate_reduce(self) -> None:
@@ -176,9 +242,13 @@ class Schedule:
         if not self.reduces:
             return
         bags: Counter[tuple[int, int]] = Counter()
+        expected: Counter[int] = Counter()
         events: list[tuple[int, int, Transfer | tuple[int, int]]] = []
         for rank, visits in enumerate(self.visits):
-            events += [(step + 1, 0, (rank, owner)) for step, owner in enumerate(visits)]
+            events += [(step + 1, 0, (rank, owner)) for step, owner in enumerate(visits) if owner is not None]
+            for owner in visits:
+                if owner is not None:
+                    expected[owner] |= 1 << rank
         for t in self.reduce:
             events += [(t.due, 1, t), (t.issue, 2, t)]
         cargo: dict[Transfer, int] = {}
@@ -196,9 +266,8 @@ class Schedule:
             if bags[here] & piece:
                 raise ScheduleError(f"{self.name}: a contribution to block {here[1]} is counted twice: {what}")
             bags[here] |= piece
-        everyone = (1 << self.ranks) - 1
         for (rank, owner), piece in bags.items():
-            if rank != owner or piece != everyone:
+            if rank != owner or piece != expected[owner]:
                 raise ScheduleError(f"{self.name}: the sum of block {owner} ends incomplete at rank {rank}")
 
     def format(self) -> str:
@@ -207,8 +276,8 @@ class Schedule:
         width = len(str(self.ranks)) + 2
         lines = [f"{self.name}, {self.topology}"]
         for rank, visits in enumerate(self.visits):
-            cells = [f"{'*' if (rank, owner) in crossed else ''}{owner}".rjust(width) for owner in visits]
-            nodes = [self.topology.node(owner) for owner in visits]
+            cells = [f"{'*' if (rank, o) in crossed else ''}{'.' if o is None else o}".rjust(width) for o in visits]
+            nodes = [self.topology.node(rank if owner is None else owner) for owner in visits]
             for step in range(len(visits) - 1, 0, -1):  # a bar where the visits turn to another node's blocks
                 if nodes[step] != nodes[step - 1]:
                     cells.insert(step, " |")
@@ -221,7 +290,7 @@ class Schedule:
         return "\n".join(lines)
 
 
-def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
+def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
     Gather and reduce are `ranks - 1` hops per block each. Without `reduces` nothing is summed on the way.
@@ -239,10 +308,10 @@ def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
         gather=tuple(hop(b, d, d) for b in range(ranks) for d in range(ranks - 1)),
         reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)) if reduces else (),
         reduces=reduces,
-    )
+    ).pruned(needs)
 
 
-def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
+def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
     With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
@@ -297,9 +366,45 @@ def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
         reduce=tuple(transfer for place in places for transfer in reduce(*place)) if reduces else (),
         reduces=reduces,
         separate_links=topology.levels == 2,
+    ).pruned(needs)
+
+
+def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+    """From the owner to every rank that needs rows of its block, and back (drawn at the top of this file).
+
+    Steps are the distances at which any rank needs anything. Without `needs` everybody needs everything.
+    """
+    ranks = topology.ranks
+    wanted: Needs = needs if needs is not None else [dict.fromkeys(range(ranks)) for _ in range(ranks)]
+    everyone = range(ranks)
+    distances = [d for d in everyone if not d or any((rank - d) % ranks in wanted[rank] for rank in everyone)]
+    visits = [[(rank - d) % ranks for d in distances] for rank in everyone]
+    away = [
+        (rank, owner, step)
+        for rank, owners in enumerate(visits)
+        for step, owner in enumerate(owners)
+        if owner in wanted[rank] and owner != rank
+    ]
+    return Schedule(
+        name="direct",
+        topology=topology,
+        visits=tuple(tuple(o if o in wanted[rank] else None for o in owners) for rank, owners in enumerate(visits)),
+        gather=tuple(
+            Transfer(
+                owner, owner, rank, topology.link(owner, rank), max(step - 1, 0), max(step, 1), wanted[rank][owner]
+            )
+            for rank, owner, step in away
+        ),
+        reduce=tuple(
+            Transfer(owner, rank, owner, topology.link(owner, rank), step + 1, step + 2, wanted[rank][owner])
+            for rank, owner, step in away
+        )
+        if reduces
+        else (),
+        reduces=reduces,
     )
 
 
-SCHEDULES: Mapping[str, Callable[[Topology, bool], Schedule]] = MappingProxyType(
-    {"flat_ring": flat_ring, "two_level_ring": two_level_ring}
+SCHEDULES: Mapping[str, Callable[[Topology, bool, Needs | None], Schedule]] = MappingProxyType(
+    {"flat_ring": flat_ring, "two_level_ring": two_level_ring, "direct": direct}
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["merge_", "project", "row_delta"]
+__all__ = ["add_sink", "merge_", "project", "row_delta", "sink_grad"]
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -45,3 +45,19 @@ def project(dout: Tensor, delta: Tensor) -> Tensor:
     norm = unit.square().sum(-1, keepdim=True)
     share = delta.transpose(1, 2).unsqueeze(-1).to(dtype) / (scale * norm)
     return (unit * share.masked_fill(scale == 0, 0.0)).to(dout.dtype)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention that may also choose `sink` [H], a logit per head with value 0.
+
+    Source: "attention is off by one" (sink = 0); gpt-oss, with a learnt logit (arXiv 2508.10925, section 2.2).
+    """
+    both = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
+    share = torch.exp(lse - both.masked_fill(both == -torch.inf, torch.inf))
+    return out * share.transpose(1, 2).unsqueeze(-1), both
+
+
+def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
+    """Gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
+    share = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(share * row_delta(out, dout)).sum((0, 2))

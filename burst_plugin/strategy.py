@@ -25,13 +25,16 @@ class Strategy:
     """How attention is distributed. Every field has a default that suits most runs.
 
     layout: which tokens a rank holds: zigzag (Megatron's own), striped, contiguous.
-    schedule: flat_ring, two_level_ring, or auto: two levels where the topology has two.
+    schedule: flat_ring, two_level_ring, direct, or auto: two levels where the topology has two, and direct for masks
+    that leave so little that it sends less.
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
     kernel: by name, or auto: the fastest that can.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
+    deterministic: only kernels that give the same bits twice. The ring itself always does: every sum is taken in the
+    order of the schedule.
 
     Raises ValueError naming the option, what was got, and what is valid.
     """
@@ -43,6 +46,7 @@ class Strategy:
     kernel: str = AUTO
     ranks_per_node: int | str = AUTO
     check: str = AUTO
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _one_of("layout", self.layout, LAYOUTS)
@@ -51,6 +55,8 @@ class Strategy:
         _one_of("backward", self.backward, (*TRAVELLERS, AUTO))
         _one_of("kernel", self.kernel, (*KERNELS, AUTO))
         _one_of("check", self.check, CHECKS)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
         per_node = self.ranks_per_node
         if per_node != AUTO and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
             raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")

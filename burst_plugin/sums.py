@@ -8,74 +8,88 @@ import torch
 from torch import Tensor
 
 from burst_plugin.executor import Sums
+from burst_plugin.schedule import Rows
 from burst_plugin.softmax import merge_
+from burst_plugin.tiles import Tile
 
-__all__ = ["PlainSums", "SoftmaxSums"]
+__all__ = ["PlainSums", "SoftmaxSums", "TileSums", "take_rows"]
 
 
-class PlainSums:
-    """Tensors [B, S, H, D] that contributions are added to; `filled` says whether they hold values already.
+class TileSums:
+    """Sums of either kind: tensors [B, S, H, D] or [B, H, S], to which the contributions of tiles are added.
 
-    The first contribution is copied rather than added if it covers all rows.
+    `filled` says whether the tensors hold values already. A first contribution that covers everything is copied
+    rather than added.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], filled: bool = False) -> None:
         self.tensors = tensors
         self._filled = filled
 
-    def add(self, rows: slice, parts: Sequence[Tensor]) -> None:
-        """Add one tile's `parts` to `rows`."""
-        if not self._filled and rows == slice(0, self.tensors[0].shape[1]):
+    def add(self, tile: Tile, side: str, parts: Sequence[Tensor]) -> None:
+        """Add one tile's `parts` to its rows of this side."""
+        self._add(tile.rows(side), slice(None) if tile.batch is None else slice(*tile.batch), parts)
+
+    def join(self, other: Sums, rows: Rows | None) -> None:
+        """Add another rank's sums: of these rows, or of all."""
+        if rows is None:
+            self._add(slice(0, self.tensors[0].shape[1]), slice(None), other.tensors)
+            return
+        offset = 0
+        for start, stop in rows:
+            within = ((offset, offset + stop - start),)
+            self._add(slice(start, stop), slice(None), [take_rows(tensor, within) for tensor in other.tensors])
+            offset += stop - start
+
+    def settle(self) -> None:
+        """See `Sums.settle`."""
+        if not self._filled:
+            self._clear()
+            self._filled = True
+
+    def _add(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
+        if not self._filled and rows == slice(0, self.tensors[0].shape[1]) and batch == slice(None):
             for tensor, part in zip(self.tensors, parts, strict=True):
                 tensor.copy_(part)
             self._filled = True
             return
         self.settle()
+        self._accumulate(rows, batch, parts)
+
+    def _clear(self) -> None:
+        raise NotImplementedError
+
+    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
+        raise NotImplementedError
+
+
+class PlainSums(TileSums):
+    """Tensors [B, S, H, D] that contributions are added to."""
+
+    def _clear(self) -> None:
+        for tensor in self.tensors:
+            tensor.zero_()
+
+    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
         for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor[:, rows].add_(part)
-
-    def join(self, other: Sums) -> None:
-        """Add another rank's sums."""
-        self.add(slice(0, self.tensors[0].shape[1]), other.tensors)
-
-    def settle(self) -> None:
-        """Nothing added yet means zeros."""
-        if not self._filled:
-            for tensor in self.tensors:
-                tensor.zero_()
-            self._filled = True
+            tensor[batch, rows].add_(part)
 
 
-class SoftmaxSums:
+class SoftmaxSums(TileSums):
     """out [B, S, H, Dv] and lse [B, H, S] over the keys seen so far; rows that saw none have out 0, lse -inf."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], filled: bool = False) -> None:
-        self.out, self.lse = tensors
-        self._filled = filled
+    def _clear(self) -> None:
+        out, lse = self.tensors
+        out.zero_()
+        lse.fill_(-torch.inf)
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """(out, lse)."""
-        return self.out, self.lse
+    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
+        out, lse = self.tensors
+        merge_(out[batch, rows], lse[batch, :, rows], *parts)
 
-    def add(self, rows: slice, parts: Sequence[Tensor]) -> None:
-        """Merge one tile's (out, lse) into `rows`."""
-        out, lse = parts
-        if not self._filled and rows == slice(0, self.out.shape[1]):
-            self.out.copy_(out)
-            self.lse.copy_(lse)
-            self._filled = True
-            return
-        self.settle()
-        merge_(self.out[:, rows], self.lse[:, :, rows], out, lse)
 
-    def join(self, other: Sums) -> None:
-        """Merge another rank's (out, lse)."""
-        self.add(slice(0, self.out.shape[1]), other.tensors)
-
-    def settle(self) -> None:
-        """Nothing merged yet means out 0, lse -inf."""
-        if not self._filled:
-            self.out.zero_()
-            self.lse.fill_(-torch.inf)
-            self._filled = True
+def take_rows(x: Tensor, rows: Rows) -> Tensor:
+    """Some token rows of [B, S, H, D] or [B, H, S]; a view where they are one run."""
+    dim = 1 if x.dim() == 4 else 2
+    parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

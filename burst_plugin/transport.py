@@ -33,10 +33,11 @@ __all__ = [
 
 
 class Channel(NamedTuple):
-    """What is carried, over which link."""
+    """What is carried, over which link; `apart` where the two links need communicators of their own."""
 
     traffic: Traffic
     link: Link
+    apart: bool = False
 
 
 class Message(NamedTuple):

@@ -11,22 +11,26 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from burst_plugin.attention import backward_program, differentiable_attention, forward_program
-from burst_plugin.call import Call, prepare
+from burst_plugin.call import Call, Inputs, Request, prepare
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.kernels import Queries
+from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member, as_traffic
-from burst_plugin.passes import Tensors
+from burst_plugin.routes import Routes
+from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
 __all__ = ["VirtualRing"]
 
 _CAUSAL = Causal()
+_PLAIN = Scores()
 
 
 class VirtualRing:
@@ -37,24 +41,41 @@ class VirtualRing:
 
     def __init__(self, topology: Topology, strategy: Strategy | None = None, *, seed: int = 0) -> None:
         self.network = InProcessNetwork(topology.ranks, seed)
+        strategy = strategy or Strategy()
+        routes = Routes(topology, strategy)
         self.members = [
-            Member(rank, topology, strategy or Strategy(), transport)
+            Member(rank, topology, strategy, transport, routes)
             for rank, transport in enumerate(self.network.transports())
         ]
         self._number = 0
         self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 
     def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Mask = _CAUSAL, softmax_scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask = _CAUSAL,
+        scores: Scores = _PLAIN,
+        sink: Tensor | None = None,
+        bias: Tensor | None = None,
+        tokens: Tokens | tuple[Tokens, Tokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of whole sequences q [B, S, Hq, D], k and v [B, S, Hkv, D]; see `burst_attention`."""
-        shards = zip(*(_shard(self.members, x) for x in (q, k, v)), strict=True)
+        """(out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
+
+        As `burst_attention`, but that `bias` is [1 or B, 1 or Hq, Sq, Sk]; `tokens` are needed only to deal out every
+        document on its own. The gradient of `sink` is the sum over ranks.
+        """
+        both = tokens if isinstance(tokens, tuple) else (tokens or Tokens(q.shape[1]), tokens or Tokens(k.shape[1]))
+        inputs, request = Inputs(q, k, v, sink, bias), Request(mask, scores, both)
+        deal = _Deal(self.members[0].routes, *both)
         calls = [
-            prepare(member, qkv, mask, softmax_scale, known)
-            for member, qkv, known in zip(self.members, shards, self._known, strict=True)
+            prepare(member, mine, request, known)
+            for member, mine, known in zip(self.members, deal.inputs(inputs), self._known, strict=True)
         ]
         self._number += 1
-        return differentiable_attention(_VirtualRunner(calls, self._number), q, k, v)
+        return differentiable_attention(_VirtualRunner(calls, self._number, deal), inputs)
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
@@ -66,37 +87,51 @@ class VirtualRing:
 
 
 @dataclass(frozen=True)
+class _Deal:
+    """Deals whole tensors out to the ranks, and puts shards together."""
+
+    routes: Routes
+    q: Tokens
+    kv: Tokens
+
+    def shard(self, x: Tensor, tokens: Tokens, dim: int = 1) -> list[Tensor]:
+        layout, ranks = self.routes.layout(tokens), self.routes.ranks
+        return [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
+
+    def unshard(self, shards: Sequence[Tensor], tokens: Tokens, dim: int = 1) -> Tensor:
+        return self.routes.layout(tokens).unshard(shards, dim, tokens)
+
+    def inputs(self, inputs: Inputs) -> list[Inputs]:
+        q, k, v = (self.shard(x, t) for x, t in zip(inputs[:3], (self.q, self.kv, self.kv), strict=True))
+        nothing: list[Tensor | None] = [None] * self.routes.ranks
+        bias = nothing if inputs.bias is None else self.shard(inputs.bias, self.q, 2)
+        return [Inputs(*qkv, inputs.sink, rows) for qkv, rows in zip(zip(q, k, v, strict=True), bias, strict=True)]
+
+
+@dataclass(frozen=True)
 class _VirtualRunner:
-    """Deals whole tensors out to the ranks, runs them in lockstep, and puts the results together."""
+    """Runs all ranks in lockstep."""
 
     calls: Sequence[Call]
     number: int
+    deal: _Deal
 
-    @property
-    def _members(self) -> list[Member]:
-        return [call.member for call in self.calls]
+    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        each = zip(self.calls, self.deal.inputs(inputs), strict=True)
+        done = lockstep([forward_program(call, self.number, mine) for call, mine in each])
+        out, lse = zip(*done, strict=True)
+        return self.deal.unshard(out, self.deal.q), self.deal.unshard(lse, self.deal.q, 2)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        shards = zip(*(_shard(self._members, x) for x in (q, k, v)), strict=True)
-        done = lockstep(
-            [forward_program(call, self.number, *qkv) for call, qkv in zip(self.calls, shards, strict=True)]
+    def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
+        deal = self.deal
+        rows = (*(deal.shard(x, deal.q) for x in queries[:3]), deal.shard(queries.lse, deal.q, 2))
+        each = zip(self.calls, deal.inputs(inputs), zip(*rows, strict=True), strict=True)
+        done = lockstep([backward_program(call, self.number, mine, Queries(*part)) for call, mine, part in each])
+        dq, dk, dv, dsink, dbias = zip(*done, strict=True)
+        return (
+            deal.unshard(dq, deal.q),
+            deal.unshard(dk, deal.kv),
+            deal.unshard(dv, deal.kv),
+            None if inputs.sink is None else torch.stack(dsink).sum(0),
+            None if inputs.bias is None else deal.unshard(dbias, deal.q, 2),
         )
-        layout = self.calls[0].member.layout
-        return layout.unshard([out for out, _ in done], 1), layout.unshard([lse for _, lse in done], 2)
-
-    def backward(self, queries: Queries, keys: Tensors) -> Tensors:
-        members = self._members
-        lse = _shard(members, queries.lse, dim=2)
-        parts = zip(*(_shard(members, x) for x in (*queries[:3], *keys)), lse, strict=True)
-        done = lockstep(
-            [
-                backward_program(call, self.number, Queries(q, dout, out, lse), (k, v))
-                for call, (q, dout, out, k, v, lse) in zip(self.calls, parts, strict=True)
-            ]
-        )
-        layout = self.calls[0].member.layout
-        return tuple(layout.unshard(grads, 1) for grads in zip(*done, strict=True))
-
-
-def _shard(members: Sequence[Member], x: Tensor, dim: int = 1) -> list[Tensor]:
-    return [member.layout.shard(x, dim, member.rank, len(members)) for member in members]

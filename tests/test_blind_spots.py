@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from burst_plugin import (
     ContextParallel,
     Full,
     Link,
+    Mask,
     Schedule,
     ScheduleError,
+    Scores,
     Strategy,
     Topology,
     Transfer,
@@ -27,14 +29,12 @@ from burst_plugin import (
     flat_ring,
 )
 from burst_plugin.kernels import TorchCpuKernel
-from burst_plugin.layout import Run
-from burst_plugin.mask import tiles
+from burst_plugin.mask import Region
 from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
 from burst_plugin.transport import _reason
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative
 from tests.test_gloo import _last_lines
-from tests.test_mask import allowed, painted
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_validate_checks_ends_of_transfers(damage: Callable[[Schedule], Schedule
 def test_softmax_scale_reaches_the_backward_pass() -> None:
     cp = ContextParallel()
     q, k, v = (x[:1, :6, :, :3].clone().requires_grad_() for x in Problem.draw(6, (2, 1), dtype=torch.float64)[:3])
-    assert torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp, softmax_scale=0.9), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *qkv: burst_attention(*qkv, cp, scores=Scores(scale=0.9)), (q, k, v))
 
 
 def test_calls_with_other_masks_are_not_mixed_up() -> None:
@@ -121,25 +121,18 @@ def test_reset_traffic_resets_both_counts() -> None:
     assert run_ranks(_reset, 2) == [(nothing, nothing)] * 2
 
 
-@pytest.mark.parametrize(("queries", "keys"), [((10,), (0, 20, 4)), ((40, 20), (40, 20))])
-def test_tiles_of_runs_in_any_order(queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
-    q, k = (tuple(Run(start, 4) for start in starts) for starts in (queries, keys))
-    at_q, at_k = (torch.cat([torch.arange(s, s + 4) for s in starts]) for starts in (queries, keys))
-    found = painted(tiles(Causal(), q, k), len(at_q), len(at_k))
-    assert torch.equal(found, allowed(Causal(), at_q, at_k).int())
-
-
-class Nothing:
+@dataclass(frozen=True)
+class Nothing(Mask):
     """Nothing attends to anything."""
 
-    def reach(self) -> tuple[int | None, int | None]:
-        return 1000, None
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        return ()
 
 
 @pytest.mark.parametrize("forward", ["q", "kv"])
 def test_what_attends_to_nothing_is_zero(forward: str) -> None:
     ring = VirtualRing(Topology(2, 2), Strategy(forward=forward, kernel="reference"))
-    q, k, v, _ = Problem.draw(16, (2, 2))
+    q, k, v = Problem.draw(16, (2, 2))[:3]
     out, lse = ring.attention(q, k, v, mask=Nothing())
     assert bool((out == 0).all())
     assert bool(torch.isneginf(lse).all())

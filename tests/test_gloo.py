@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import burst_plugin
-from burst_plugin import Causal, ContextParallel, Link, Strategy, Topology, burst_attention, two_level_ring
+from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Topology, burst_attention, two_level_ring
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
 from burst_plugin.executor import Event
 from burst_plugin.schedule import SCHEDULES
@@ -117,7 +117,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: st
         "q": (label + rows * (2 * q + 2 * lse), label + rows * q),
     }[backward]
     for rank, (sent, traffic, _) in enumerate(outcomes):
-        plan = SCHEDULES[schedule](Topology(2, per_node), True).hops(rank)
+        plan = SCHEDULES[schedule](Topology(2, per_node), True, None).hops(rank)
         expected = {
             link.value: {
                 "gather": plan[link][burst_plugin.Traffic.GATHER] * (forward_hop + backward_hop[0]),
@@ -203,7 +203,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     dist.batch_isend_irecv = count
     x = torch.zeros(1, options["tokens"], options["heads"], 8, dtype=options["dtype"])
     try:
-        burst_attention(x, x, x, cp, softmax_scale=options["scale"])
+        burst_attention(x, x, x, cp, scores=Scores(scale=options["scale"]))
     finally:
         assert set(sends) <= {EXCHANGE_BYTES}, "attention data moved before the error"
 
@@ -211,21 +211,14 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({2: {"tokens": 32}}, "rank 0, 1, 3: q_len=16, kv_len=16; rank 2: q_len=32, kv_len=32"),
+        ({2: {"tokens": 32}}, "rank 0, 1, 3: query tokens=Tokens(length=64, cu_seqlens=None, layout=None)"),
         ({1: {"heads": 2}}, "rank 1: q_heads=2, kv_heads=2"),
         ({3: {"dtype": torch.bfloat16}}, "rank 3: dtype=torch.bfloat16"),
-        ({0: {"scale": 0.5}}, "rank 0: softmax_scale=0.5"),
+        ({0: {"scale": 0.5}}, "rank 0: scores=Scores(scale=0.5"),
         ({0: {"ranks_per_node": 4}}, "rank 0: topology=1x4"),
         ({0: {"kernel": "reference"}}, "rank 0: kernel in use=reference, kernel=reference"),
         ({0: {"ranks_per_node": "auto"}, 2: {"ranks_per_node": "auto"}}, "only some ask for nodes to be detected"),
-        (
-            {2: {"tokens": 15}},
-            "rank 2: layout='zigzag' over 4 ranks needs a sequence length that divides by 8, got 60",
-        ),
-        (
-            {rank: {"tokens": 15} for rank in range(4)},
-            "ValueError: layout='zigzag' over 4 ranks needs a sequence length that divides by 8, got 60: pad or cut",
-        ),
+        ({2: {"tokens": 15}}, "rank 2: query tokens=Tokens(length=60,"),
     ],
     ids=str,
 )
@@ -309,7 +302,7 @@ def _differ_later(rank: int, check: str) -> None:
 def test_a_rank_that_differs_later_is_one_clear_error_on_every_rank() -> None:
     for line in _last_lines(_differ_later, 4, "auto", timeout_s=30.0):
         assert "ValueError: the ranks of the context-parallel group disagree" in line
-        assert "rank 2: q_len=32, kv_len=32, dtype=torch.bfloat16" in line
+        assert "rank 2: dtype=torch.bfloat16, query tokens=Tokens(length=128," in line
 
 
 def _other_order(rank: int) -> None:

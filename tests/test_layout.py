@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_plugin.layout import LAYOUTS
+from burst_plugin import Tokens
+from burst_plugin.layout import LAYOUTS, Run, cut_runs, positions
+
+
+def dealt(name: str, ranks: int, tokens: Tokens) -> list[list[int]]:
+    return [positions(LAYOUTS[name].runs(rank, ranks, tokens)).tolist() for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -15,34 +20,61 @@ from burst_plugin.layout import LAYOUTS
     ],
 )
 def test_the_layouts_of_the_docstring(name: str, expected: list[list[int]]) -> None:
-    assert [LAYOUTS[name].positions(rank, 2, 8).tolist() for rank in range(2)] == expected
+    assert dealt(name, 2, Tokens(8)) == expected
+
+
+def test_documents_are_dealt_out_one_by_one() -> None:
+    assert dealt("zigzag", 2, Tokens(8, (0, 4, 8))) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert dealt("zigzag", 2, Tokens(16, (0, 4, 4, 16))) == [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks: int, dim: int) -> None:
-    layout, size = LAYOUTS[name], 2 * ranks * 3
+@pytest.mark.parametrize("size", [1, 5, 48, 67])
+def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks: int, dim: int, size: int) -> None:
+    layout, tokens = LAYOUTS[name], Tokens(size)
     shape = [5, 7, 9]
     shape[dim] = size
     x = torch.arange(torch.Size(shape).numel()).view(shape)
-    shards = [layout.shard(x, dim, rank, ranks) for rank in range(ranks)]
-    assert torch.equal(layout.unshard(shards, dim), x)
-    for rank, shard in enumerate(shards):
-        assert torch.equal(shard, x.index_select(dim, layout.positions(rank, ranks, size)))
-    every = torch.cat([layout.positions(rank, ranks, size) for rank in range(ranks)])
-    assert torch.equal(every.sort().values, torch.arange(size))
+    shards = [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
+    assert torch.equal(layout.unshard(shards, dim, tokens), x)
+    places = dealt(name, ranks, tokens)
+    for place, shard in zip(places, shards, strict=True):
+        assert torch.equal(shard, x.index_select(dim, torch.tensor(place, dtype=torch.int64)))
+    assert sorted(token for place in places for token in place) == list(range(size)), "nothing is dropped or repeated"
+    lengths = [len(place) for place in places]
+    assert max(lengths) - min(lengths) <= 2, "as even as can be, but for a token a chunk"
+
+
+def test_a_rank_may_hold_nothing() -> None:
+    assert dealt("contiguous", 4, Tokens(2)) == [[], [0], [], [1]]
+    assert dealt("striped", 4, Tokens(2)) == [[0], [1], [], []]
+    assert LAYOUTS["striped"].shard(torch.zeros(2, 3), 0, (3, 4), Tokens(2)).shape == (0, 3)
+
+
+def test_runs_of_some_rows() -> None:
+    runs = (Run(10, 4), Run(30, 4))
+    assert cut_runs(runs, ((1, 3), (6, 8))) == (Run(11, 2), Run(32, 2))
+    assert cut_runs(runs, ((2, 5),)) == (Run(12, 2), Run(30, 1))
+    assert cut_runs((Run(1, 6, 4),), ((2, 4),)) == (Run(9, 2, 4),)
 
 
 @pytest.mark.parametrize(
-    ("name", "seq_len", "message"),
+    ("arguments", "message"),
     [
-        ("zigzag", 12, "divides by 8, got 12: pad or cut the sequence to 16 or 8 tokens"),
-        ("zigzag", 4, "divides by 8, got 4: pad or cut the sequence to 8 tokens"),
-        ("striped", 6, "divides by 4, got 6: pad or cut the sequence to 8 or 4 tokens"),
-        ("contiguous", 0, "got 0"),
+        ((0,), "a sequence has 1 token or more"),
+        ((8, (0, 5, 3, 8)), "must not decrease, but document 1 runs from 5 to 3"),
+        ((8, (0, 5)), "ends at 5, but the sequence has 8 tokens"),
+        ((8, (1, 8)), "must begin with 0"),
+        ((8, None, "spiral"), "use one of: zigzag, striped, contiguous"),
     ],
 )
-def test_a_length_that_does_not_divide_is_refused(name: str, seq_len: int, message: str) -> None:
+def test_tokens_that_make_no_sequence_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LAYOUTS[name].shard(torch.zeros(seq_len), 0, 0, 4)
+        Tokens(*arguments)
+
+
+def test_a_tensor_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 7 tokens along dim 1, but Tokens"):
+        LAYOUTS["zigzag"].shard(torch.zeros(2, 7), 1, (0, 2), Tokens(8))

@@ -1,122 +1,113 @@
-"""Tiles: exactly the work of a visit, as few as possible, evenly spread."""
+"""Masks as regions: what their definitions say, pair by pair; and what cannot be a mask is refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from burst_plugin import Causal, Full
-from burst_plugin.layout import LAYOUTS, Run
-from burst_plugin.mask import CAUSAL, FULL, Band, Mask, Tile, tiles
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    CausalBottomRight,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    PerRow,
+    PrefixLM,
+    SlidingWindow,
+    key_padding,
+)
+from burst_plugin.mask import allowed, row_work
+from tests.support.reference import painted
+
+Q_LEN, KV_LEN = 11, 13
+BLOCKS = BlockMask.of(torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) > 0.4, 3)
+DOCUMENTS = Documents((0, 4, 4, 11), (3, 0, 7), (0, 2, 5, 13), (2, 3, 6))
+SINGLE = [
+    Full(),
+    Causal(),
+    CausalBottomRight(),
+    SlidingWindow(3),
+    SlidingWindow(0),
+    SlidingWindow(2, 3),
+    SlidingWindow(None, 1),
+    SlidingWindow(1, None),
+    PrefixLM(0),
+    PrefixLM(5),
+    PrefixLM(99),
+    Keys(((0, 3), (5, 5), (7, 12))),
+    Keys(()),
+    BLOCKS,
+    DOCUMENTS,
+]
+COMBINED = [
+    Causal() & BLOCKS,
+    SlidingWindow(4) & Keys(((2, 9),)) & BLOCKS,
+    DOCUMENTS & Keys(((1, 12),)),
+    PrefixLM(3) & SlidingWindow(5, None),
+    PerRow((Causal(), SlidingWindow(2))) & BLOCKS,
+    key_padding(torch.rand(2, KV_LEN) > 0.5) & CausalBottomRight(),
+]
 
 
-class Window:
-    """`left` back and `right` ahead: not a public mask yet, but tiles already are able to hold it."""
-
-    def __init__(self, left: int, right: int) -> None:
-        self._reach = (-left, right)
-
-    def reach(self) -> tuple[int | None, int | None]:
-        return self._reach
-
-
-def painted(found: tuple[Tile, ...], rows: int, columns: int, whole_rows: bool = True) -> torch.Tensor:
-    """How often every (query, key) pair is in a tile."""
-    count = torch.zeros(rows, columns, dtype=torch.int)
-    for tile in found:
-        ahead = torch.arange(tile.k_stop - tile.k_start) - torch.arange(tile.q_stop - tile.q_start).unsqueeze(1)
-        inside = torch.ones_like(ahead, dtype=torch.bool)
-        if tile.band.lower is not None:
-            inside &= ahead >= tile.band.lower
-        if tile.band.upper is not None:
-            inside &= ahead <= tile.band.upper
-        assert not whole_rows or inside.any(1).all(), f"{tile} has a row that attends to nothing"
-        assert int(inside.sum()) == tile.work
-        count[tile.q, tile.k] += inside
-    return count
+@pytest.mark.parametrize("mask", [*SINGLE, *COMBINED], ids=str)
+def test_regions_are_the_definition(mask: Mask) -> None:
+    expected = painted(mask, 2, Q_LEN, KV_LEN)
+    found = allowed(mask, (Q_LEN, KV_LEN), torch.arange(Q_LEN), torch.arange(KV_LEN))
+    assert torch.equal(found.expand_as(expected), expected)
+    work = expected.sum(-1) if mask.rows is None else expected.sum(-1).sum(0, keepdim=True)
+    assert torch.equal(row_work(mask, Q_LEN, KV_LEN), work[0])
 
 
-def allowed(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    ahead = keys - queries.unsqueeze(1)
-    lowest, highest = mask.reach()
-    inside = torch.ones_like(ahead, dtype=torch.bool)
-    if lowest is not None:
-        inside &= ahead >= lowest
-    if highest is not None:
-        inside &= ahead <= highest
-    return inside
+@pytest.mark.parametrize("mask", [mask for mask in (*SINGLE, *COMBINED) if mask.rows is None], ids=str)
+def test_regions_are_disjoint(mask: Mask) -> None:
+    """What two regions held would be attended to twice."""
+    one_by_one = sum(int(region_pairs) for region_pairs in _pairs_by_region(mask))
+    assert one_by_one == int(painted(mask, 1, Q_LEN, KV_LEN).sum())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_tiles_are_exactly_the_mask(name: str, mask: Mask, ranks: int) -> None:
-    layout, size = LAYOUTS[name], 2 * ranks * 3
-    work = [0] * ranks
-    for queries in range(ranks):
-        for keys in range(ranks):
-            found = tiles(mask, layout.runs(queries, ranks, size), layout.runs(keys, ranks, size))
-            assert {tile.band for tile in found} <= {FULL, CAUSAL}
-            assert len(found) <= 1, "full and causal visits join into one tile"
-            positions = [layout.positions(rank, ranks, size) for rank in (queries, keys)]
-            expected = allowed(mask, *positions)
-            assert torch.equal(painted(found, *expected.shape), expected.int())
-            work[queries] += sum(tile.work for tile in found)
-    if name != "contiguous" or mask == Full():
-        assert max(work) - min(work) <= max(work) * (0 if name == "zigzag" else 0.5)
+def _pairs_by_region(mask: Mask) -> list[int]:
+    found = []
+    for r in mask.regions(Q_LEN, KV_LEN):
+        pairs = torch.arange(r.k_start, r.k_stop) - torch.arange(r.q_start, r.q_stop).unsqueeze(1)
+        low = -99 if r.lower is None else r.lower
+        high = 99 if r.upper is None else r.upper
+        found.append(int(((pairs >= low) & (pairs <= high)).sum()))
+    return found
 
 
-def test_zigzag_work_is_equal_and_contiguous_is_not() -> None:
-    def imbalance(name: str) -> float:
-        runs = [LAYOUTS[name].runs(rank, 8, 1024) for rank in range(8)]
-        work = [sum(tile.work for k in runs for tile in tiles(Causal(), q, k)) for q in runs]
-        return max(work) / (sum(work) / len(work))
-
-    assert imbalance("zigzag") == 1.0
-    assert imbalance("striped") < 1.01
-    assert imbalance("contiguous") > 1.8
+def test_masks_are_compared_by_value_and_read_well() -> None:
+    assert Causal() & Keys(((0, 4),)) == Causal() & Keys(((0, 4),))
+    assert hash(Documents((0, 4, 8))) == hash(Documents([0, 4, 8]))  # type: ignore[arg-type]
+    assert repr(SlidingWindow(3)) == "SlidingWindow(left=3, right=0)"
 
 
-@pytest.mark.parametrize("start", range(-9, 10))
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 4), (3, 7), (7, 3)])
-def test_runs_of_any_length_and_offset(start: int, rows: int, columns: int) -> None:
-    queries, keys = Run(20, rows), Run(20 + start, columns)
-    found = tiles(Causal(), (queries,), (keys,))
-    assert {tile.band for tile in found} <= {FULL, CAUSAL}
-    expected = allowed(Causal(), torch.arange(rows) + 20, torch.arange(columns) + 20 + start)
-    assert torch.equal(painted(found, rows, columns), expected.int())
-
-
-@pytest.mark.parametrize("start", range(-9, 10, 3))
-@pytest.mark.parametrize("mask", [Window(3, 0), Window(2, 2), Window(1, 0)], ids=["left", "both", "least"])
-def test_bands_hold_windows(start: int, mask: Window) -> None:
-    found = tiles(mask, (Run(20, 6),), (Run(20 + start, 8),))
-    count = torch.zeros(6, 8, dtype=torch.int)
-    for tile in found:
-        ahead = torch.arange(tile.k_stop - tile.k_start) - torch.arange(tile.q_stop - tile.q_start).unsqueeze(1)
-        low = -99 if tile.band.lower is None else tile.band.lower
-        high = 99 if tile.band.upper is None else tile.band.upper
-        count[tile.q, tile.k] += (ahead >= low) & (ahead <= high)
-    assert torch.equal(count, allowed(mask, torch.arange(6) + 20, torch.arange(8) + 20 + start).int())
-
-
-@pytest.mark.parametrize("mask", [Window(2, 0), Window(1, 1), Window(0, 0), Window(5, -1)])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bands_are_exact_in_every_layout(name: str, mask: Window) -> None:
-    ranks, size = 4, 32
-    for queries in range(ranks):
-        for keys in range(ranks):
-            found = tiles(mask, *(LAYOUTS[name].runs(rank, ranks, size) for rank in (queries, keys)))
-            positions = [LAYOUTS[name].positions(rank, ranks, size) for rank in (queries, keys)]
-            expected = allowed(mask, *positions)
-            assert torch.equal(painted(found, *expected.shape, whole_rows=False), expected.int())
-
-
-def test_unlike_strides_are_refused() -> None:
-    with pytest.raises(ValueError, match="unlike strides"):
-        tiles(Full(), (Run(0, 4, 1),), (Run(0, 4, 2),))
-
-
-def test_a_tile_reads_well() -> None:
-    assert Tile(0, 4, 2, 6, Band(None, 0)).rows("kv") == slice(2, 6)
-    assert Tile(0, 4, 2, 6, CAUSAL).work == 10
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: SlidingWindow(-1), r"SlidingWindow\(left=-1\) is not valid.* or None for no bound"),
+        (lambda: SlidingWindow(4, -2), r"SlidingWindow\(right=-2\) is not valid"),
+        (lambda: PrefixLM(-1), "number of tokens in the prefix"),
+        (lambda: Documents((0, 8, 4)), "must not decrease, but document 1 runs from 8 to 4"),
+        (lambda: Documents((0, 8, 12)).regions(16, 16), "ends at 12, but the sequence has 16 tokens"),
+        (lambda: Documents((0, 8), (9,)), "do not fit into documents of"),
+        (lambda: Documents((0, 8), None, (0, 4, 8)), "1 documents of queries and 2 of keys"),
+        (lambda: Documents((0, 4, 8), None, (0, 2, 8)) & Causal(), "have no common positions"),
+        (lambda: Keys(((4, 2),)), "in ascending order"),
+        (lambda: Keys(((0, 9),)).regions(8, 8), "beyond the 8 keys"),
+        (lambda: BlockMask.of(torch.ones(2, 2), 4), "bool tensor .*, got torch.float32"),
+        (lambda: BlockMask.of(torch.ones(2, dtype=torch.bool), 4), r"got torch.bool \[2\]"),
+        (lambda: BlockMask.of(torch.ones(2, 2, dtype=torch.bool), 4).regions(16, 8), "does not fit 16 queries"),
+        (lambda: BlockMask(0, ((True,),)), "needs block >= 1, got 0"),
+        (lambda: key_padding(torch.ones(2, 8)), r"bool tensor \[batch, keys\], got torch.float32"),
+        (lambda: key_padding(torch.ones(8, dtype=torch.bool)), r"got torch.bool \[8\]"),
+        (lambda: PerRow((Full(),) * 2) & PerRow((Full(),) * 3), "masks for 2 and 3 batch rows do not combine"),
+        (lambda: Causal() & "causal", "only masks combine with &"),  # type: ignore[operator]
+    ],
+)
+def test_what_is_no_mask_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

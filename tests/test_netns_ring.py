@@ -13,8 +13,7 @@ from torch import Tensor
 
 from benchmarks.netns import EmulatedCluster, interface_bytes
 from burst_plugin import ContextParallel, Strategy, burst_attention
-from burst_plugin.kernels import Case, Queries
-from burst_plugin.mask import Band
+from burst_plugin.kernels import Case, Grads, How, Queries
 
 pytestmark = [
     pytest.mark.netns,
@@ -33,19 +32,18 @@ class SleepingKernel:
     """Takes the time of a kernel without the work, so that ranks do not compete for processors."""
 
     name = "sleeping"
+    features = frozenset[str]()
 
     def refuse(self, case: Case) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         time.sleep(FORWARD_S)
         return torch.zeros_like(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    def backward(
-        self, queries: Queries, k: Tensor, v: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         time.sleep(BACKWARD_S)
-        return torch.zeros_like(queries.q), torch.zeros_like(k), torch.zeros_like(v)
+        return Grads(torch.zeros_like(queries.q), torch.zeros_like(k), torch.zeros_like(v))
 
 
 def _inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -5,30 +5,56 @@ A kernel sees tiles only, never a layout, a document or a ring. A new kernel is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 
-from burst_plugin.kernels.protocol import Case, Kernel, Queries
+from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 
-__all__ = ["KERNELS", "Case", "Kernel", "Queries", "choose_kernel"]
+__all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel"]
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {kernel.name: kernel for kernel in (TorchCpuKernel(), ReferenceKernel())}  # fastest first
 )
+_LOG = logging.getLogger(__name__)
 
 
 def choose_kernel(name: str, case: Case) -> Kernel:
     """The kernel called `name`, or for `"auto"` the first one that can do `case`.
 
-    Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can.
+    Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can. Where "auto"
+    passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
     """
-    refusals = {other: kernel.refuse(case) for other, kernel in KERNELS.items()}
+    refusals = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
     able = [other for other, refusal in refusals.items() if refusal is None]
     if name == "auto" and able:
+        _tell_of_fallback(able[0], case)
         return KERNELS[able[0]]
     if name != "auto" and refusals[name] is None:
         return KERNELS[name]
     reasons = refusals[name] if name != "auto" else "; ".join(f"{k}: {why}" for k, why in refusals.items())
     raise ValueError(f"kernel={name!r} cannot do this attention ({reasons}); these can: {able or 'none'}")
+
+
+def _refusal(kernel: Kernel, case: Case) -> str | None:
+    missing = sorted(case.features - kernel.features)
+    return kernel.refuse(case) or (f"it lacks: {', '.join(missing)}" if missing else None)
+
+
+def _tell_of_fallback(chosen: str, case: Case) -> None:
+    plain = case._replace(features=frozenset())
+    usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
+    if usual != chosen and chosen == ReferenceKernel.name:
+        missing = ", ".join(sorted(case.features - KERNELS[usual].features))
+        _tell_once(
+            f"attention runs on the reference kernel, because {usual} lacks: {missing}. It multiplies whole score "
+            "matrices, 512 query rows at a time, and takes several times as long"
+        )
+
+
+@cache
+def _tell_once(text: str) -> None:
+    _LOG.warning(text)

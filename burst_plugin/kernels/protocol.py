@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from burst_plugin.mask import Band
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import Band
 
-__all__ = ["Case", "Kernel", "Queries"]
+__all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Queries"]
+
+FEATURES: Mapping[str, str] = MappingProxyType(
+    {
+        "windows": "works on a window as one tile; without it, windows are cut into full and causal tiles",
+        "head dims": "v may have another head dim than q and k (MLA)",
+        "softcap": "scores are capped by a tanh",
+        "alibi": "a slope per head times the distance is added to scores",
+        "bias": "a tensor is added to scores, and gets a gradient",
+        "dropout": "probabilities are dropped by position",
+        "deterministic": "two runs give the same bits",
+    }
+)
 
 
 class Case(NamedTuple):
@@ -21,7 +36,28 @@ class Case(NamedTuple):
     kv_heads: int
     qk_dim: int
     v_dim: int
-    bands: frozenset[Band]
+    features: frozenset[str] = frozenset()  # names in `FEATURES`, but "windows"
+
+
+class How(NamedTuple):
+    """How the scores of a tile become probabilities.
+
+    `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk]; `q_positions` [Sq] and `k_positions` [Sk], int64, are there if
+    `scores` needs them; `first_row` is the first batch row.
+    """
+
+    band: Band
+    scores: Scores
+    bias: Tensor | None = None
+    q_positions: Tensor | None = None
+    k_positions: Tensor | None = None
+    first_row: int = 0
+
+    @property
+    def scale(self) -> float:
+        """The factor on q . k."""
+        assert self.scores.scale is not None, "a call resolves it"
+        return self.scores.scale
 
 
 class Queries(NamedTuple):
@@ -35,30 +71,35 @@ class Queries(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def rows(self, rows: slice) -> Queries:
-        """The same for some query rows; views."""
-        return Queries(self.q[:, rows], self.dout[:, rows], self.out[:, rows], self.lse[:, :, rows])
+
+class Grads(NamedTuple):
+    """What a tile contributes to dq, dk, dv, in their shapes, and to the gradient of its bias if it has one."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
 
 
 class Kernel(Protocol):
     """Exact attention of q [B, Sq, Hq, Dk] on k [B, Sk, Hkv, Dk], v [B, Sk, Hkv, Dv] within a band.
 
     Hq is a multiple of Hkv: query head h reads key head `h // (Hq / Hkv)`. Inputs may be strided views whose
-    last dim is dense.
+    last dim is dense. Bands are full, causal and anticausal, and, for kernels with "windows", any. Every query of a
+    tile has a key.
     """
 
     name: str
+    features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:
-        """Why this kernel cannot do `case`; None if it can."""
+        """Why this kernel cannot do `case`, features aside; None if it can."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """out [B, Sq, Hq, Dv], in the type of q or wider, and lse [B, Hq, Sq], float32 or wider."""
         ...
 
-    def backward(
-        self, queries: Queries, k: Tensor, v: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) that this tile contributes, shaped as q, k, v, in their type or wider."""
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """What this tile contributes, in the inputs' types or wider."""
         ...

@@ -1,4 +1,4 @@
-"""Attention written out: any device, any float type, any band. Slow, and the one to compare others with."""
+"""Attention written out: any device, any float type, every feature. Slow, and the one to compare others with."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from burst_plugin.kernels.protocol import Case, Queries
-from burst_plugin.mask import FULL, Band
+from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
+from burst_plugin.tiles import FULL
 
 __all__ = ["ReferenceKernel"]
 
@@ -19,47 +20,64 @@ class ReferenceKernel:
     """Softmax and its derivative from their definitions, in float32 (float64 for float64 inputs)."""
 
     name = "reference"
+    features = frozenset(FEATURES)
 
     def refuse(self, case: Case) -> str | None:
         """Nothing is refused."""
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`; rows without a key get out 0 and lse -inf."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)
         for rows in _row_slices(q):
-            scores = _scores(q[:, rows], keys, band, scale, rows.start)
+            part = _rows_of(how, rows)
+            scores = _scores(q[:, rows], keys, part, rows.start)[0]
             lse[:, :, rows] = torch.logsumexp(scores, -1)
-            out[:, rows] = _probabilities(scores, lse[:, :, rows]).matmul(values).transpose(1, 2)
+            p = _probabilities(scores, lse[:, :, rows])
+            out[:, rows] = (p if (kept := _kept(p, part)) is None else p * kept).matmul(values).transpose(1, 2)
         return out, lse
 
-    def backward(
-        self, queries: Queries, k: Tensor, v: Tensor, band: Band, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`. Source: flash-attention, arXiv 2205.14135, appendix B.2."""
         q = queries.q
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)
         dq = torch.empty_like(q, dtype=dtype)
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        dbias = None if how.bias is None else torch.zeros_like(how.bias, dtype=dtype)
         for rows in _row_slices(q):
-            part = Queries(*(x.to(dtype) for x in queries.rows(rows)))
-            p = _probabilities(_scores(part.q, keys, band, scale, rows.start), part.lse)
-            dout = part.dout.transpose(1, 2)
-            delta = (dout * part.out.transpose(1, 2)).sum(-1, keepdim=True)
-            ds = p * (dout.matmul(values.transpose(-1, -2)) - delta) * scale
+            part = _rows_of(how, rows)
+            q_rows, dout, out = (x[:, rows].to(dtype) for x in queries[:3])
+            scores, slope = _scores(q_rows, keys, part, rows.start)
+            p = _probabilities(scores, queries.lse[:, :, rows].to(dtype))
+            kept = _kept(p, part)
+            dout_heads = dout.transpose(1, 2)
+            delta = (dout_heads * out.transpose(1, 2)).sum(-1, keepdim=True)
+            dp = dout_heads.matmul(values.transpose(-1, -2))
+            ds = p * ((dp if kept is None else dp * kept) - delta)
+            if dbias is not None:
+                dbias[:, :, rows] = ds.sum_to_size(dbias[:, :, rows].shape)
+            ds = ds * how.scale if slope is None else ds * slope * how.scale
             dq[:, rows] = ds.matmul(keys).transpose(1, 2)
-            dk += ds.transpose(-1, -2).matmul(part.q.transpose(1, 2))
-            dv += p.transpose(-1, -2).matmul(dout)
-        return dq, _by_kv_head(dk, k), _by_kv_head(dv, v)
+            dk += ds.transpose(-1, -2).matmul(q_rows.transpose(1, 2))
+            dv += (p if kept is None else p * kept).transpose(-1, -2).matmul(dout_heads)
+        return Grads(dq, _by_kv_head(dk, k), _by_kv_head(dv, v), dbias)
 
 
 def _row_slices(q: Tensor) -> Iterator[slice]:
     for start in range(0, q.shape[1], _ROWS):
         yield slice(start, min(start + _ROWS, q.shape[1]))
+
+
+def _rows_of(how: How, rows: slice) -> How:
+    """The same for some query rows; the band is still counted from the tile's first row."""
+    return how._replace(
+        bias=None if how.bias is None else how.bias[:, :, rows],
+        q_positions=None if how.q_positions is None else how.q_positions[rows],
+    )
 
 
 def _by_query_head(x: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,22 +91,42 @@ def _by_kv_head(grad: Tensor, x: Tensor) -> Tensor:
     return grad.view(batch, x.shape[2], -1, rows, dim).sum(2).transpose(1, 2)
 
 
-def _scores(q: Tensor, keys: Tensor, band: Band, scale: float, first_row: int) -> Tensor:
-    """Scaled scores [B, H, rows, Sk], -inf outside the band."""
-    scores = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)) * scale
-    if band == FULL:
-        return scores
+def _scores(q: Tensor, keys: Tensor, how: How, first_row: int) -> tuple[Tensor, Tensor | None]:
+    """Scores [B, H, rows, Sk], -inf outside the band; and the derivative of the softcap, if there is one."""
+    scores, slope = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)) * how.scale, None
+    if how.scores.softcap is not None:
+        bent = torch.tanh(scores / how.scores.softcap)
+        scores, slope = bent * how.scores.softcap, 1 - bent.square()
+    if how.scores.alibi_slopes is not None:
+        assert how.q_positions is not None
+        assert how.k_positions is not None
+        slopes = torch.tensor(how.scores.alibi_slopes, dtype=scores.dtype, device=q.device)
+        apart = (how.q_positions.unsqueeze(1) - how.k_positions).abs()
+        scores = scores - slopes.view(-1, 1, 1) * apart
+    if how.bias is not None:
+        scores = scores + how.bias
+    if how.band == FULL:
+        return scores, slope
     rows = torch.arange(first_row, first_row + q.shape[1], device=q.device).unsqueeze(1)
     ahead = torch.arange(keys.shape[2], device=q.device) - rows
     outside = torch.zeros_like(ahead, dtype=torch.bool)
-    if band.lower is not None:
-        outside |= ahead < band.lower
-    if band.upper is not None:
-        outside |= ahead > band.upper
-    return scores.masked_fill(outside, -torch.inf)
+    if how.band.lower is not None:
+        outside |= ahead < how.band.lower
+    if how.band.upper is not None:
+        outside |= ahead > how.band.upper
+    return scores.masked_fill(outside, -torch.inf), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     """softmax from scores and lse; 0 where lse is -inf."""
     safe = lse.masked_fill(lse == -torch.inf, torch.inf)
     return torch.exp(scores - safe.unsqueeze(-1))
+
+
+def _kept(p: Tensor, how: How) -> Tensor | None:
+    """The factor that dropout puts on every probability; None without dropout."""
+    if not how.scores.dropout:
+        return None
+    assert how.q_positions is not None
+    assert how.k_positions is not None
+    return keep(how.scores, (how.first_row, *p.shape[:2]), how.q_positions, how.k_positions).to(p.dtype)

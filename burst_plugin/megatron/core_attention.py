@@ -18,6 +18,7 @@ from burst_plugin.mask import Causal, Full, Mask
 from burst_plugin.megatron.arguments import flag_problems
 from burst_plugin.megatron.config import problems, unknown_fields
 from burst_plugin.megatron.registry import Registry
+from burst_plugin.scores import Scores
 
 __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]
 
@@ -67,7 +68,7 @@ class BurstCoreAttention(MegatronModule):
         given = getattr(pg_collection, "cp", None)
         usual = parallel_state.get_context_parallel_group(check_initialized=False)
         self._pg_collection = pg_collection if given is not usual else None
-        self._softmax_scale: float | None = options.get("softmax_scale")
+        self._scores = Scores(scale=options.get("softmax_scale"))
         self._check(config, attention_type, options.get("attention_dropout"))
 
     def _check(self, config: Any, attention_type: str, dropout: float | None) -> None:
@@ -112,6 +113,6 @@ class BurstCoreAttention(MegatronModule):
         if attention_mask is not None:
             self._registry.check_mask(cp, attention_mask, mask)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = burst_attention(q, k, v, cp, mask=mask, softmax_scale=self._softmax_scale)
+        out = burst_attention(q, k, v, cp, mask=mask, scores=self._scores)
         assert isinstance(out, torch.Tensor)
         return out.transpose(0, 1).flatten(2)

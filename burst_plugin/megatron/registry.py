@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.mask import Mask
+from burst_plugin.mask import Mask, allowed
 from burst_plugin.megatron.arguments import parsed_strategy
 from burst_plugin.strategy import Strategy
 
@@ -74,14 +74,9 @@ class Registry:
 def _mask_problem(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> str:
     """How a mask differs from what the mask type says; empty if it does not."""
     rows, columns = attention_mask.shape[-2:]
-    queries = cp.positions(columns, attention_mask.device).unsqueeze(1)
-    ahead = torch.arange(columns, device=attention_mask.device) - queries
-    lowest, highest = mask.reach()
-    expected = torch.zeros_like(ahead, dtype=torch.bool)
-    if highest is not None:
-        expected |= ahead > highest
-    if lowest is not None:
-        expected |= ahead < lowest
+    queries = cp.positions(columns, attention_mask.device)
+    keys = torch.arange(columns, device=attention_mask.device)
+    expected = ~allowed(mask, (columns, columns), queries, keys)
     if rows == len(queries) and bool((attention_mask.bool() == expected).all()):
         return ""
     return (

@@ -1,36 +1,77 @@
-"""The judge: attention of a whole sequence in float64 on one process, and the error against it."""
+"""The judge: attention of a whole sequence in float64 on one process, and the error against it.
+
+Masks are painted here from their definitions, pair by pair, without the package's regions and tiles.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_plugin import Causal
-from burst_plugin.mask import Mask
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    CausalBottomRight,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    PerRow,
+    PrefixLM,
+    Scores,
+    SlidingWindow,
+)
+from burst_plugin.kernels.dropout import keep
+from burst_plugin.mask import Both
 
-__all__ = ["NAMES", "Problem", "Result", "errors", "reference", "relative"]
+__all__ = ["NAMES", "Problem", "Result", "errors", "painted", "reference", "relative"]
 
-NAMES = ("out", "dq", "dk", "dv")
+NAMES = ("out", "dq", "dk", "dv", "dsink", "dbias")
 
 
 class Problem(NamedTuple):
-    """Whole sequences: q, dout [B, S, Hq, .], k, v [B, S, Hkv, .]."""
+    """Whole sequences: q [B, Sq, Hq, D], dout [B, Sq, Hq, Dv], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv]."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     dout: Tensor
+    sink: Tensor | None = None
+    bias: Tensor | None = None
 
     @classmethod
     def draw(
-        cls, seq_len: int, heads: tuple[int, int], dim: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0
+        cls,
+        seq_len: int | tuple[int, int],
+        heads: tuple[int, int],
+        dim: int | tuple[int, int] = 8,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
     ) -> Problem:
         """Standard normal tensors; batch 2."""
         generator = torch.Generator().manual_seed(seed)
-        shapes = [(2, seq_len, hs, dim) for hs in (heads[0], heads[1], heads[1], heads[0])]
+        q_len, kv_len = (seq_len, seq_len) if isinstance(seq_len, int) else seq_len
+        qk_dim, v_dim = (dim, dim) if isinstance(dim, int) else dim
+        shapes = [
+            (2, q_len, heads[0], qk_dim),
+            (2, kv_len, heads[1], qk_dim),
+            (2, kv_len, heads[1], v_dim),
+            (2, q_len, heads[0], v_dim),
+        ]
         return cls(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
+
+    def with_sink(self) -> Problem:
+        """And a logit per query head."""
+        return self._replace(sink=torch.linspace(-1.0, 2.0, self.q.shape[2]).to(self.q.dtype))
+
+    def with_bias(self, shape: tuple[int, int]) -> Problem:
+        """And a bias; `shape` is (1 or batch, 1 or query heads)."""
+        generator = torch.Generator().manual_seed(11)
+        bias = torch.randn(*shape, self.q.shape[1], self.k.shape[1], generator=generator)
+        return self._replace(bias=bias.to(self.q.dtype))
 
 
 class Result(NamedTuple):
@@ -40,17 +81,85 @@ class Result(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsink: Tensor | None = None
+    dbias: Tensor | None = None
 
 
-def reference(problem: Problem, mask: Mask) -> Result:
-    """In float64, from the definition, with PyTorch's autograd."""
-    q, k, v = (x.detach().double().requires_grad_() for x in problem[:3])
+def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
+    """Which pairs attend, bool [B, Sq, Sk]."""
+    if isinstance(mask, PerRow):
+        return torch.cat([painted(one, 1, q_len, kv_len) for one in mask.masks])
+    if isinstance(mask, Both):
+        return painted(mask.one, batch, q_len, kv_len) & painted(mask.other, batch, q_len, kv_len)
+    i, j = torch.arange(q_len).unsqueeze(1), torch.arange(kv_len)
+    everything = torch.ones(q_len, kv_len, dtype=torch.bool)
+    if isinstance(mask, Full):
+        pairs = everything
+    elif isinstance(mask, Causal):
+        pairs = j <= i
+    elif isinstance(mask, CausalBottomRight):
+        pairs = j - kv_len <= i - q_len
+    elif isinstance(mask, SlidingWindow):
+        pairs = everything if mask.left is None else j >= i - mask.left
+        pairs = pairs if mask.right is None else pairs & (j <= i + mask.right)
+    elif isinstance(mask, PrefixLM):
+        pairs = (j <= i) | (j < mask.prefix)
+    elif isinstance(mask, Documents):
+        starts = mask.kv_cu_seqlens or mask.cu_seqlens
+        kv_lengths = mask.kv_lengths if mask.kv_cu_seqlens or mask.kv_lengths else mask.lengths
+        q, k = _document(mask.cu_seqlens, mask.lengths), _document(starts, kv_lengths)
+        pairs = (q.unsqueeze(1) == k) & (k >= 0)
+    elif isinstance(mask, Keys):
+        pairs = everything & torch.tensor([any(a <= n < b for a, b in mask.spans) for n in range(kv_len)])
+    elif isinstance(mask, BlockMask):
+        pairs = torch.tensor(mask.allowed)[i // mask.block, j // mask.block]
+    else:
+        raise TypeError(mask)
+    return pairs.expand(batch, q_len, kv_len)
+
+
+def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tensor:
+    """The document of every position, -1 for padding."""
+    found = torch.full((starts[-1],), -1)
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        found[start : stop if lengths is None else start + lengths[number]] = number
+    return found
+
+
+def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Result:
+    """In float64, from the definition, with PyTorch's autograd; queries that attend to nothing get 0."""
+    scores = scores or Scores()
+    inputs = [None if x is None else x.detach().double().requires_grad_() for x in (*problem[:3], *problem[4:])]
+    q, k, v, sink, bias = inputs
+    assert q is not None
+    assert k is not None
+    assert v is not None
+    batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, keys) / q.shape[-1] ** 0.5
-    if mask == Causal():
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), values)
-    return Result(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout.double()))
+    logits = torch.einsum("bihd,bjhd->bhij", q, keys)
+    logits = logits * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if scores.alibi_slopes is not None:
+        apart = (torch.arange(q_len).unsqueeze(1) - torch.arange(kv_len)).abs()
+        logits = logits - torch.tensor(scores.alibi_slopes, dtype=torch.float64).view(-1, 1, 1) * apart
+    if bias is not None:
+        logits = logits + bias
+    logits = logits.masked_fill(~painted(mask, batch, q_len, kv_len).unsqueeze(1), -torch.inf)
+    if sink is not None:
+        logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
+    p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
+    if scores.dropout:
+        p = p * keep(scores, (0, *p.shape[:2]), torch.arange(q_len), torch.arange(kv_len)).double()
+    out = torch.einsum("bhij,bjhd->bihd", p, values)
+    wanted = [x for x in inputs if x is not None]
+    grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
+    return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+
+
+def _without_nan(grads: tuple[Tensor, ...]) -> list[Tensor]:
+    """Softmax of a row of -inf is NaN, and so is its gradient; what it stands for is 0."""
+    return [grad.nan_to_num(0.0) for grad in grads]
 
 
 def relative(x: Tensor, truth: Tensor) -> float:
@@ -59,5 +168,6 @@ def relative(x: Tensor, truth: Tensor) -> float:
 
 
 def errors(result: Result, truth: Result) -> dict[str, float]:
-    """Relative error by name."""
-    return {name: relative(x, y) for name, x, y in zip(NAMES, result, truth, strict=True)}
+    """Relative error by name, of what there is."""
+    pairs = zip(NAMES, result, truth, strict=True)
+    return {name: relative(x, y) for name, x, y in pairs if x is not None and y is not None}

@@ -1,0 +1,42 @@
+"""Dropout that depends on nothing but the seed, the batch row, the head and two positions.
+
+Every (row, head, query, key) has a 32-bit hash, so any tile of the attention matrix can be drawn on its own, by
+any rank and in any pass. The finaliser is a multiply-xorshift of 32 bits (constants: Chris Wellons, "Prospecting
+for hash functions", nullprogram.com, 2018).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_plugin.scores import Scores
+
+__all__ = ["keep"]
+
+_BITS = 0xFFFFFFFF
+
+
+def keep(scores: Scores, batch: tuple[int, int, int], q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """0 or 1 / (1 - dropout) for every probability, [B, H, Sq, Sk], float32.
+
+    `batch` is (first batch row, batch rows, heads).
+    """
+    first_row, rows, heads = batch
+    device = q_positions.device
+    seed = torch.tensor(scores.seed & _BITS, device=device) ^ _mixed(
+        torch.tensor(scores.seed >> 32 & _BITS, device=device)
+    )
+    row = _mixed(seed ^ torch.arange(first_row, first_row + rows, device=device)).view(-1, 1, 1)
+    head = _mixed(row + 0x9E3779B9 * torch.arange(1, heads + 1, device=device).view(1, -1, 1))
+    query = _mixed(head ^ _mixed(q_positions))
+    drawn = _mixed(query.unsqueeze(-1) + _mixed(k_positions + 0x85EBCA6B))
+    return (drawn >= int(scores.dropout * (_BITS + 1))).to(torch.float32) / (1 - scores.dropout)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 32-bit numbers, held in int64, in which every bit of the input sways every bit of the output."""
+    x = x & _BITS
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS
+    return x ^ (x >> 16)

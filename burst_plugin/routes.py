@@ -1,0 +1,164 @@
+"""What a mask and a layout make of a schedule: the visits of a rank, their tiles, and what is sent.
+
+All of it follows from data that every rank has, so that all ranks choose alike; it is worked out once per kind
+of call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs
+from burst_plugin.mask import Mask
+from burst_plugin.schedule import SCHEDULES, Needs, RankPlan, Rows, Schedule
+from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
+from burst_plugin.topology import Topology
+
+__all__ = ["Attending", "Pairs", "Route", "Routes"]
+
+_KNOWN = 64  # kinds of calls to remember; lengths may vary without end
+_MOST_PAIRS = 100_000  # runs of all pairs of ranks to look through for what a mask leaves out: about a second
+
+
+class Attending(NamedTuple):
+    """Which tokens attend to which: the sequence of the queries, that of the keys, and the mask between them."""
+
+    q: Tokens
+    kv: Tokens
+    mask: Mask
+
+    def of(self, side: str) -> Tokens:
+        """The sequence of side "q" or "kv"."""
+        return self.q if side == "q" else self.kv
+
+
+class Pairs:
+    """The tiles of every pair of ranks; `runs[side][rank]` is what each holds."""
+
+    def __init__(self, attending: Attending, runs: Mapping[str, Sequence[tuple[Run, ...]]]) -> None:
+        lengths, mask = (attending.q.length, attending.kv.length), attending.mask
+        rows = [mask.of_row(row) for row in range(mask.rows or 0)]
+        self._regions: list[tuple[tuple[int, int] | None, Regions]] = []
+        start = 0
+        for alike, same in groupby(rows):
+            stop = start + len(list(same))
+            self._regions.append(((start, stop), Regions(alike.regions(*lengths))))
+            start = stop
+        if mask.rows is None:
+            self._regions = [(None, Regions(mask.regions(*lengths)))]
+        self.runs = runs
+        self._needs: dict[str, Needs] = {}
+
+    def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+        """The work of these queries on these keys."""
+        if not q_runs or not k_runs:
+            return ()
+        return tuple(
+            tile if batch is None else tile._replace(batch=batch)
+            for batch, regions in self._regions
+            for tile in tiles_of(regions, q_runs, k_runs)
+        )
+
+    def needs(self, away: str) -> Needs | None:
+        """The rows of every block of side `away` that every rank works on; None if there are too many."""
+        ranks = len(self.runs["q"])
+        if ranks * ranks * max(len(runs) for side in self.runs.values() for runs in side) > _MOST_PAIRS:
+            return None
+        if away not in self._needs:
+            self._needs[away] = [
+                {owner: spans for owner in range(ranks) if (spans := self._spans(rank, owner, away))}
+                for rank in range(ranks)
+            ]
+        return self._needs[away]
+
+    def _spans(self, rank: int, owner: int, away: str) -> Rows:
+        q, k = (owner, rank) if away == "q" else (rank, owner)
+        return row_spans(self.tiles(self.runs["q"][q], self.runs["kv"][k]), away)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner."""
+
+    schedule: str
+    plan: RankPlan
+    tiles: Mapping[int, tuple[Tile, ...]]
+    runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and visit: the tokens that are here
+
+
+class Routes:
+    """The routes under one topology and strategy; ranks of one process may share them."""
+
+    def __init__(self, topology: Topology, strategy: Strategy) -> None:
+        self._topology, self._strategy = topology, strategy
+        self._pairs: dict[Attending, Pairs] = {}
+        self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
+        self._routes: dict[tuple[int, Attending, str, bool], Route] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self._topology.ranks
+
+    def layout(self, tokens: Tokens) -> Layout:
+        """The rule by which these tokens are dealt out."""
+        return LAYOUTS[tokens.layout or self._strategy.layout]
+
+    def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
+        """What every rank holds of a sequence."""
+        layout = self.layout(tokens)
+        return [layout.runs(rank, self.ranks, tokens) for rank in range(self.ranks)]
+
+    def pairs(self, attending: Attending) -> Pairs:
+        """The tiles of every pair of ranks."""
+        if attending not in self._pairs:
+            if len(self._pairs) >= _KNOWN:
+                for known in (self._pairs, self._schedules, self._routes):
+                    known.clear()
+            self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in ("q", "kv")})
+        return self._pairs[attending]
+
+    def route(self, rank: int, attending: Attending, away: str, reduces: bool) -> Route:
+        """One rank's route of a pass in which side `away` travels, and sums come home if it `reduces`."""
+        pairs = self.pairs(attending)
+        key = (rank, attending, away, reduces)
+        if key not in self._routes:
+            schedule = self._schedule(attending, away, reduces)
+            plan = schedule.plan(rank)
+            home = "kv" if away == "q" else "q"
+            owners = [step.visit for step in plan.steps if step.visit is not None]
+            runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
+            for owner in owners:
+                rows, block = plan.rows.get(owner), pairs.runs[away][owner]
+                runs[away][owner] = block if rows is None else cut_runs(block, rows)
+            tiles = {owner: pairs.tiles(runs["q"][owner], runs["kv"][owner]) for owner in owners}
+            self._routes[key] = Route(schedule.name, plan, tiles, runs)
+        return self._routes[key]
+
+    def dense(self, reduces: bool) -> Schedule:
+        """The schedule in which every rank visits every block."""
+        key = (None, "", reduces)
+        if key not in self._schedules:
+            self._schedules[key] = SCHEDULES[self._strategy.schedule_for(self._topology)](
+                self._topology, reduces, None
+            )
+        return self._schedules[key]
+
+    def _schedule(self, attending: Attending, away: str, reduces: bool) -> Schedule:
+        """The schedule asked for; for "auto" also `direct`, if it sends less over the scarcer link."""
+        pairs, key = self.pairs(attending), (attending, away, reduces)
+        needs = pairs.needs(away)
+        if needs is None:
+            return self.dense(reduces)
+        if key not in self._schedules:
+            chosen = SCHEDULES[self._strategy.schedule_for(self._topology)](self._topology, reduces, needs)
+            if self._strategy.schedule == AUTO:
+                lengths = [sum(run.length for run in runs) for runs in pairs.runs[away]]
+                candidates = [chosen, SCHEDULES["direct"](self._topology, reduces, needs)]
+                chosen = min(candidates, key=lambda schedule: schedule.load(lengths))
+            self._schedules[key] = chosen
+        return self._schedules[key]

@@ -1,0 +1,100 @@
+"""One tile's work: its rows taken out of a visit's tensors, its pieces made a batch, and the kernel called."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels import How, Kernel, Queries
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import Tile
+
+__all__ = ["Site", "TileWork"]
+
+
+class Site(NamedTuple):
+    """Which tokens meet in a visit: positions [Sq] and [Sk], int64; None where nothing depends on them."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+
+
+class TileWork:
+    """A kernel together with the scores of a call, and `bias` [1 or B, 1 or Hq, S_local, S_global] if there is one.
+
+    The gradient of the bias accumulates in `dbias`.
+    """
+
+    def __init__(self, kernel: Kernel, scores: Scores, bias: Tensor | None = None) -> None:
+        self._kernel, self._scores, self._bias = kernel, scores, bias
+        self.dbias: Tensor | None = None
+
+    def forward(self, q: Tensor, keys: tuple[Tensor, ...], tile: Tile, site: Site) -> tuple[Tensor, Tensor]:
+        """(out, lse) of the tile's queries on its keys."""
+        q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *keys), (tile.q, tile.k, tile.k), strict=True))
+        out, lse = self._kernel.forward(q, k, v, self._how(tile, site))
+        return _unfolded(out, tile), _unfolded_rows(lse, tile)
+
+    def backward(
+        self, queries: Queries, keys: tuple[Tensor, ...], tile: Tile, site: Site
+    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
+        """((dq,), (dk, dv)) that the tile contributes."""
+        q, dout, out = (_tokens(x, tile.q, tile) for x in queries[:3])
+        k, v = (_tokens(x, tile.k, tile) for x in keys)
+        lse = _folded_rows(queries.lse[_batch(tile), :, tile.q], tile)
+        grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, self._how(tile, site))
+        if grads.dbias is not None and self._bias is not None:
+            self._add_to_dbias(grads.dbias, self._bias, tile, site)
+        return (_unfolded(grads.dq, tile),), (_unfolded(grads.dk, tile), _unfolded(grads.dv, tile))
+
+    def _how(self, tile: Tile, site: Site) -> How:
+        first = 0 if tile.batch is None else tile.batch[0]
+        if site.q is None or site.k is None:
+            return How(tile.band, self._scores, first_row=first)
+        q, k = site.q[tile.q], site.k[tile.k]
+        bias = self._bias
+        if bias is not None:
+            bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, k)
+        return How(tile.band, self._scores, bias, q, k, first)
+
+    def _add_to_dbias(self, part: Tensor, bias: Tensor, tile: Tile, site: Site) -> None:
+        assert site.k is not None
+        if self.dbias is None:
+            self.dbias = torch.zeros_like(bias, dtype=part.dtype)
+        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, site.k[tile.k], part)
+
+
+def _batch(tile: Tile) -> slice:
+    return slice(None) if tile.batch is None else slice(*tile.batch)
+
+
+def _bias_batch(bias: Tensor, tile: Tile) -> slice:
+    return slice(None) if bias.shape[0] == 1 else _batch(tile)
+
+
+def _tokens(x: Tensor, rows: slice, tile: Tile) -> Tensor:
+    """Rows of [B, S, H, D]; n pieces of S/n rows as [B * n, S/n, H, D]."""
+    x = x[_batch(tile), rows]
+    return x if tile.pieces == 1 else _split(x, 1, tile.pieces).flatten(0, 1)
+
+
+def _unfolded(x: Tensor, tile: Tile) -> Tensor:
+    """The other way round."""
+    return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
+
+
+def _folded_rows(x: Tensor, tile: Tile) -> Tensor:
+    """[B, H, S] as [B * n, H, S/n]."""
+    return x if tile.pieces == 1 else _split(x, 2, tile.pieces).transpose(1, 2).flatten(0, 1)
+
+
+def _unfolded_rows(x: Tensor, tile: Tile) -> Tensor:
+    """The other way round."""
+    return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
+
+
+def _split(x: Tensor, dim: int, pieces: int) -> Tensor:
+    """`dim` as two dims, the first of `pieces`."""
+    return x.reshape(*x.shape[:dim], pieces, -1, *x.shape[dim + 1 :])

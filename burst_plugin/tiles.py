@@ -1,0 +1,323 @@
+"""Tiles: exactly the work of a visit, in rectangles of local rows.
+
+The regions of a mask and the runs of a query rank and of a key rank give *tiles*: slices of local query and key
+rows, each with a band,
+
+    lower <= j - i <= upper        i, j: row of the tile's query and key slice, None: no bound
+
+and nothing else; no tiles, no work. Kernels see tiles only.
+
+Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causal, .: nothing
+
+                        keys of rank 0      keys of rank 1
+                          a     a'            b     b'
+    queries, rank 0   a   c     .             .     .       one causal tile on the left (the three
+                      a'  f     c             f     f       pieces are joined), one full on the right
+    queries, rank 1   b   f     .             c     .
+                      b'  f     .             f     c
+
+Bands that a kernel lacks are cut into ones that it has. A window of n + 1 keys is a staircase of squares of n rows,
+a: anticausal, c: causal,
+
+    queries 0 ... n    a c . .       each column of squares on one diagonal is one tile with `pieces` squares,
+            n ... 2n   . a c .       which a kernel works on as a batch
+            2n .. 3n   . . a c
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from burst_plugin.layout import Run
+from burst_plugin.mask import Mask, Region
+
+__all__ = ["ANTICAUSAL", "CAUSAL", "FULL", "Band", "Regions", "Tile", "cut", "row_spans", "tiles"]
+
+
+class Band(NamedTuple):
+    """Query row i attends to key row j where `lower <= j - i <= upper`; None is no bound."""
+
+    lower: int | None
+    upper: int | None
+
+
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)
+ANTICAUSAL = Band(0, None)
+
+
+class Tile(NamedTuple):
+    """Query rows `q_start:q_stop` on key rows `k_start:k_stop` of a visit, within `band`.
+
+    With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
+    the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    band: Band = FULL
+    pieces: int = 1
+    batch: tuple[int, int] | None = None
+
+    @property
+    def q(self) -> slice:
+        """The query rows."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def k(self) -> slice:
+        """The key rows."""
+        return slice(self.k_start, self.k_stop)
+
+    def rows(self, side: str) -> slice:
+        """The rows of side "q" or "kv"."""
+        return self.q if side == "q" else self.k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Query and key rows of one piece."""
+        return (self.q_stop - self.q_start) // self.pieces, (self.k_stop - self.k_start) // self.pieces
+
+    @property
+    def work(self) -> int:
+        """Number of (query, key) pairs that attend, in one batch row."""
+        rows, columns = self.shape
+        below = rows * columns if self.band.upper is None else _pairs_up_to(self.band.upper, rows, columns)
+        return self.pieces * (
+            below - (0 if self.band.lower is None else _pairs_up_to(self.band.lower - 1, rows, columns))
+        )
+
+
+def _pairs_up_to(upper: int, rows: int, columns: int) -> int:
+    """How many pairs have `j - i <= upper`: rows of i + upper + 1 keys, no less than 0 and no more than all."""
+    some = min(max(0, -upper), rows)  # the first row with a key
+    every = min(max(some, columns - upper), rows)  # the first row with all keys
+    partial = (every - some) * (some + upper + 1 + every + upper) // 2
+    return partial + (rows - every) * columns
+
+
+class Regions:
+    """The regions of a mask, found by query position."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = sorted(regions)
+        self._starts = [region.q_start for region in self._regions]
+        self._stops = list(accumulate((region.q_stop for region in self._regions), max))
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    def at(self, first: int, last: int) -> Iterator[Region]:
+        """Those that hold any of the queries `first ... last`."""
+        for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
+            if self._regions[number].q_stop > first:
+                yield self._regions[number]
+
+
+def tiles(mask: Mask, lengths: tuple[int, int], q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+    """The work of queries at `q_runs` on keys at `k_runs`, for a mask that is the same for all batch rows.
+
+    `lengths` are those of the whole sequences, (queries, keys). For many pairs of ranks make `Regions` once and
+    call `tiles_of`.
+    """
+    return tiles_of(Regions(mask.regions(*lengths)), q_runs, k_runs)
+
+
+def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+    """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
+
+    Runs are in ascending order. Raises ValueError for runs of unlike strides.
+    """
+    strides = {run.stride for run in (*q_runs, *k_runs)}
+    if len(strides) > 1:
+        raise ValueError(f"runs of unlike strides do not make tiles: {sorted(strides)}")
+    k_first = [run.start for run in k_runs]
+    k_last = [run.start + (run.length - 1) * run.stride for run in k_runs]
+    k_offsets = [0, *accumulate(run.length for run in k_runs)]
+    found: list[Tile] = []
+    q_offset = 0
+    for q_run in q_runs:
+        last = q_run.start + (q_run.length - 1) * q_run.stride
+        for region in regions.at(q_run.start, last):
+            low = region.k_start if region.lower is None else max(region.k_start, q_run.start + region.lower)
+            high = region.k_stop - 1 if region.upper is None else min(region.k_stop - 1, last + region.upper)
+            for number in range(bisect_left(k_last, low), bisect_right(k_first, high)):
+                found += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
+        q_offset += q_run.length
+    return _join(found)
+
+
+def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
+    """The tiles of one run on another. `key - query = k.start - q.start + stride * (j - i)`."""
+    stride = q_run.stride
+    q_first, rows = _inside(q_run, region.q_start, region.q_stop)
+    k_first, columns = _inside(k_run, region.k_start, region.k_stop)
+    if rows <= 0 or columns <= 0:
+        return
+    ahead = k_run.start - q_run.start + stride * (k_first - q_first)
+    lower = None if region.lower is None else -((ahead - region.lower) // stride)
+    upper = None if region.upper is None else (region.upper - ahead) // stride
+    tile = Tile(q_offset + q_first, q_offset + q_first + rows, k_offset + k_first, k_offset + k_first + columns)
+    yield from _banded(tile, lower, upper)
+
+
+def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
+    """(first row, number of rows) of a run at positions `start:stop`."""
+    first = max(0, -((run.start - start) // run.stride))
+    return first, min(run.length, -((run.start - stop) // run.stride)) - first
+
+
+def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
+    """What a band leaves of a full tile, without rows and columns that are empty."""
+    q, q_stop, k, k_stop = tile[:4]
+    if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
+        return
+    if upper is not None and upper < 0:  # the first rows have no key
+        q, lower, upper = q - upper, None if lower is None else lower - upper, 0
+    if lower is not None and lower > 0:  # the first columns have no query
+        k, lower, upper = k + lower, 0, None if upper is None else upper - lower
+    if lower is not None:
+        q_stop = min(q_stop, q + k_stop - k - lower)
+    if upper is not None:
+        k_stop = min(k_stop, k + q_stop - q + upper)
+    rows, columns = q_stop - q, k_stop - k
+    if rows <= 0 or columns <= 0:
+        return
+    if lower is not None and lower <= 1 - rows:
+        lower = None
+    if upper is not None and upper >= columns - 1:
+        upper = None
+    if lower is None and upper is not None:
+        yield from _causal(Tile(q, q_stop, k, k_stop), upper)
+    elif upper is None and lower is not None:
+        yield from _anticausal(Tile(q, q_stop, k, k_stop), -lower)
+    else:
+        yield Tile(q, q_stop, k, k_stop, Band(lower, upper))
+
+
+def _causal(tile: Tile, ahead: int) -> Iterator[Tile]:
+    """`j - i <= ahead`, from 0 up: whole columns on the left, a causal square, and whole rows below it."""
+    q, q_stop, k, k_stop = tile[:4]
+    if ahead:
+        yield Tile(q, q_stop, k, k + ahead)
+        k += ahead
+    square = min(q_stop - q, k_stop - k)
+    yield Tile(q, q + square, k, k + square, CAUSAL)
+    if q + square < q_stop:
+        yield Tile(q + square, q_stop, k, k + square)
+
+
+def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
+    """`j - i >= -behind`, from 0 up: whole rows on top, an anticausal square, and whole columns right of it."""
+    q, q_stop, k, k_stop = tile[:4]
+    if behind:
+        yield Tile(q, q + behind, k, k_stop)
+        q += behind
+    square = min(q_stop - q, k_stop - k)
+    yield Tile(q, q + square, k, k + square, ANTICAUSAL)
+    if k + square < k_stop:
+        yield Tile(q, q + square, k + square, k_stop)
+
+
+def cut(tile: Tile) -> Iterator[Tile]:
+    """`tile` in full, causal and anticausal tiles; drawn at the top of this file."""
+    lower, upper = tile.band
+    if lower is None or upper is None:
+        yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
+        return
+    step = max(1, upper - lower)
+    for first, band in ((lower, ANTICAUSAL), (lower + step, CAUSAL)):
+        if upper == lower:
+            if band is CAUSAL:
+                return
+            band = FULL
+        yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band))
+
+
+def _staircase(tile: Tile, first: int, step: int, band: Band) -> Iterator[Tile]:
+    """Squares of `step` rows down a diagonal: square n has the rows from n * step on, and keys `first` further."""
+    q, q_stop, k, k_stop = tile[:4]
+    squares = range(-(-(q_stop - q) // step))
+    whole = [n for n in squares if q + (n + 1) * step <= q_stop and _fits(k + first + n * step, step, k, k_stop)]
+    if whole:
+        rows, keys = q + whole[0] * step, k + first + whole[0] * step
+        length = len(whole) * step
+        yield Tile(rows, rows + length, keys, keys + length, band, len(whole))
+    for n in squares:
+        if whole and whole[0] <= n <= whole[-1]:
+            continue
+        rows, keys = q + n * step, k + first + n * step
+        part = Tile(rows, min(rows + step, q_stop), max(keys, k), min(keys + step, k_stop))
+        if part.k_start < part.k_stop:
+            shift = part.k_start - keys  # the band is that of the square, from its own corner
+            yield from _banded(part, *(None if edge is None else edge - shift for edge in band))
+
+
+def _fits(start: int, length: int, low: int, high: int) -> bool:
+    return low <= start and start + length <= high
+
+
+def row_spans(found: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
+    """The local rows of a side that any of these tiles reads, as ascending (start, stop)."""
+    spans: list[tuple[int, int]] = []
+    for rows in sorted((tile.rows(side).start, tile.rows(side).stop) for tile in found):
+        if spans and rows[0] <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], rows[1]))
+        else:
+            spans.append(rows)
+    return tuple(spans)
+
+
+def _join(found: list[Tile]) -> tuple[Tile, ...]:
+    """Join causal stairs, then full tiles side by side and one above the other, until nothing changes."""
+    joined, before = found, None
+    while len(joined) > 1 and before != len(joined):
+        before = len(joined)
+        joined = _beside(_beside(_stairs(joined), "q"), "kv")
+    return tuple(sorted(joined, key=lambda tile: tile[:4]))
+
+
+def _stairs(found: list[Tile]) -> list[Tile]:
+    """Two causal squares and the full rectangle below the first make one causal square."""
+    rest = dict.fromkeys(found)
+    squares = {
+        (t.q_start, t.k_start): t for t in found if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start
+    }
+    for start in sorted(squares):
+        if start not in squares:
+            continue
+        one = squares[start]
+        while other := squares.get((one.q_stop, one.k_stop)):
+            corner = Tile(other.q_start, other.q_stop, one.k_start, one.k_stop)
+            if corner not in rest:
+                break
+            for part in (one, other, corner):
+                rest.pop(part, None)
+            del squares[other.q_start, other.k_start]
+            one = Tile(one.q_start, other.q_stop, one.k_start, other.k_stop, CAUSAL)
+            squares[start] = one
+            rest[one] = None
+    return list(rest)
+
+
+def _beside(found: list[Tile], side: str) -> list[Tile]:
+    """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
+    other = "kv" if side == "q" else "q"
+    joined = [tile for tile in found if tile.band != FULL]
+    full = [tile for tile in found if tile.band == FULL]
+    full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))
+    for _, alike in groupby(full, key=lambda t: (t.rows(side).start, t.rows(side).stop)):
+        last: Tile | None = None
+        for tile in alike:
+            if last is not None and last.rows(other).stop == tile.rows(other).start:
+                last = Tile(last.q_start, tile.q_stop, last.k_start, tile.k_stop)
+                continue
+            joined += [] if last is None else [last]
+            last = tile
+        joined += [] if last is None else [last]
+    return joined

@@ -1,0 +1,124 @@
+"""Tiles: exactly the work of a visit, as few as possible, evenly spread; and bands cut into simpler ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
+from burst_plugin.layout import LAYOUTS, Run, positions
+from burst_plugin.mask import allowed
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Tile, cut, row_spans, tiles
+
+
+def painted_tiles(found: tuple[Tile, ...], rows: int, columns: int) -> torch.Tensor:
+    """How often every (query, key) pair is in a tile."""
+    count = torch.zeros(rows, columns, dtype=torch.int)
+    for tile in found:
+        height, width = tile.shape
+        ahead = torch.arange(width) - torch.arange(height).unsqueeze(1)
+        inside = torch.ones_like(ahead, dtype=torch.bool)
+        if tile.band.lower is not None:
+            inside &= ahead >= tile.band.lower
+        if tile.band.upper is not None:
+            inside &= ahead <= tile.band.upper
+        assert inside.any(1).all(), f"{tile} has a row that attends to nothing"
+        assert int(inside.sum()) * tile.pieces == tile.work
+        for piece in range(tile.pieces):
+            q, k = tile.q_start + piece * height, tile.k_start + piece * width
+            count[q : q + height, k : k + width] += inside
+    return count
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_tiles_are_exactly_the_mask(name: str, mask: Mask, ranks: int) -> None:
+    layout, tokens = LAYOUTS[name], Tokens(2 * ranks * 3)
+    work = [0] * ranks
+    for queries in range(ranks):
+        for keys in range(ranks):
+            runs = [layout.runs(rank, ranks, tokens) for rank in (queries, keys)]
+            found = tiles(mask, (tokens.length, tokens.length), *runs)
+            assert {tile.band for tile in found} <= {FULL, CAUSAL}
+            assert len(found) <= 1, "full and causal visits join into one tile"
+            expected = allowed(mask, (tokens.length, tokens.length), *(positions(r) for r in runs))
+            assert torch.equal(painted_tiles(found, *expected.shape), expected.int())
+            work[queries] += sum(tile.work for tile in found)
+    if name != "contiguous" or mask == Full():
+        assert max(work) - min(work) <= max(work) * (0 if name == "zigzag" else 0.5)
+
+
+@pytest.mark.parametrize("start", range(-9, 10))
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (4, 4), (3, 7), (7, 3)])
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(0, None)], ids=["causal", "anticausal"])
+def test_runs_of_any_length_and_offset(start: int, rows: int, columns: int, mask: Mask) -> None:
+    queries, keys = Run(20, rows), Run(20 + start, columns)
+    found = tiles(mask, (60, 60), (queries,), (keys,))
+    assert {tile.band for tile in found} <= {FULL, CAUSAL, ANTICAUSAL}
+    expected = allowed(mask, (60, 60), positions([queries]), positions([keys]))
+    assert torch.equal(painted_tiles(found, rows, columns), expected.int())
+
+
+@pytest.mark.parametrize("window", [(3, 0), (2, 2), (1, 0), (0, 0), (40, 0), (5, 1)])
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("size", [32, 37])
+def test_windows_are_exact_in_every_layout_whole_and_cut(name: str, window: tuple[int, int], size: int) -> None:
+    mask, ranks, tokens = SlidingWindow(*window), 4, Tokens(size)
+    for queries in range(ranks):
+        for keys in range(ranks):
+            runs = [LAYOUTS[name].runs(rank, ranks, tokens) for rank in (queries, keys)]
+            found = tiles(mask, (size, size), *runs)
+            expected = allowed(mask, (size, size), *(positions(r) for r in runs)).int()
+            assert torch.equal(painted_tiles(found, *expected.shape), expected)
+            pieces = tuple(piece for tile in found for piece in cut(tile))
+            assert {tile.band for tile in pieces} <= {FULL, CAUSAL, ANTICAUSAL}
+            assert torch.equal(painted_tiles(pieces, *expected.shape), expected)
+
+
+def test_a_window_is_cut_into_two_staircases() -> None:
+    """The drawing at the top of `tiles.py`: four squares down each diagonal, whatever the length."""
+    (window,) = tiles(SlidingWindow(4), (16, 16), (Run(0, 16),), (Run(0, 16),))
+    assert window == Tile(0, 16, 0, 16, Band(-4, 0))
+    assert list(cut(window)) == [
+        Tile(4, 16, 0, 12, ANTICAUSAL, pieces=3),
+        Tile(0, 16, 0, 16, CAUSAL, pieces=4),
+    ]
+
+
+@pytest.mark.parametrize("length", [1 << 14, 1 << 20])
+def test_the_number_of_pieces_does_not_grow_with_the_length(length: int) -> None:
+    (window,) = tiles(SlidingWindow(4095), (length, length), (Run(0, length),), (Run(0, length),))
+    pieces = list(cut(window))
+    assert len(pieces) <= 6
+    assert sum(piece.work for piece in pieces) == window.work == 4096 * length - 4096 * 4095 // 2
+
+
+def test_documents_give_a_tile_each_and_nothing_between_them() -> None:
+    mask, tokens = Causal() & Documents((0, 8, 24)), Tokens(24, (0, 8, 24))
+    runs = [LAYOUTS["zigzag"].runs(rank, 2, tokens) for rank in range(2)]
+    assert tiles(mask, (24, 24), runs[0], runs[0]) == (Tile(0, 4, 0, 4, CAUSAL), Tile(4, 12, 4, 12, CAUSAL))
+    assert tiles(mask, (24, 24), runs[0], runs[1]) == (Tile(2, 4, 0, 4), Tile(8, 12, 4, 12))
+
+
+def test_full_rectangles_join() -> None:
+    mask = Documents((0, 8, 16)) & Keys(((0, 6), (6, 16)))
+    assert tiles(mask, (16, 16), (Run(0, 16),), (Run(0, 16),)) == (Tile(0, 8, 0, 8), Tile(8, 16, 8, 16))
+
+
+def test_rows_that_are_read() -> None:
+    found = [Tile(0, 4, 2, 6), Tile(2, 8, 5, 9, CAUSAL), Tile(12, 16, 20, 22)]
+    assert row_spans(found, "q") == ((0, 8), (12, 16))
+    assert row_spans(found, "kv") == ((2, 9), (20, 22))
+
+
+def test_unlike_strides_are_refused() -> None:
+    with pytest.raises(ValueError, match="unlike strides"):
+        tiles(Full(), (8, 8), (Run(0, 4, 1),), (Run(0, 4, 2),))
+
+
+def test_a_tile_reads_well() -> None:
+    assert Tile(0, 4, 2, 6, Band(None, 0)).rows("kv") == slice(2, 6)
+    assert Tile(0, 4, 2, 6, CAUSAL).work == 10
+    assert Tile(0, 8, 0, 8, CAUSAL, pieces=2).work == 20
+    assert Tile(0, 6, 0, 9, CAUSAL, pieces=3).shape == (2, 3)
