@@ -15,10 +15,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.agreement import DISAGREE, Agreement
+from burst_plugin.balance import choose_tokens, imbalance
 from burst_plugin.executor import Trace
 from burst_plugin.layout import Tokens, positions
+from burst_plugin.mask import Mask
 from burst_plugin.member import Member, as_traffic
-from burst_plugin.routes import Routes
+from burst_plugin.routes import Attending, Routes
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
 from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
@@ -129,6 +131,18 @@ class ContextParallel:
         """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
         return positions(self.member.routes.runs(tokens)[self.rank], device)
+
+    def tokens(self, length: int, mask: Mask) -> Tokens:
+        """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
+
+        Pass it as `tokens=` to `shard`, `unshard`, `positions` and `burst_attention`.
+        """
+        return choose_tokens(self.member.routes, length, mask)
+
+    def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
+        """Most over mean of the ranks' attention work; 1 is even."""
+        tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
+        return imbalance(self.member.routes, Attending(tokens, tokens, mask))
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.

@@ -35,7 +35,7 @@ __all__ = [
     "SlidingWindow",
     "allowed",
     "key_padding",
-    "row_work",
+    "work_by_token",
 ]
 
 
@@ -61,6 +61,12 @@ class Region(NamedTuple):
         )
 
     @property
+    def transposed(self) -> Region:
+        """With queries and keys exchanged."""
+        lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is left."""
         crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
@@ -82,6 +88,11 @@ class Mask(ABC):
     def of_row(self, row: int) -> Mask:
         """The mask of one batch row."""
         return self
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Where documents of queries and keys begin, and the length; None if there are none."""
+        return None
 
     @property
     def compares_positions(self) -> bool:
@@ -219,6 +230,11 @@ class Documents(Mask):
                 f"Documents has {len(self.cu_seqlens) - 1} documents of queries and {len(self.kv_cu_seqlens) - 1} of "
                 "keys; every document needs both, if need be of length 0"
             )
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """`cu_seqlens`, unless the keys have their own."""
+        return None if self.shifts else self.cu_seqlens
 
     @property
     def shifts(self) -> bool:
@@ -366,6 +382,11 @@ class Both(Mask):
         """The batch size of either."""
         return self.one.rows if self.one.rows is not None else self.other.rows
 
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Those of either."""
+        return self.one.documents or self.other.documents
+
     def of_row(self, row: int) -> Mask:
         """Both masks of that row."""
         return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
@@ -416,18 +437,21 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
     return found
 
 
-def row_work(mask: Mask, q_len: int, kv_len: int) -> Tensor:
-    """How many keys every query attends to, [q_len], int64; summed over batch rows if their masks differ."""
+def work_by_token(mask: Mask, lengths: tuple[int, int], side: str = "q") -> Tensor:
+    """How many keys every query attends to, or for side "kv" how many queries attend to every key; int64.
+
+    `lengths` are (queries, keys). Summed over batch rows if their masks differ.
+    """
     if mask.rows is not None:
-        return torch.stack([row_work(mask.of_row(row), q_len, kv_len) for row in range(mask.rows)]).sum(0)
-    work = torch.zeros(q_len, dtype=torch.int64)
-    for region in mask.regions(q_len, kv_len):
-        queries = torch.arange(region.q_start, region.q_stop)
-        first = torch.full_like(queries, region.k_start)
-        if region.lower is not None:
-            first = first.maximum(queries + region.lower)
-        stop = torch.full_like(queries, region.k_stop)
-        if region.upper is not None:
-            stop = stop.minimum(queries + region.upper + 1)
-        work[region.q_start : region.q_stop] += (stop - first).clamp_(min=0)
+        return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64)
+    for region in mask.regions(*lengths):
+        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        tokens = torch.arange(start, stop)
+        first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
+        if lower is not None:
+            first = first.maximum(tokens + lower)
+        if upper is not None:
+            last = last.minimum(tokens + upper + 1)
+        work[start:stop] += (last - first).clamp_(min=0)
     return work

@@ -105,8 +105,14 @@ class Routes:
         return self._topology.ranks
 
     def layout(self, tokens: Tokens) -> Layout:
-        """The rule by which these tokens are dealt out."""
-        return LAYOUTS[tokens.layout or self._strategy.layout]
+        """The rule by which these tokens are dealt out; ValueError if nothing says which."""
+        name = tokens.layout or self._strategy.layout
+        if name == AUTO:
+            raise ValueError(
+                "layout='auto' depends on the mask: let tokens = cp.tokens(length, mask), and pass tokens= to shard, "
+                "positions and burst_attention; or name a layout"
+            )
+        return LAYOUTS[name]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
         """What every rank holds of a sequence."""
@@ -148,6 +154,10 @@ class Routes:
             )
         return self._schedules[key]
 
+    def load(self, attending: Attending) -> tuple[int, int]:
+        """The most rows of keys that any rank sends: (between nodes, inside a node)."""
+        return self._schedule(attending, "kv", False).load(_lengths(self.runs(attending.kv)))
+
     def _schedule(self, attending: Attending, away: str, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also `direct`, if it sends less over the scarcer link."""
         pairs, key = self.pairs(attending), (attending, away, reduces)
@@ -157,8 +167,12 @@ class Routes:
         if key not in self._schedules:
             chosen = SCHEDULES[self._strategy.schedule_for(self._topology)](self._topology, reduces, needs)
             if self._strategy.schedule == AUTO:
-                lengths = [sum(run.length for run in runs) for runs in pairs.runs[away]]
+                lengths = _lengths(pairs.runs[away])
                 candidates = [chosen, SCHEDULES["direct"](self._topology, reduces, needs)]
                 chosen = min(candidates, key=lambda schedule: schedule.load(lengths))
             self._schedules[key] = chosen
         return self._schedules[key]
+
+
+def _lengths(runs: Sequence[tuple[Run, ...]]) -> list[int]:
+    return [sum(run.length for run in held) for held in runs]

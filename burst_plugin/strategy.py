@@ -24,7 +24,8 @@ CHECKS = (AUTO, "always", "sparse")
 class Strategy:
     """How attention is distributed. Every field has a default that suits most runs.
 
-    layout: which tokens a rank holds: zigzag (Megatron's own), striped, contiguous.
+    layout: which tokens a rank holds: zigzag (Megatron's own), striped, contiguous; or auto, which
+    `ContextParallel.tokens` chooses for a mask.
     schedule: flat_ring, two_level_ring, direct, or auto: two levels where the topology has two, and direct for masks
     that leave so little that it sends less.
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
@@ -49,7 +50,7 @@ class Strategy:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("layout", self.layout, LAYOUTS)
+        _one_of("layout", self.layout, (*LAYOUTS, AUTO))
         _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
         _one_of("forward", self.forward, (*TRAVELLERS, AUTO))
         _one_of("backward", self.backward, (*TRAVELLERS, AUTO))

@@ -20,7 +20,7 @@ from burst_plugin import (
     SlidingWindow,
     key_padding,
 )
-from burst_plugin.mask import allowed, row_work
+from burst_plugin.mask import allowed, work_by_token
 from tests.support.reference import painted
 
 Q_LEN, KV_LEN = 11, 13
@@ -59,7 +59,8 @@ def test_regions_are_the_definition(mask: Mask) -> None:
     found = allowed(mask, (Q_LEN, KV_LEN), torch.arange(Q_LEN), torch.arange(KV_LEN))
     assert torch.equal(found.expand_as(expected), expected)
     work = expected.sum(-1) if mask.rows is None else expected.sum(-1).sum(0, keepdim=True)
-    assert torch.equal(row_work(mask, Q_LEN, KV_LEN), work[0])
+    assert torch.equal(work_by_token(mask, (Q_LEN, KV_LEN)), work[0])
+    assert torch.equal(work_by_token(mask, (Q_LEN, KV_LEN), "kv"), expected[: mask.rows or 1].sum((0, 1)))
 
 
 @pytest.mark.parametrize("mask", [mask for mask in (*SINGLE, *COMBINED) if mask.rows is None], ids=str)

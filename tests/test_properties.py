@@ -34,7 +34,7 @@ from burst_plugin import (
 from burst_plugin.executor import Packing
 from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.layout import LAYOUTS
-from burst_plugin.mask import row_work
+from burst_plugin.mask import work_by_token
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.tiles import tiles
 from tests.support.reference import NAMES, Problem, Result, errors, reference
@@ -225,7 +225,7 @@ def test_tiles_are_all_of_the_work_and_nothing_else(data: st.DataObject, layout:
     tokens = Tokens(size, data.draw(st.one_of(st.none(), cu_seqlens(size))))
     runs = [LAYOUTS[layout].runs(rank, ranks, tokens) for rank in range(ranks)]
     work = sum(tile.work for q in runs for k in runs for tile in tiles(mask, (size, size), q, k))
-    assert work == int(row_work(mask, size, size).sum())
+    assert work == int(work_by_token(mask, (size, size)).sum())
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

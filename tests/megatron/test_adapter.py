@@ -131,9 +131,9 @@ def _forward_with(rank: int, kind: str) -> list[str]:
     q = torch.randn(32, 1, 8, 8)
     k = torch.randn(32, 1, 4, 8)
     causal = torch.ones(64, 64, dtype=torch.bool).triu(1)
-    from burst_plugin.layout import LAYOUTS
+    from burst_plugin.layout import LAYOUTS, Tokens, positions
 
-    rows = LAYOUTS["zigzag"].positions(rank, 2, 64)
+    rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64)))
     assert core(q, k, k, causal[rows].view(1, 1, 32, 64)).shape == (32, 1, 64)
     documents = causal.clone()
     documents[40:, :40] = True  # what --reset-attention-mask makes

@@ -1,0 +1,132 @@
+"""Even work under every mask, and bytes that grow with what a mask leaves, as data: no process, no attention."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from burst_plugin import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, Strategy, Tokens, Topology
+from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
+from burst_plugin.mask import work_by_token
+from burst_plugin.routes import Attending, Routes
+from burst_plugin.schedule import SCHEDULES
+
+
+def long_tailed(seed: int, count: int = 64) -> tuple[int, ...]:
+    """Where documents of lognormal lengths begin; the longest are a hundred times the median."""
+    drawn = random.Random(seed)
+    starts = [0]
+    for _ in range(count):
+        starts.append(starts[-1] + max(1, int(drawn.lognormvariate(7, 1.5))))
+    return tuple(starts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_auto_is_even_for_long_tailed_documents(seed: int) -> None:
+    starts = long_tailed(seed)
+    mask, routes = Causal() & Documents(starts), Routes(Topology(4, 8), Strategy(layout="auto"))
+    tokens = choose_tokens(routes, starts[-1], mask)
+    assert imbalance(routes, Attending(tokens, tokens, mask)) <= 1.05
+    whole = Tokens(starts[-1], layout="zigzag")
+    assert imbalance(routes, Attending(whole, whole, mask)) > 1.5, "without a choice it is not"
+
+
+@pytest.mark.parametrize(
+    ("mask", "layout"),
+    [
+        (Causal(), "zigzag"),
+        (Full(), "zigzag"),
+        (SlidingWindow(1000), "contiguous"),
+        (SlidingWindow(500, 500), "contiguous"),
+    ],
+)
+def test_auto_is_even_and_then_sends_least(mask: Mask, layout: str) -> None:
+    routes, length = Routes(Topology(4, 8), Strategy(layout="auto")), 1 << 17
+    tokens = choose_tokens(routes, length, mask)
+    assert tokens.layout == layout
+    assert imbalance(routes, Attending(tokens, tokens, mask)) <= 1.05
+
+
+def test_work_by_rank_is_that_of_the_tiles() -> None:
+    routes = Routes(Topology(2, 3), Strategy(layout="contiguous"))
+    tokens = Tokens(67)
+    attending = Attending(tokens, tokens, SlidingWindow(20, 3) & Documents((0, 30, 67)))
+    for home, away in (("q", "kv"), ("kv", "q")):
+        tiles = [routes.route(rank, attending, away, True).tiles for rank in range(6)]
+        found = [sum(tile.work for visit in visits.values() for tile in visit) for visits in tiles]
+        assert work_by_rank(routes, attending, home) == found
+
+
+def test_a_window_of_4096_in_a_million_tokens_costs_what_it_needs() -> None:
+    """64 ranks: rows sent and pairs worked on, against what the window needs whatever the schedule."""
+    length, window = 1 << 20, 4096
+    routes, mask = Routes(Topology(8, 8), Strategy(layout="auto")), SlidingWindow(window - 1)
+    tokens = choose_tokens(routes, length, mask)
+    attending = Attending(tokens, tokens, mask)
+    plans = [routes.route(rank, attending, "kv", True) for rank in range(64)]
+    assert {plan.schedule for plan in plans} == {"direct"}
+    sent = {"gather": 0, "reduce": 0}
+    for plan in plans:
+        for traffic, transfer in plan.plan.sends:
+            assert transfer.rows is not None
+            sent[traffic.value] += sum(stop - start for start, stop in transfer.rows)
+    needed = 63 * (window - 1)  # at each seam between two ranks, the keys that reach over it
+    assert needed <= sent["gather"] <= 1.05 * needed
+    assert needed <= sent["reduce"] <= 1.05 * needed
+    work = sum(tile.work for plan in plans for visit in plan.tiles.values() for tile in visit)
+    assert work == int(work_by_token(mask, (length, length)).sum())
+    assert imbalance(routes, attending) <= 1.05
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_bytes_of_a_window_grow_with_the_window_and_not_with_the_sequence(layout: str) -> None:
+    routes = Routes(Topology(2, 4), Strategy(layout=layout))
+
+    def rows(length: int, window: int) -> int:
+        attending = Attending(Tokens(length), Tokens(length), SlidingWindow(window))
+        return sum(routes.load(attending))
+
+    assert rows(1 << 14, 256) == rows(1 << 18, 256)
+    assert rows(1 << 18, 1024) == 4 * rows(1 << 18, 256)
+
+
+def test_what_a_ring_carries_in_vain_is_left_out() -> None:
+    """Contiguous and causal: half of all visits are empty, and a block stops at the last rank."""
+    routes = Routes(Topology(1, 4), Strategy(layout="contiguous", schedule="flat_ring"))
+    attending = Attending(Tokens(64), Tokens(64), Causal())
+    plans = [routes.route(rank, attending, "kv", False).plan for rank in range(4)]
+    assert [[step.visit for step in plan.steps[:4]] for plan in plans] == [
+        [0, None, None, None],
+        [1, 0, None, None],
+        [2, 1, 0, None],
+        [3, 2, 1, 0],
+    ]
+    assert [sum(1 for _ in plan.sends) for plan in plans] == [1, 2, 3, 0]
+
+
+def test_auto_keeps_the_ring_where_everything_is_needed() -> None:
+    routes = Routes(Topology(2, 4), Strategy())
+    for mask in (Causal(), Full()):
+        attending = Attending(Tokens(256), Tokens(256), mask)
+        assert routes.route(0, attending, "kv", True).schedule == "two_level_ring"
+
+
+def test_many_ranks_are_not_looked_through_pair_by_pair() -> None:
+    routes = Routes(Topology(8, 40), Strategy(schedule="flat_ring"))
+    attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(5))
+    assert routes.pairs(attending).needs("kv") is None
+    assert routes.dense(False) == SCHEDULES["flat_ring"](Topology(8, 40), False, None)
+
+
+def test_auto_has_to_be_asked() -> None:
+    cp = ContextParallel(layout="auto")
+    x = torch.arange(12).view(1, 12)
+    with pytest.raises(
+        ValueError, match=r"layout='auto' depends on the mask: let tokens = cp.tokens\(length, mask\)"
+    ):
+        cp.shard(x)
+    tokens = cp.tokens(12, SlidingWindow(3))
+    assert torch.equal(cp.unshard(cp.shard(x, tokens=tokens), tokens=tokens), x)
+    assert cp.imbalance(SlidingWindow(3), tokens) == 1.0

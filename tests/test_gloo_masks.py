@@ -1,0 +1,129 @@
+"""Masks, uneven lengths and by-need schedules over real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Mask,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    burst_attention,
+    key_padding,
+)
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.reference import Problem, Result, errors, reference
+
+LENGTH = 61
+DOCUMENTS = (0, 7, 8, 40, 61)
+PADDED = torch.arange(LENGTH).expand(2, LENGTH) >= torch.tensor([[0], [9]])
+
+
+def _exactness(rank: int, strategy: Strategy, mask: Mask, tokens: Tokens | None) -> tuple[Result, bool, str]:
+    """The whole result of two calls, whether bytes were as counted, and the schedule."""
+    problem = Problem.draw(LENGTH, (4, 2)).with_sink()
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
+    tokens = tokens or cp.tokens(LENGTH, mask)
+    assert problem.sink is not None
+    for _ in range(2):
+        inputs = [*(cp.shard(x, tokens=tokens) for x in problem[:3]), problem.sink.clone()]
+        q, k, v, sink = (x.requires_grad_() for x in inputs)
+        out = burst_attention(q, k, v, cp, mask=mask, sink=sink, tokens=tokens)
+        assert isinstance(out, torch.Tensor)
+        grads = torch.autograd.grad(out, (q, k, v, sink), cp.shard(problem.dout, tokens=tokens))
+    dist.all_reduce(grads[3])
+    whole = (cp.unshard(x.detach(), tokens=tokens) for x in (out, *grads[:3]))
+    return Result(*whole, grads[3]), cp.traffic() == cp.expected_traffic(), cp.describe()["schedule"]
+
+
+@pytest.mark.parametrize(
+    ("mask", "tokens", "schedule"),
+    [
+        (Causal(), Tokens(LENGTH), "two_level_ring"),
+        (SlidingWindow(5), Tokens(LENGTH, layout="contiguous"), "direct"),
+        (SlidingWindow(3, 2), Tokens(LENGTH), "direct"),
+        (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, DOCUMENTS), "two_level_ring"),
+        (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, layout="striped"), "two_level_ring"),
+        (Full() & key_padding(PADDED), Tokens(LENGTH), "two_level_ring"),
+        (SlidingWindow(9), None, "two_level_ring"),  # 61 tokens are few: striped is more even than contiguous
+    ],
+    ids=str,
+)
+def test_exact_over_processes(mask: Mask, tokens: Tokens | None, schedule: str) -> None:
+    layout = "auto" if tokens is None else "zigzag"
+    truth = reference(Problem.draw(LENGTH, (4, 2)).with_sink(), mask)
+    for result, as_counted, ran in run_ranks(_exactness, 4, Strategy(ranks_per_node=2, layout=layout), mask, tokens):
+        assert max(errors(result, truth).values()) < 2e-6
+        assert as_counted
+        assert ran == schedule
+
+
+def _few_tokens(rank: int, length: int) -> float:
+    """Fewer tokens than ranks."""
+    problem, tokens = Problem.draw(length, (2, 1)), Tokens(length)
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    q, k, v = (cp.shard(x, tokens=tokens).requires_grad_() for x in problem[:3])
+    out = burst_attention(q, k, v, cp, tokens=tokens)
+    assert isinstance(out, torch.Tensor)
+    grads = torch.autograd.grad(out, (q, k, v), cp.shard(problem.dout, tokens=tokens))
+    whole = Result(*(cp.unshard(x.detach(), tokens=tokens) for x in (out, *grads)))
+    truth = reference(problem, Causal())
+    return max(float((x - y).abs().max()) for x, y in zip(whole[:4], truth[:4], strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 3, 4])
+def test_a_token_per_rank_and_none(length: int) -> None:
+    assert max(run_ranks(_few_tokens, 4, length)) < 1e-6
+
+
+def _wrong(rank: int, kind: str) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
+    x = torch.zeros(2, 8, 2, 4)
+    calls: dict[str, dict[str, Any]] = {
+        "cu_seqlens": {"mask": Causal() & Documents((0, 5, 12))},
+        "rows": {"mask": key_padding(torch.ones(3, 16, dtype=torch.bool))},
+        "tokens": {"tokens": Tokens(17)},
+        "kernel": {"scores": Scores(softcap=3.0)},
+        "slopes": {"scores": Scores(alibi_slopes=(1.0,))},
+        "sink": {"sink": torch.zeros(3)},
+        "bias": {"bias": torch.zeros(1, 1, 8, 8)},
+        "bias traveller": {"bias": torch.zeros(1, 1, 8, 16)},
+        "another mask": {"mask": SlidingWindow(4 + rank)},
+        "only one has a sink": {"sink": torch.zeros(2) if rank else None},
+    }
+    if kind == "kernel":
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, kernel="torch_cpu")
+    if kind == "bias traveller":
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, backward="q")
+    burst_attention(x, x, x, cp, **calls[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("cu_seqlens", "ends at 12, but the sequence has 16 tokens over all ranks; cu_seqlens are global"),
+        ("rows", "the mask is for 3 batch rows, but q, k, v have 2"),
+        ("tokens", "cut tensors with ContextParallel.shard, and pass the same tokens= to it and here"),
+        ("kernel", "kernel='torch_cpu' cannot do this attention (it lacks: softcap); these can: ['reference']"),
+        ("slopes", "got 1 alibi_slopes for 2 query heads"),
+        ("sink", "sink must be floating point [2], one logit per query head, got torch.float32 [3]"),
+        ("bias", "here [2, 2, 8, 16], got torch.float32 [1, 1, 8, 8]"),
+        ("bias traveller", "backward='q' cannot be had with a bias"),
+        ("another mask", "rank 0: mask=SlidingWindow(left=4, right=0); rank 1: mask=SlidingWindow(left=5, right=0)"),
+        ("only one has a sink", "rank 0: with=(); rank 1: with=('sink',)"),
+    ],
+)
+def test_what_does_not_fit_is_one_error_on_every_rank(kind: str, message: str) -> None:
+    for outcome in run_ranks_outcomes(_wrong, 2, kind):
+        assert outcome.error is not None
+        assert message in outcome.error.replace("\n", " ")
