@@ -37,6 +37,7 @@ __all__ = [
     "burst_attention",
     "differentiable_attention",
     "forward_program",
+    "ring_attention",
 ]
 
 
@@ -190,11 +191,22 @@ def burst_attention(
             between ranks; says what was got, what was expected, and what to change.
         RingError: a rank was lost; names it and the step at which it was missed.
     """
+    inputs, request = Inputs(q, k, v, sink, bias), Request(mask, scores, _both_sides(tokens))
+    if torch.compiler.is_compiling():
+        from burst_plugin.compiled import opaque_attention  # which imports the compiler
+
+        out, lse = opaque_attention(inputs, request, cp)
+    else:
+        out, lse = ring_attention(inputs, request, cp)
+    return (out, lse) if return_lse else out
+
+
+def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Tensor, Tensor]:
+    """(out, lse) of this rank; see `burst_attention`."""
     problem, call, cause = "", None, None
-    inputs = Inputs(q, k, v, sink, bias)
     try:
-        call = prepare(cp.member, inputs, Request(mask, scores, _both_sides(tokens)), cp.calls)
-        problem = cp.device_problem(q.device)
+        call = prepare(cp.member, inputs, request, cp.calls)
+        problem = cp.device_problem(inputs.q.device)
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         problem, cause = (str(error) if isinstance(error, ValueError) else repr(error)), error
     try:
@@ -203,8 +215,7 @@ def burst_attention(
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
     cp.connect(call.separate_links)
-    out, lse = differentiable_attention(_LocalRunner(call, number), inputs)
-    return (out, lse) if return_lse else out
+    return differentiable_attention(_LocalRunner(call, number), inputs)
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
