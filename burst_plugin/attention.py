@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ _CAUSAL = Causal()
 _PLAIN = Scores()
 
 __all__ = [
+    "Outputs",
     "Runner",
     "attend",
     "backward_program",
@@ -67,29 +68,40 @@ def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[st
     return {home: at_home.tensors, away: back}
 
 
-def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Tensors]:
-    """A rank's program for out [B, S, Hq, Dv] and lse [B, Hq, S], float32 or wider."""
-    sums = yield from attend(call, ForwardPass(call.work(inputs.bias), *inputs[:3]), number)
+def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
+    """A rank's program for its outputs, float32 or wider."""
+    work = call.work("forward", inputs.bias)
+    sums = yield from attend(call, ForwardPass(work, *inputs[:3]), number)
     out, lse = sums["q"]
-    return (out, lse) if inputs.sink is None else add_sink(out, lse, inputs.sink)
+    if inputs.sink is not None:
+        out, lse = add_sink(out, lse, inputs.sink)
+    return Outputs(out, lse, work.max_logits)
 
 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
-    work = call.work(inputs.bias)
+    work = call.work("backward", inputs.bias)
     sums = yield from attend(call, BackwardPass(work, call.shapes, queries, (inputs.k, inputs.v)), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     dbias = work.dbias if inputs.bias is None or work.dbias is not None else torch.zeros_like(inputs.bias)
     return (*sums["q"], *sums["kv"], dsink, dbias)
 
 
+class Outputs(NamedTuple):
+    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on."""
+
+    out: Tensor
+    lse: Tensor
+    max_logits: Tensor | None = None
+
+
 class Runner(Protocol):
     """Runs the two passes, on whatever ranks there are in this process."""
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """out and lse."""
+    def forward(self, inputs: Inputs) -> Outputs:
+        """What attention gives."""
         ...
 
     def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
@@ -104,10 +116,9 @@ class _LocalRunner:
     call: Call
     number: int
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs) -> Outputs:
         with self.call.member.exclusive(self.call.device):
-            out, lse = lockstep([forward_program(self.call, self.number, inputs)])[0]
-        return out, lse
+            return lockstep([forward_program(self.call, self.number, inputs)])[0]
 
     def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
         with self.call.member.exclusive(self.call.device):
@@ -118,19 +129,19 @@ class _Attention(torch.autograd.Function):
     """Saves the inputs, out and lse, nothing of the ring; any number of calls may await their backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, runner: Runner, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = Inputs(*tensors)  # type: ignore[arg-type]
         with torch.autocast(inputs.q.device.type, enabled=False):  # softmax and sums are never lower than float32
-            out, lse = runner.forward(inputs)
+            out, lse, max_logits = runner.forward(inputs)
         out = out.to(inputs.q.dtype)
         ctx.runner = runner
         ctx.save_for_backward(*inputs, out, lse)
-        ctx.mark_non_differentiable(lse)
-        return out, lse
+        ctx.mark_non_differentiable(*(x for x in (lse, max_logits) if x is not None))
+        return out, lse, max_logits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         *saved, out, lse = ctx.saved_tensors
         inputs = Inputs(*saved)
         with torch.autocast(inputs.q.device.type, enabled=False):
@@ -145,10 +156,9 @@ class _Attention(torch.autograd.Function):
         )
 
 
-def differentiable_attention(runner: Runner, inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a runner, with gradients for its inputs; lse has none."""
-    out, lse = _Attention.apply(runner, *inputs)  # type: ignore[no-untyped-call]
-    return out, lse
+def differentiable_attention(runner: Runner, inputs: Inputs) -> Outputs:
+    """What a runner gives, with gradients for its inputs; only out has one itself."""
+    return Outputs(*_Attention.apply(runner, *inputs))  # type: ignore[no-untyped-call]
 
 
 def burst_attention(
@@ -163,7 +173,8 @@ def burst_attention(
     bias: Tensor | None = None,
     tokens: Tokens | tuple[Tokens, Tokens] | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention of this rank's queries on the keys of all ranks of `cp`; all ranks call it together.
 
     Args:
@@ -182,27 +193,32 @@ def burst_attention(
             holds equally many.
         return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, without
             gradient, with the sink.
+        return_max_logits: also return, last, the largest score of every query head [Hq] among those that this rank
+            worked on, for qk-clip (arXiv 2507.20534): the maximum over ranks is that of the sequence. It takes a
+            second multiplication of queries by keys.
 
     Returns:
-        out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing.
+        out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing. A tuple if more is asked for.
 
     Raises:
         ValueError: on every rank and before data moves, for shapes, types or options that do not fit, here or
             between ranks; says what was got, what was expected, and what to change.
         RingError: a rank was lost; names it and the step at which it was missed.
     """
-    inputs, request = Inputs(q, k, v, sink, bias), Request(mask, scores, _both_sides(tokens))
+    inputs, request = Inputs(q, k, v, sink, bias), Request(mask, scores, _both_sides(tokens), return_max_logits)
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 
-        out, lse = opaque_attention(inputs, request, cp)
+        found = opaque_attention(inputs, request, cp)
     else:
-        out, lse = ring_attention(inputs, request, cp)
-    return (out, lse) if return_lse else out
+        found = ring_attention(inputs, request, cp)
+    wanted = (True, return_lse, return_max_logits)
+    chosen = tuple(x for x, wants in zip(found, wanted, strict=True) if wants)
+    return chosen if len(chosen) > 1 else chosen[0]
 
 
-def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Tensor, Tensor]:
-    """(out, lse) of this rank; see `burst_attention`."""
+def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
+    """What this rank gets; see `burst_attention`."""
     problem, call, cause = "", None, None
     try:
         call = prepare(cp.member, inputs, request, cp.calls)

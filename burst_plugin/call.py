@@ -51,6 +51,7 @@ class Request:
     mask: Mask = Causal()  # noqa: RUF009
     scores: Scores = Scores()  # noqa: RUF009
     tokens: tuple[Tokens | None, Tokens | None] = (None, None)
+    max_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Call:
     travellers: Mapping[str, str]  # by direction
     device: torch.device
     has: tuple[str, ...] = ()  # of sink and bias, those that are there
+    max_logits: bool = False
 
     def signature(self) -> dict[str, object]:
         """What has to be the same on every rank."""
@@ -114,9 +116,12 @@ class Call:
         runs = self.route(direction).runs
         return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
 
-    def work(self, bias: Tensor | None = None) -> TileWork:
-        """The kernel, ready to work on tiles."""
-        return TileWork(self.kernel, self.scores, bias)
+    def work(self, direction: str, bias: Tensor | None) -> TileWork:
+        """The kernel, ready to work on the tiles of a pass."""
+        largest = None
+        if self.max_logits and direction == "forward":
+            largest = torch.full((self.shapes.q_heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
+        return TileWork(self.kernel, self.scores, bias, largest)
 
     def blank(self, direction: str, side: str) -> Tensors:
         """Uninitialised tensors for the sums of a side that stays at home."""
@@ -270,7 +275,7 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     kernel = choose_kernel(member.strategy.kernel, case)
     travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in _DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
-    return Call(member, shapes, attending, scores, kernel, travellers, device, has)
+    return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits)
 
 
 def _features(shapes: Shapes, scores: Scores, strategy: Strategy, has: tuple[str, ...]) -> frozenset[str]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.kernels import How, Kernel, Queries
+from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import Tile
 
@@ -24,17 +24,21 @@ class Site(NamedTuple):
 class TileWork:
     """A kernel together with the scores of a call, and `bias` [1 or B, 1 or Hq, S_local, S_global] if there is one.
 
-    The gradient of the bias accumulates in `dbias`.
+    The gradient of the bias accumulates in `dbias`; and in `max_logits` [Hq], if it is given, the largest scores.
     """
 
-    def __init__(self, kernel: Kernel, scores: Scores, bias: Tensor | None = None) -> None:
+    def __init__(self, kernel: Kernel, scores: Scores, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
         self._kernel, self._scores, self._bias = kernel, scores, bias
         self.dbias: Tensor | None = None
+        self.max_logits = max_logits
 
     def forward(self, q: Tensor, keys: tuple[Tensor, ...], tile: Tile, site: Site) -> tuple[Tensor, Tensor]:
         """(out, lse) of the tile's queries on its keys."""
         q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *keys), (tile.q, tile.k, tile.k), strict=True))
-        out, lse = self._kernel.forward(q, k, v, self._how(tile, site))
+        how = self._how(tile, site)
+        out, lse = self._kernel.forward(q, k, v, how)
+        if self.max_logits is not None:
+            self.max_logits = self.max_logits.maximum(largest_scores(q, k, how))
         return _unfolded(out, tile), _unfolded_rows(lse, tile)
 
     def backward(

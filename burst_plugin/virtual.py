@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_plugin.attention import backward_program, differentiable_attention, forward_program
+from burst_plugin.attention import Outputs, backward_program, differentiable_attention, forward_program
 from burst_plugin.call import Call, Inputs, Request, prepare
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
@@ -75,7 +75,8 @@ class VirtualRing:
             for member, mine, known in zip(self.members, deal.inputs(inputs), self._known, strict=True)
         ]
         self._number += 1
-        return differentiable_attention(_VirtualRunner(calls, self._number, deal), inputs)
+        out, lse, _ = differentiable_attention(_VirtualRunner(calls, self._number, deal), inputs)
+        return out, lse
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
@@ -116,11 +117,11 @@ class _VirtualRunner:
     number: int
     deal: _Deal
 
-    def forward(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs) -> Outputs:
         each = zip(self.calls, self.deal.inputs(inputs), strict=True)
         done = lockstep([forward_program(call, self.number, mine) for call, mine in each])
-        out, lse = zip(*done, strict=True)
-        return self.deal.unshard(out, self.deal.q), self.deal.unshard(lse, self.deal.q, 2)
+        out, lse, _ = zip(*done, strict=True)
+        return Outputs(self.deal.unshard(out, self.deal.q), self.deal.unshard(lse, self.deal.q, 2))
 
     def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
         deal = self.deal

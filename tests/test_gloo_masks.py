@@ -127,3 +127,44 @@ def test_what_does_not_fit_is_one_error_on_every_rank(kind: str, message: str) -
     for outcome in run_ranks_outcomes(_wrong, 2, kind):
         assert outcome.error is not None
         assert message in outcome.error.replace("\n", " ")
+
+
+def _max_logits(rank: int, forward: str) -> torch.Tensor:
+    problem = Problem.draw(16, (4, 2))
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(forward=forward, ranks_per_node=2))
+    q, k, v = (cp.shard(x) for x in problem[:3])
+    found = burst_attention(
+        q.requires_grad_(), k, v, cp, scores=Scores(scale=0.5), return_lse=True, return_max_logits=True
+    )
+    assert isinstance(found, tuple)
+    out, _, largest = found
+    assert out.requires_grad
+    assert not largest.requires_grad
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+@pytest.mark.parametrize("forward", ["q", "kv"])
+def test_the_largest_score_of_every_head(forward: str) -> None:
+    q, k = Problem.draw(16, (4, 2))[:2]
+    scores = torch.einsum("bihd,bjhd->hbij", q, k.repeat_interleave(2, 2)) * 0.5
+    expected = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -torch.inf).amax((1, 2, 3))
+    for largest in run_ranks(_max_logits, 4, forward):
+        torch.testing.assert_close(largest, expected)
+
+
+def _twice(rank: int) -> bool:
+    """Two training steps with the same inputs."""
+    problem, mask = Problem.draw(LENGTH, (4, 2)), Causal() & Documents(DOCUMENTS)
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(deterministic=True, ranks_per_node=2))
+    tokens, results = Tokens(LENGTH), []
+    for _ in range(2):
+        q, k, v = (cp.shard(x, tokens=tokens).requires_grad_() for x in problem[:3])
+        out = burst_attention(q, k, v, cp, mask=mask, tokens=tokens)
+        assert isinstance(out, torch.Tensor)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), cp.shard(problem.dout, tokens=tokens))))
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_two_runs_give_the_same_bits() -> None:
+    assert run_ranks(_twice, 4) == [True] * 4

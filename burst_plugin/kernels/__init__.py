@@ -11,10 +11,10 @@ from functools import cache
 from types import MappingProxyType
 
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
-from burst_plugin.kernels.reference import ReferenceKernel
+from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 
-__all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel"]
+__all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel", "largest_scores"]
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
     {kernel.name: kernel for kernel in (TorchCpuKernel(), ReferenceKernel())}  # fastest first

@@ -11,7 +11,7 @@ from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
 from burst_plugin.tiles import FULL
 
-__all__ = ["ReferenceKernel"]
+__all__ = ["ReferenceKernel", "largest_scores"]
 
 _ROWS = 512  # query rows at a time, so that memory does not grow with the square of the sequence
 
@@ -65,6 +65,17 @@ class ReferenceKernel:
             dk += ds.transpose(-1, -2).matmul(q_rows.transpose(1, 2))
             dv += (p if kept is None else p * kept).transpose(-1, -2).matmul(dout_heads)
         return Grads(dq, _by_kv_head(dk, k), _by_kv_head(dv, v), dbias)
+
+
+def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
+    """The largest score of every query head, [Hq], in float32 or wider; of the band, after cap and bias."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys = _by_query_head(k, q, dtype)
+    largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
+    for rows in _row_slices(q):
+        scores, _ = _scores(q[:, rows], keys, _rows_of(how, rows), rows.start)
+        largest = largest.maximum(scores.amax((0, 2, 3)))
+    return largest
 
 
 def _row_slices(q: Tensor) -> Iterator[slice]:
