@@ -27,10 +27,11 @@ from burst_plugin.mask import (
     SlidingWindow,
     key_padding,
 )
-from burst_plugin.schedule import Schedule, ScheduleError, Transfer, direct, flat_ring, two_level_ring
+from burst_plugin.schedule import direct, flat_ring, two_level_ring
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.transfers import Schedule, ScheduleError, Transfer
 
 if TYPE_CHECKING:
     from burst_plugin.virtual import VirtualRing

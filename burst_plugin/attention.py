@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_plugin.call import Call, Inputs, Request, prepare
+from burst_plugin.call import Call, prepare
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
+from burst_plugin.request import Inputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from burst_plugin.layout import LAYOUTS, Tokens, positions
-from burst_plugin.mask import Mask, work_by_token
+from burst_plugin.mask import Mask
+from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Routes
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]

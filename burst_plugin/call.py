@@ -7,7 +7,6 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,43 +14,24 @@ from torch import Tensor
 from burst_plugin.executor import Packing, Ring
 from burst_plugin.kernels import Case, Kernel, choose_kernel
 from burst_plugin.layout import Tokens, positions
-from burst_plugin.mask import Causal, Mask
+from burst_plugin.mask import Mask
 from burst_plugin.member import Member
 from burst_plugin.passes import Pass, Tensors
+from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending, Route
-from burst_plugin.schedule import Rows
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Shapes, Strategy, choose_traveller
 from burst_plugin.sums import TileSums, take_rows
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import Tile, cut
 from burst_plugin.topology import Traffic
+from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
 
-__all__ = ["Call", "Inputs", "Request", "prepare"]
+__all__ = ["Call", "prepare"]
 
 _DIRECTIONS = ("forward", "backward")
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
-
-
-class Inputs(NamedTuple):
-    """A rank's tensors, see `burst_attention`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink: Tensor | None = None
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
-
-    mask: Mask = Causal()  # noqa: RUF009
-    scores: Scores = Scores()  # noqa: RUF009
-    tokens: tuple[Tokens | None, Tokens | None] = (None, None)
-    max_logits: bool = False
 
 
 @dataclass(frozen=True)
@@ -225,7 +205,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     Raises ValueError, before any communication.
     """
     q, k, v = inputs[:3]
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     if not isinstance(request.mask, Mask):
         raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
     shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
@@ -238,7 +218,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     call = known[key]
     if request.scores.seed != call.scores.seed:
         call = replace(call, scores=replace(call.scores, seed=request.scores.seed))
-    _check_extras(inputs, call)
+    check_extras(inputs, call.shapes, call.attending.kv.length)
     schedules = {direction: call.route(direction).schedule for direction in _DIRECTIONS}
     member.choices = {
         **call.travellers,
@@ -298,44 +278,3 @@ def _check_bias_traveller(strategy: Strategy, has: tuple[str, ...]) -> None:
                 f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
                 f"take all of them along; use {direction}='kv' or 'auto'"
             )
-
-
-def _check_extras(inputs: Inputs, call: Call) -> None:
-    q, shapes = inputs.q, call.shapes
-    if inputs.sink is not None and (inputs.sink.shape != (shapes.q_heads,) or not inputs.sink.is_floating_point()):
-        raise ValueError(
-            f"sink must be floating point [{shapes.q_heads}], one logit per query head, got {inputs.sink.dtype} "
-            f"{list(inputs.sink.shape)}"
-        )
-    bias = inputs.bias
-    if bias is None:
-        return
-    expected = (shapes.batch, shapes.q_heads, q.shape[1], call.attending.kv.length)
-    shape = tuple(bias.shape)
-    shared = tuple(1 if n == 1 else m for n, m in zip(shape[:2], expected, strict=False)) + expected[2:]
-    if shape != shared or not bias.is_floating_point():
-        raise ValueError(
-            f"bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here "
-            f"{list(expected)}, got {bias.dtype} {list(bias.shape)}"
-        )
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"expected q, k, v of shape [batch, local tokens, heads, head dim], got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q, k, v do not fit together: {shapes}; batches must be equal, k and v must have the same tokens and "
-            "heads, q and k the same head dim"
-        )
-    if 0 in (q.shape[0], *q.shape[2:], *k.shape[2:], *v.shape[2:]):
-        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "
-            "change the number of query heads"
-        )
-    kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
-    if len(kinds) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}")

@@ -23,8 +23,8 @@ from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from burst_plugin.schedule import RankPlan, Rows, Step, Transfer
 from burst_plugin.topology import Traffic
+from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
 __all__ = [

@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs
 from burst_plugin.mask import Mask
-from burst_plugin.schedule import SCHEDULES, Needs, RankPlan, Rows, Schedule
+from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
+from burst_plugin.transfers import Needs, RankPlan, Rows, Schedule
 
 __all__ = ["Attending", "Pairs", "Route", "Routes"]
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from burst_plugin.executor import Sums
-from burst_plugin.schedule import Rows
 from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
+from burst_plugin.transfers import Rows
 
 __all__ = ["PlainSums", "SoftmaxSums", "TileSums", "take_rows"]
 

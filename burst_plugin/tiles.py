@@ -32,7 +32,8 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from burst_plugin.layout import Run
-from burst_plugin.mask import Mask, Region
+from burst_plugin.mask import Mask
+from burst_plugin.region import Region
 
 __all__ = ["ANTICAUSAL", "CAUSAL", "FULL", "Band", "Regions", "Tile", "cut", "row_spans", "tiles"]
 

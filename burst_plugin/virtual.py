@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from burst_plugin.attention import Outputs, backward_program, differentiable_attention, forward_program
-from burst_plugin.call import Call, Inputs, Request, prepare
+from burst_plugin.call import Call, prepare
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member, as_traffic
+from burst_plugin.request import Inputs, Request
 from burst_plugin.routes import Routes
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy

@@ -9,7 +9,7 @@ import torch
 
 from burst_plugin import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, Strategy, Tokens, Topology
 from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
-from burst_plugin.mask import work_by_token
+from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Routes
 from burst_plugin.schedule import SCHEDULES
 

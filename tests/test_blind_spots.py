@@ -29,7 +29,7 @@ from burst_plugin import (
     flat_ring,
 )
 from burst_plugin.kernels import TorchCpuKernel
-from burst_plugin.mask import Region
+from burst_plugin.region import Region
 from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
 from burst_plugin.transport import _reason
 from tests.support.ranks import run_ranks

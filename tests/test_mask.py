@@ -20,7 +20,7 @@ from burst_plugin import (
     SlidingWindow,
     key_padding,
 )
-from burst_plugin.mask import allowed, work_by_token
+from burst_plugin.region import allowed, work_by_token
 from tests.support.reference import painted
 
 Q_LEN, KV_LEN = 11, 13

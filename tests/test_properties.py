@@ -34,7 +34,7 @@ from burst_plugin import (
 from burst_plugin.executor import Packing
 from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.layout import LAYOUTS
-from burst_plugin.mask import work_by_token
+from burst_plugin.region import work_by_token
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.tiles import tiles
 from tests.support.reference import NAMES, Problem, Result, errors, reference

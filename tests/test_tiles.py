@@ -7,7 +7,7 @@ import torch
 
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
 from burst_plugin.layout import LAYOUTS, Run, positions
-from burst_plugin.mask import allowed
+from burst_plugin.region import allowed
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Tile, cut, row_spans, tiles
 
 

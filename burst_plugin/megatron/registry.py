@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.mask import Mask, allowed
+from burst_plugin.mask import Mask
 from burst_plugin.megatron.arguments import parsed_strategy
+from burst_plugin.region import allowed
 from burst_plugin.strategy import Strategy
 
 __all__ = ["Registry"]

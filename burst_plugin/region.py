@@ -1,0 +1,179 @@
+"""Regions: what every mask is made of, and what can be asked of a mask.
+
+A mask is a few disjoint *regions*: rectangles of query and key positions, each with a band around a diagonal,
+
+    lower <= key position - query position <= upper        None: no bound
+
+What a rank computes follows from the regions and from the positions that it holds; see `burst_plugin.tiles`. The
+masks themselves are in `burst_plugin.mask`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Both", "Mask", "Region", "allowed", "work_by_token"]
+
+
+class Region(NamedTuple):
+    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lower: int | None = None
+    upper: int | None = None
+
+    def intersect(self, other: Region) -> Region:
+        """What both allow; empty if a start is not below its stop."""
+        return Region(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            max((x for x in (self.lower, other.lower) if x is not None), default=None),
+            min((x for x in (self.upper, other.upper) if x is not None), default=None),
+        )
+
+    @property
+    def transposed(self) -> Region:
+        """With queries and keys exchanged."""
+        lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
+        return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
+
+
+class Mask(ABC):
+    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered."""
+
+    @abstractmethod
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Disjoint regions for `q_len` queries and `kv_len` keys; ValueError if the mask does not fit them."""
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size that the mask is made for; None if it is the same for every batch row."""
+        return None
+
+    def of_row(self, row: int) -> Mask:
+        """The mask of one batch row."""
+        return self
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Where documents of queries and keys begin, and the length; None if there are none."""
+        return None
+
+    @property
+    def compares_positions(self) -> bool:
+        """Whether it looks at how far apart query and key are."""
+        return False
+
+    @property
+    def shifts(self) -> bool:
+        """Whether it pairs queries with keys at other positions, so that distances between the two mean nothing."""
+        return False
+
+    def __and__(self, other: Mask) -> Mask:
+        """What both masks allow."""
+        return Both(self, other)
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What two masks allow; made by `&`."""
+
+    one: Mask
+    other: Mask
+
+    def __post_init__(self) -> None:
+        parts = (self.one, self.other)
+        if not all(isinstance(mask, Mask) for mask in parts):
+            raise ValueError(f"only masks combine with &, got {self.one!r} & {self.other!r}")
+        if len({mask.rows for mask in parts} - {None}) > 1:
+            raise ValueError(f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine")
+        if any(mask.shifts for mask in parts) and self.compares_positions:
+            raise ValueError(
+                "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
+                "or a window means nothing there; use the Documents alone"
+            )
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size of either."""
+        return self.one.rows if self.one.rows is not None else self.other.rows
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Those of either."""
+        return self.one.documents or self.other.documents
+
+    def of_row(self, row: int) -> Mask:
+        """Both masks of that row."""
+        return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def compares_positions(self) -> bool:
+        """If either does."""
+        return self.one.compares_positions or self.other.compares_positions
+
+    @property
+    def shifts(self) -> bool:
+        """If either does."""
+        return self.one.shifts or self.other.shifts
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Every region of one with every region of the other."""
+        others = self.other.regions(q_len, kv_len)
+        met = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
+        return tuple(region for region in met if not region.is_empty)
+
+
+def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether queries at [Sq] attend to keys at [Sk], bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+
+    `lengths` are those of the whole sequences, (queries, keys).
+    """
+    if mask.rows is not None:
+        return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
+    queries = queries.unsqueeze(1)
+    found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    for r in mask.regions(*lengths):
+        inside = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
+        if r.lower is not None:
+            inside &= keys - queries >= r.lower
+        if r.upper is not None:
+            inside &= keys - queries <= r.upper
+        found |= inside
+    return found
+
+
+def work_by_token(mask: Mask, lengths: tuple[int, int], side: str = "q") -> Tensor:
+    """How many keys every query attends to, or for side "kv" how many queries attend to every key; int64.
+
+    `lengths` are (queries, keys). Summed over batch rows if their masks differ.
+    """
+    if mask.rows is not None:
+        return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64)
+    for region in mask.regions(*lengths):
+        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        tokens = torch.arange(start, stop)
+        first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
+        if lower is not None:
+            first = first.maximum(tokens + lower)
+        if upper is not None:
+            last = last.minimum(tokens + upper + 1)
+        work[start:stop] += (last - first).clamp_(min=0)
+    return work

@@ -1,0 +1,78 @@
+"""What is asked for: a rank's tensors, and the options of a call; checked one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from burst_plugin.layout import Tokens
+from burst_plugin.mask import Causal, Mask
+from burst_plugin.scores import Scores
+from burst_plugin.strategy import Shapes
+
+__all__ = ["Inputs", "Request", "check_extras", "check_tensors"]
+
+
+class Inputs(NamedTuple):
+    """A rank's tensors, see `burst_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
+
+    mask: Mask = field(default_factory=Causal)
+    scores: Scores = field(default_factory=Scores)
+    tokens: tuple[Tokens | None, Tokens | None] = (None, None)
+    max_logits: bool = False
+
+
+def check_extras(inputs: Inputs, shapes: Shapes, kv_length: int) -> None:
+    """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
+    q = inputs.q
+    if inputs.sink is not None and (inputs.sink.shape != (shapes.q_heads,) or not inputs.sink.is_floating_point()):
+        raise ValueError(
+            f"sink must be floating point [{shapes.q_heads}], one logit per query head, got {inputs.sink.dtype} "
+            f"{list(inputs.sink.shape)}"
+        )
+    bias = inputs.bias
+    if bias is None:
+        return
+    expected = (shapes.batch, shapes.q_heads, q.shape[1], kv_length)
+    shape = tuple(bias.shape)
+    shared = tuple(1 if n == 1 else m for n, m in zip(shape[:2], expected, strict=False)) + expected[2:]
+    if shape != shared or not bias.is_floating_point():
+        raise ValueError(
+            f"bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here "
+            f"{list(expected)}, got {bias.dtype} {list(bias.shape)}"
+        )
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless a rank's q, k, v can attend."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"expected q, k, v of shape [batch, local tokens, heads, head dim], got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q, k, v do not fit together: {shapes}; batches must be equal, k and v must have the same tokens and "
+            "heads, q and k the same head dim"
+        )
+    if 0 in (q.shape[0], *q.shape[2:], *k.shape[2:], *v.shape[2:]):
+        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "
+            "change the number of query heads"
+        )
+    kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
+    if len(kinds) > 1 or not q.is_floating_point():
+        raise ValueError(f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}")
