@@ -54,7 +54,7 @@ def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[st
     at_home = work.sums(home, call.blank(work.direction, home), False)
 
     for visit in ring.visits():
-        here = {home: work.operands[home], away: work.incoming(away, visit.operands)} if visit.operands else {}
+        here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
         site = call.site(work.direction, visit.owner)
         for tile in call.tiles(work.direction, visit.owner):
             parts = work.visit(here["q"], here["kv"], tile, site)

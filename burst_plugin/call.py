@@ -140,9 +140,13 @@ class Call:
         if rows is not None:
             count = sum(stop - start for start, stop in rows)
             return self.shapes._replace(q_len=count, kv_len=count)
+        return self.shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
+
+    @cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        """How many tokens of either side every rank holds."""
         runs = self.member.routes.pairs(self.attending).runs
-        q, k = (sum(run.length for run in runs[side][owner]) for side in ("q", "kv"))
-        return self.shapes._replace(q_len=q, kv_len=k)
+        return {side: [sum(run.length for run in held) for held in ranks] for side, ranks in runs.items()}
 
     @cached_property
     def _packings(self) -> dict[tuple[str, Traffic, int, Rows | None], Packing]:
@@ -180,6 +184,10 @@ class _Cargo:
     call: Call
     work: Pass
     away: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.call.device
 
     @cached_property
     def operands(self) -> Tensors:

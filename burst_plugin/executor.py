@@ -79,8 +79,13 @@ class Cargo(Protocol[Sco]):
     """What travels in one pass: a side's operands, and its sums if there are any."""
 
     @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        ...
+
+    @property
     def operands(self) -> tuple[Tensor, ...]:
-        """Those of this rank, as they travel."""
+        """Those of this rank, as they travel; asked for when they leave."""
         ...
 
     @property
@@ -143,9 +148,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Visit(Generic[S]):
-    """The block of `owner` is here: read its `operands`, add to its `sums`. None: no block, no work at this step."""
+    """The block of `owner` is here: read its `operands`, add to its `sums`. None: no block, no work at this step.
+
+    A rank's own block (`is_own`) has no operands: it did not travel.
+    """
 
     owner: int | None
+    is_own: bool
     operands: tuple[Tensor, ...]
     _sums: Callable[[], S]
 
@@ -176,8 +185,8 @@ class Ring(Generic[S]):
         self._rows = plan.rows
         self._label = label
         self._direction, self._trace = direction, trace
-        self._device = cargo.operands[0].device
-        self._operands = {plan.rank: cargo.operands}
+        self._device = cargo.device
+        self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Tensor] = {}  # leased for operands, by owner
         self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by owner
         self._own: S | None = None
@@ -191,11 +200,12 @@ class Ring(Generic[S]):
             self._advance(number, step)
             owner = step.visit
             if owner is None:
-                yield Visit(None, (), self._nothing)
+                yield Visit(None, True, (), self._nothing)
                 continue
             start = time.perf_counter() if self._trace else 0.0
             with _nvtx_range(f"burst {self._direction} step {number}, block {owner}", self._device):
-                yield Visit(owner, self._operands[owner], partial(self._bag, owner))
+                is_own = owner == self._plan.rank
+                yield Visit(owner, is_own, () if is_own else self._operands[owner], partial(self._bag, owner))
             self._record("kernel", number, "", start)
 
     def homecoming(self) -> Generator[None, None, tuple[Tensor, ...]]:
