@@ -125,6 +125,7 @@ def cases(draw: st.DrawFn) -> Drawn:
     return Drawn(topology, strategy, problem, draw(masks(q_len, kv_len)), scores, tokens, draw(st.integers(0, 9)))
 
 
+@pytest.mark.timeout(300 + SOAK)
 @DRAWN
 @given(cases())
 @pytest.mark.filterwarnings("ignore")
