@@ -23,6 +23,7 @@ __all__ = ["Attending", "Pairs", "Route", "Routes"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 _MOST_PAIRS = 100_000  # runs of all pairs of ranks to look through for what a mask leaves out: about a second
+_MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
 
 
 class Attending(NamedTuple):
@@ -52,7 +53,8 @@ class Pairs:
         if mask.rows is None:
             self._regions = [(None, Regions(mask.regions(*lengths)))]
         self.runs = runs
-        self._needs: dict[str, Needs] = {}
+        self._needs: dict[str, Needs | None] = {}
+        self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
         """The work of these queries on these keys."""
@@ -64,21 +66,38 @@ class Pairs:
             for tile in tiles_of(regions, q_runs, k_runs)
         )
 
+    def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
+        """The work of rank q's queries on rank k's keys."""
+        if (q, k) not in self._of_ranks:
+            self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
+        return self._of_ranks[q, k]
+
     def needs(self, away: str) -> Needs | None:
-        """The rows of every block of side `away` that every rank works on; None if there are too many."""
+        """The rows of every block of side `away` that every rank works on.
+
+        None if a few ranks that are looked at need most of everything, or if there are too many to look at: then
+        blocks go to all.
+        """
         ranks = len(self.runs["q"])
-        if ranks * ranks * max(len(runs) for side in self.runs.values() for runs in side) > _MOST_PAIRS:
+        runs = max(len(held) for side in self.runs.values() for held in side)
+        if ranks * ranks * runs > _MOST_PAIRS:
             return None
         if away not in self._needs:
-            self._needs[away] = [
-                {owner: spans for owner in range(ranks) if (spans := self._spans(rank, owner, away))}
-                for rank in range(ranks)
-            ]
+            few = {rank: self._needs_of(rank, away) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))}
+            dense = all(self._is_most(needed, away) for needed in few.values())
+            self._needs[away] = None if dense else [self._needs_of(rank, away) for rank in range(ranks)]
         return self._needs[away]
 
-    def _spans(self, rank: int, owner: int, away: str) -> Rows:
-        q, k = (owner, rank) if away == "q" else (rank, owner)
-        return row_spans(self.tiles(self.runs["q"][q], self.runs["kv"][k]), away)
+    def _needs_of(self, rank: int, away: str) -> dict[int, Rows]:
+        blocks = range(len(self.runs[away]))
+        found = {o: self.of_ranks(*((o, rank) if away == "q" else (rank, o))) for o in blocks}
+        return {owner: row_spans(tiles, away) for owner, tiles in found.items() if tiles}
+
+    def _is_most(self, needed: Mapping[int, Rows], away: str) -> bool:
+        """Whether these are rows of every block, and most of all rows."""
+        rows = sum(stop - start for spans in needed.values() for start, stop in spans)
+        everything = sum(run.length for held in self.runs[away] for run in held)
+        return len(needed) == len(self.runs[away]) and rows >= _MOST_ROWS * everything
 
 
 @dataclass(frozen=True)
@@ -139,10 +158,14 @@ class Routes:
             home = "kv" if away == "q" else "q"
             owners = [step.visit for step in plan.steps if step.visit is not None]
             runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
+            tiles = {}
             for owner in owners:
                 rows, block = plan.rows.get(owner), pairs.runs[away][owner]
                 runs[away][owner] = block if rows is None else cut_runs(block, rows)
-            tiles = {owner: pairs.tiles(runs["q"][owner], runs["kv"][owner]) for owner in owners}
+                if rows is None:
+                    tiles[owner] = pairs.of_ranks(*((owner, rank) if away == "q" else (rank, owner)))
+                else:
+                    tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
             self._routes[key] = Route(schedule.name, plan, tiles, runs)
         return self._routes[key]
 

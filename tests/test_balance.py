@@ -130,3 +130,22 @@ def test_auto_has_to_be_asked() -> None:
     tokens = cp.tokens(12, SlidingWindow(3))
     assert torch.equal(cp.unshard(cp.shard(x, tokens=tokens), tokens=tokens), x)
     assert cp.imbalance(SlidingWindow(3), tokens) == 1.0
+
+
+def test_packed_documents_that_need_everything_are_not_looked_through() -> None:
+    """Three ranks are enough to see that, so that a new batch of documents costs little time."""
+    starts = tuple(range(0, 64 * 32 + 1, 64))
+    mask, tokens = Causal() & Documents(starts), Tokens(starts[-1], starts)
+    routes = Routes(Topology(2, 8), Strategy())
+    attending = Attending(tokens, tokens, mask)
+    pairs = routes.pairs(attending)
+    looked_at: set[int] = set()
+    original = pairs._needs_of
+
+    def needs_of(rank: int, away: str) -> dict[int, tuple[tuple[int, int], ...]]:
+        looked_at.add(rank)
+        return original(rank, away)
+
+    pairs._needs_of = needs_of  # type: ignore[method-assign]
+    assert routes.route(3, attending, "kv", True).schedule == "two_level_ring"
+    assert looked_at == {0, 8, 15}
