@@ -1,0 +1,192 @@
+"""A batch of whole sequences cut into one rank's shard: ids, labels, positions, and the mask that goes with them.
+
+    4 tokens a b c d, over 2 ranks in zigzag, with labels that are shifted before they are cut:
+
+                     whole              rank 0     rank 1
+    input_ids        a b c d            a d        b c
+    position_ids     0 1 2 3            0 3        1 2
+    shift_labels     b c d -100         b -100     c d
+
+Labels are shifted over the whole sequence, since the neighbour of a shard's last token lives on another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.mask import Documents, Mask, PerRow, key_padding
+
+__all__ = ["IGNORE", "KEY", "SequenceShard", "shard_batch", "shifted"]
+
+KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
+IGNORE = -100  # label of a token that has no part in the loss
+_PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+_SEEDS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceShard:
+    """What the local tensors of a sharded batch are part of; travels with them to every attention layer.
+
+    cp: the ranks that hold the sequence between them.
+    length: tokens of the whole sequence, without padding; padded: with it, a multiple of what the layout deals out.
+    mask: padding and document bounds in whole positions, on top of what a layer itself asks for; None: neither.
+    valid_tokens: labels that take part in the loss, in the whole batch.
+    seed: the same on all ranks of `cp`, for dropout.
+    """
+
+    cp: ContextParallel
+    length: int
+    padded: int
+    mask: Mask | None = None
+    valid_tokens: int = 0
+    seed: int = 0
+
+    def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor, padding cut off, on every rank; collective, without gradient."""
+        return self.cp.unshard(local, dim).narrow(dim, 0, self.length)
+
+
+def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0) -> dict[str, Any]:
+    """This rank's shard of `batch`, which is the same on all ranks of `cp`; collective.
+
+    Args:
+        batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
+            `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
+            document bounds as `cu_seq_lens_q` or as positions that start again. Anything else of that shape is cut
+            as well; numbers, strings and tensors of one dimension are passed on.
+        pad_token_id: what fills up a sequence whose length the layout cannot deal out evenly.
+
+    Returns:
+        The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels`, and `labels` equal
+        to them, if there were labels; the mask and the document bounds in the `SequenceShard` under "burst".
+
+    Raises:
+        ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
+    """
+    problem, cause, whole = "", None, None
+    try:
+        whole = _whole(batch)
+    except Exception as error:
+        problem, cause = str(error), error
+    ids = batch.get("input_ids", batch.get("inputs_embeds"))
+    checksum = _checksum(ids) if isinstance(ids, Tensor) else 0
+    signature = {"batch": f"{list(ids.shape) if isinstance(ids, Tensor) else ids} with checksum {checksum}"}
+    try:
+        number = cp.agree(signature, problem)
+    except ValueError as error:
+        if problem:
+            raise error from cause
+        raise ValueError(
+            f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let the "
+            "sampler count data-parallel ranks, not all ranks"
+        ) from error
+    assert whole is not None, "agree raises if any rank has a problem"
+    length = whole["position_ids"].shape[1]
+    padded = -(-length // (2 * cp.ranks)) * 2 * cp.ranks  # fits every layout, and gives all ranks as many tokens
+    mask = _mask(batch, whole["position_ids"], padded)
+    local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
+    if "shift_labels" in local:
+        local["labels"] = local["shift_labels"]
+    valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
+    shard = SequenceShard(cp, length, padded, mask, valid, (checksum + number) % _SEEDS)
+    passed_on = {k: v for k, v in batch.items() if k not in whole and k not in _PACKING and k != "labels"}
+    return {**passed_on, **local, KEY: shard}
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Each token's target: the label of the token after it; `IGNORE` for the last one. labels: [B, S]."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All tensors [B, S, ...] of a batch that are to be cut, with positions and with labels shifted."""
+    ids = batch.get("input_ids", batch.get("inputs_embeds"))
+    if not isinstance(ids, Tensor) or ids.dim() < 2 or 0 in ids.shape:
+        got = f"shape {list(ids.shape)}" if isinstance(ids, Tensor) else ", ".join(map(str, batch)) or "nothing"
+        raise ValueError(f"a batch needs input_ids of shape [batch, tokens], got {got}")
+    whole: dict[str, Tensor] = {}
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() < 2 or name in _PACKING:
+            continue
+        if value.shape[:2] != ids.shape[:2]:
+            raise ValueError(
+                f"{name} of shape {list(value.shape)} cannot be cut along the sequence: the first two dims of a "
+                f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
+            )
+        whole[name] = value
+    padding = batch.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.shape != ids.shape[:2]:
+        raise ValueError(
+            f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
+            "other masks cannot be cut: give document bounds as position_ids that start again"
+        )
+    if "position_ids" not in whole:
+        whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
+    if "labels" in whole:
+        labels = whole.pop("labels")
+        whole.setdefault("shift_labels", shifted(labels))
+    return whole
+
+
+def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id: int) -> Tensor:
+    missing = padded - x.shape[1]
+    if missing:
+        if name == "position_ids":  # goes on counting, so that padding starts no new document
+            tail = x[:, -1:] + torch.arange(1, missing + 1, device=x.device)
+        else:
+            fill = {"shift_labels": IGNORE, "input_ids": pad_token_id}.get(name, 0)
+            tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
+        x = torch.cat([x, tail], 1)
+    return cp.shard(x)
+
+
+def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | None:
+    """Padding and document bounds of the whole batch; what was added to make the length fit is nobody's key."""
+    masks: list[Mask] = []
+    valid = batch.get("attention_mask")
+    if isinstance(valid, Tensor) and not bool(valid.all()):
+        valid = torch.nn.functional.pad(valid.bool(), (0, padded - valid.shape[1]), value=False)
+
+        masks.append(key_padding(valid))
+    elif isinstance(batch.get("cu_seq_lens_q"), Tensor):
+        masks.append(_documents(batch["cu_seq_lens_q"].tolist(), positions.shape, padded))
+    else:
+        bounds = [_starts(row) for row in positions]
+        if any(len(row) > 1 for row in bounds):
+            rows = [Documents((*row, padded)) for row in bounds]
+            masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
+    return reduce(and_, masks) if masks else None
+
+
+def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask:
+    """Bounds of documents packed into one row of `shape` [1, S]."""
+    if shape[0] != 1 or bounds[0] != 0 or bounds[-1] != shape[1]:
+        raise ValueError(
+            f"cu_seq_lens_q from {bounds[0]} to {bounds[-1]} does not fit a batch of shape {list(shape)}; expected "
+            "one packed row, and bounds from 0 to its length"
+        )
+    return Documents((*bounds[:-1], padded))
+
+
+def _starts(positions: Tensor) -> tuple[int, ...]:
+    """Where documents start in one row of positions [S]: at 0, and wherever the next position is not one more."""
+    breaks = (positions[1:] - positions[:-1] != 1).nonzero().flatten() + 1
+    return (0, *breaks.tolist())
+
+
+def _checksum(x: Tensor) -> int:
+    """A number that two different batches hardly share; order counts."""
+    if x.is_floating_point():
+        x = x.detach().float().view(torch.int32)
+    flat = x.detach().flatten().to(torch.int64)
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521 + 1
+    return int((flat * weights).sum() % _SEEDS)

@@ -1,0 +1,289 @@
+"""What `install()` changes in DeepSpeed: `initialize`, and `zero.Init`, which makes a configuration of its own."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+import deepspeed
+import hjson
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
+from burst_plugin.deepspeed.groups import (
+    Unit,
+    make_groups,
+    mpu_problem,
+    ranks_per_node,
+    sequence_parallel_size,
+)
+from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.strategy import AUTO
+
+__all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
+
+_MARK = "_burst_plugin_adapter"
+_TESTED = ("0.18", "0.19")
+
+
+class Adapter:
+    """An installed adapter: the session of every engine, and a report of what it did."""
+
+    def __init__(self) -> None:
+        self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+        self.report: list[str] = []
+
+    def session(self, engine: Any = None) -> Session:
+        """That of an engine, or of the only one. Raises ValueError if there is none, or more than one."""
+        if engine is not None:
+            found = self.sessions.get(engine)
+            if found is None:
+                raise ValueError(
+                    f'this {type(engine).__name__} runs without burst attention: add "{BLOCK}": {{"enabled": true}} '
+                    "to its configuration, and call burst_plugin.deepspeed.install() before deepspeed.initialize"
+                )
+            return found
+        if len(self.sessions) != 1:
+            raise ValueError(
+                f"got no engine, and {len(self.sessions)} engines run with burst attention; expected one: call "
+                f'deepspeed.initialize with "{BLOCK}": {{"enabled": true}}, or pass engine='
+            )
+        return next(iter(self.sessions.values()))
+
+    def __str__(self) -> str:
+        return "burst_plugin in DeepSpeed:\n" + "\n".join(f"  - {line}" for line in self.report)
+
+
+class RequestedSize:
+    """An `mpu` that only asks for a context-parallel size; for Accelerate, which makes one before DeepSpeed runs."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_sequence_parallel_group(self) -> RequestedSize:
+        return self
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank() % self.size
+
+
+def installed() -> Adapter | None:
+    """The adapter, if `install()` has run."""
+    return getattr(deepspeed.initialize, _MARK, None)
+
+
+def install_adapter() -> Adapter:
+    """See `burst_plugin.deepspeed.install`."""
+    found = installed()
+    if found is not None:
+        return found
+    adapter = Adapter()
+    _wrap(deepspeed, "initialize", _initialize, adapter)
+    _wrap(deepspeed.DeepSpeedEngine, "destroy", _forget, adapter)
+    adapter.report.append(f'deepspeed.initialize reads the block "{BLOCK}"')
+    _wrap(partition_parameters.Init, "__init__", _zero_init, adapter)
+    adapter.report.append("deepspeed.zero.Init counts data-parallel ranks without context-parallel ones")
+    if importlib.util.find_spec("transformers") is not None:
+        from burst_plugin import huggingface
+
+        adapter.report += huggingface.install(adapter)
+    warn_if_untested("deepspeed", _TESTED)
+    return adapter
+
+
+def warn_if_untested(package: str, tested: tuple[str, ...]) -> None:
+    """Warn of a version that the plugin has not been tested with. tested: minor versions, oldest first."""
+    found = version(package)
+    if not found.startswith(tuple(f"{minor}." for minor in tested)):
+        warnings.warn(
+            f"{package} {found} is outside the tested range, {tested[0]} to {tested[-1]}: compare gradients with one "
+            "rank before you trust it",
+            stacklevel=3,
+        )
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any], adapter: Adapter) -> None:
+    """Replace `owner.name` by a function that calls `around(adapter, original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(adapter, original, *args, **kwargs)
+
+    setattr(wrapper, _MARK, adapter)
+    setattr(owner, name, wrapper)
+
+
+def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.initialize`."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = _configuration(given)
+    if config is None:
+        return original(*args, **kwargs)
+    block = Block.of(config)
+    if block is None:
+        warn_of_near_misses(config)
+    if block is None or not block.enabled:
+        return original(*args, **kwargs)
+    deepspeed.init_distributed(
+        dist_backend=get_accelerator().communication_backend_name(),
+        distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
+        dist_init_required=given.get("dist_init_required"),
+    )
+    size = _agreed_size(block, config, given)
+    mpu = given.get("mpu")
+    groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
+    session = Session(_ring(block, groups.context), groups.world)
+    _attach(session, given["model"])
+    engine = _run(original, given, config, Unit(groups))
+    adapter.sessions[engine[0]] = session
+    return engine
+
+
+def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:
+    """`DeepSpeedEngine.destroy`."""
+    adapter.sessions.pop(engine, None)
+    original(engine)
+
+
+def _run(original: Callable[..., Any], given: Mapping[str, Any], config: dict[str, Any], unit: Unit) -> Any:
+    """DeepSpeed's own `initialize`, with our `mpu`, and gradients that are summed up in float32 unless asked else."""
+    given = {name: value for name, value in given.items() if name not in ("config_params", "mesh_param")}
+    if getattr(given.get("args"), "deepspeed_config", None) is not None:
+        given["args"] = copy.copy(given["args"])
+        given["args"].deepspeed_config = None
+    given["config"] = {"communication_data_type": "fp32", **config}
+    given["mpu"] = unit
+    result = original(**given)
+    result[0].dp_world_size = unit.get_data_parallel_world_size()  # else None, and set_train_batch_size fails
+    return result
+
+
+def _configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration that `initialize` is given, in one of the ways it can be; None if it cannot be read."""
+    config = given.get("config")
+    if config is None:
+        config = given.get("config_params")
+    if config is None:
+        config = getattr(given.get("args"), "deepspeed_config", None)
+    return _loaded(config)
+
+
+def _loaded(config: Any) -> dict[str, Any] | None:
+    """A configuration from a dict, a file, or a base64 text, as DeepSpeed takes them."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        return None
+    try:
+        if os.path.exists(config):
+            with open(config) as file:
+                return dict(hjson.load(file))
+        return dict(hjson.loads(base64.urlsafe_b64decode(str(config)).decode()))
+    except (ValueError, UnicodeDecodeError):
+        return None  # DeepSpeed says what is wrong with it
+
+
+def _agreed_size(block: Block, config: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    """The context-parallel size. Raises ValueError on every rank if any has a problem, or if they differ."""
+    size, problem = 0, ""
+    try:
+        mpu = given.get("mpu")
+        others = [] if mpu is None or block.context_parallel_size != AUTO else [sequence_parallel_size(mpu)]
+        if isinstance(mpu, RequestedSize):
+            others = [mpu.size]
+        size = block.size(dist.get_world_size(), others)
+        found = conflicts(config, size) + _model_problems(given, size)
+        if not isinstance(mpu, RequestedSize):
+            found.append(mpu_problem(mpu, size))
+        problem = "; ".join(text for text in found if text)
+    except ValueError as error:
+        problem = str(error)
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (problem, f"context_parallel_size={size}, {block.strategy}"))
+    problems = {rank: text for rank, (text, _) in enumerate(said) if text}
+    if problems:
+        same = len(set(problems.values())) == 1 and len(problems) == len(said)
+        raise ValueError(problem if same else "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+    if len({options for _, options in said}) > 1:
+        by_rank = "; ".join(f"rank {rank}: {options}" for rank, (_, options) in enumerate(said))
+        raise ValueError(f'all ranks must have the same "{BLOCK}" in their configuration: {by_rank}')
+    return size
+
+
+def _model_problems(given: Mapping[str, Any], size: int) -> list[str]:
+    """What in the model, or in the other arguments of `initialize`, cannot go together with a ring."""
+    model, found = given["model"], []
+    if given.get("mesh_param") is not None:
+        found.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
+    if isinstance(model, deepspeed.PipelineModule):
+        found.append(f"a PipelineModule does not go together with {BLOCK}: use a plain model with ZeRO")
+    kinds = {type(module).__name__ for module in model.modules()} if isinstance(model, torch.nn.Module) else set()
+    for kind in ("MoE", "MOELayer", "AutoEPMoELayer"):
+        if kind in kinds:
+            found.append(f"DeepSpeed's {kind} layers have not been tried with {BLOCK}: use the model's own experts")
+    for kind in ("DistributedAttention", "UlyssesSPAttention", "UlyssesSPViTAttention", "FPDT_Attention"):
+        if kind in kinds:
+            found.append(
+                f"the model has {kind} layers (Ulysses), which do not go together with {BLOCK}: take them out"
+            )
+    if size > 1 and _is_transformers(model):
+        from burst_plugin.huggingface.models import problems
+
+        found += problems(model)
+    return found
+
+
+def _ring(block: Block, group: Any) -> ContextParallel:
+    strategy = block.strategy
+    if strategy.ranks_per_node == AUTO:
+        strategy = dataclasses.replace(strategy, ranks_per_node=ranks_per_node(group))
+    cp = ContextParallel(group, strategy=strategy)
+    cp.connect()
+    return cp
+
+
+def _is_transformers(model: Any) -> bool:
+    """Whether a model is one of transformers', perhaps wrapped; without importing transformers."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return any(base.__module__ == "transformers.modeling_utils" for m in model.modules() for base in type(m).__mro__)
+
+
+def _attach(session: Session, model: torch.nn.Module) -> None:
+    is_transformers = _is_transformers(model)
+    if is_transformers:
+        from burst_plugin.huggingface.models import use_burst
+
+        use_burst(model)
+    session.attach(model, whole_batches=is_transformers)
+
+
+def _zero_init(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`deepspeed.zero.Init`, whose batch arithmetic knows of no `mpu` yet."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    name = "config" if given.get("config") is not None else "config_dict_or_path"
+    config = _loaded(given.get(name))
+    block = Block.of(config) if config is not None else None
+    if config is None or block is None or not block.enabled or given.get("mpu") is not None:
+        return original(*args, **kwargs)
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    config["sequence_parallel_size"] = block.size(world)
+    return original(**{**given, name: config})

@@ -1,0 +1,145 @@
+"""The "burst_attention" block of a DeepSpeed configuration, strictly parsed; and what it cannot go together with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from burst_plugin.strategy import AUTO, Strategy
+
+__all__ = ["BLOCK", "REFUSED", "Block", "Rule", "conflicts", "near_misses"]
+
+BLOCK = "burst_attention"
+_OWN_KEYS = ("enabled", "context_parallel_size")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parsed block.
+
+    context_parallel_size: ranks that share a sequence, or "auto": what an `mpu` or Accelerate's `sp_size` says, else
+    all ranks. strategy: every other key; see `burst_plugin.Strategy`.
+    """
+
+    enabled: bool
+    context_parallel_size: int | str
+    strategy: Strategy
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Block | None:
+        """The block of a DeepSpeed configuration; None if it has none.
+
+        Raises ValueError for keys and values that are not valid, naming the nearest valid key.
+        """
+        given = config.get(BLOCK)
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ValueError(f'"{BLOCK}": got {given!r}, expected a block such as {{"enabled": true}}')
+        valid = (*_OWN_KEYS, *(field.name for field in fields(Strategy)))
+        unknown = [f'"{key}"{_nearest(key, valid)}' for key in given if key not in valid]
+        if unknown:
+            raise ValueError(f'"{BLOCK}": unknown key {", ".join(unknown)}; valid keys: {", ".join(valid)}')
+        enabled = given.get("enabled", True)
+        if not isinstance(enabled, bool):
+            raise ValueError(f'"{BLOCK}": enabled={enabled!r} is not valid; use true or false')
+        size = given.get("context_parallel_size", AUTO)
+        if size != AUTO and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(
+                f'"{BLOCK}": context_parallel_size={size!r} is not valid; use a positive number or "auto"'
+            )
+        try:
+            strategy = Strategy(**{key: value for key, value in given.items() if key not in _OWN_KEYS})
+        except ValueError as error:
+            raise ValueError(f'"{BLOCK}": {error}') from error
+        return cls(enabled, size, strategy)
+
+    def size(self, world: int, others: Iterable[int] = ()) -> int:
+        """The context-parallel size among `world` ranks; `others` also name one. ValueError if they do not agree."""
+        others = set(others)
+        sizes = others if self.context_parallel_size == AUTO else {int(self.context_parallel_size), *others}
+        if len(sizes) > 1:
+            raise ValueError(
+                f'"{BLOCK}": context_parallel_size={self.context_parallel_size} contradicts {sorted(others)} asked '
+                'for by an mpu or by sp_size of ParallelismConfig; give the same, or "auto"'
+            )
+        size = next(iter(sizes), world)
+        if world % size:
+            raise ValueError(
+                f'"{BLOCK}": context_parallel_size={size} does not divide the {world} ranks; use a divisor of {world}, or '
+                f"start a multiple of {size} ranks"
+            )
+        return size
+
+
+def near_misses(config: Mapping[str, Any]) -> list[str]:
+    """Top-level keys that may be meant to be the block's name. DeepSpeed ignores keys that it does not know."""
+    if BLOCK in config:
+        return []
+    return [key for key in config if get_close_matches(str(key).lower().replace("-", "_"), [BLOCK], 1, 0.75)]
+
+
+def warn_of_near_misses(config: Mapping[str, Any]) -> None:
+    """Warn of a misspelt name of the block, which would silently switch burst attention off."""
+    for key in near_misses(config):
+        warnings.warn(
+            f'the DeepSpeed configuration has "{key}", but no "{BLOCK}": burst attention stays off; if that is what '
+            f'was meant, write "{BLOCK}"',
+            stacklevel=4,
+        )
+
+
+def _nearest(key: object, valid: tuple[str, ...]) -> str:
+    close = get_close_matches(str(key).lower().replace("-", "_"), valid, 1, 0.5)
+    return f' (did you mean "{close[0]}"?)' if close else ""
+
+
+class Rule(NamedTuple):
+    """`clashes(value)` says whether an option's value clashes with burst attention; `instead` what to write."""
+
+    clashes: Callable[[Any], bool]
+    instead: str
+
+
+def _more_than_one(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+# Options of DeepSpeed by their path in the configuration.
+REFUSED: Mapping[str, Rule] = MappingProxyType(
+    {
+        "gradient_allreduce_op": Rule(
+            lambda op: str(op).lower() == "sum", 'use "average": losses are scaled for gradients that are averaged'
+        ),
+        "data_parallel_size": Rule(_more_than_one, "it makes a mesh; leave it out, it follows from the ranks"),
+        "tensor_parallel.autotp_size": Rule(_more_than_one, "tensor parallelism has not been tried; leave it out"),
+        "compile.passes": Rule(
+            lambda passes: "autosp" in (passes or ()), 'take "autosp" out: one of the two is enough'
+        ),
+        "hybrid_engine.enabled": Rule(bool, "it replaces attention layers; switch it off"),
+        "zero_optimization.mics_shard_size": Rule(_more_than_one, "MiCS has not been tried; use ZeRO 3 or hpZ"),
+        "data_efficiency.data_routing.random_ltd.enabled": Rule(bool, "it drops tokens inside layers; switch it off"),
+    }
+)
+
+
+def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
+    """What else in a DeepSpeed configuration cannot go together with a ring of `size`, each with a way out."""
+    found = []
+    for path, rule in REFUSED.items():
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None and rule.clashes(value):
+            found.append(f"{path}={value!r} does not go together with {BLOCK}: {rule.instead}")
+    ulysses = config.get("sequence_parallel_size")
+    if ulysses not in (None, 1, size):
+        found.append(
+            f"sequence_parallel_size={ulysses!r} (Ulysses) contradicts context_parallel_size={size} of {BLOCK}: "
+            "leave it out"
+        )
+    return found

@@ -1,0 +1,234 @@
+"""One engine with burst attention: its ring, and what its training loop needs of it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.batch import IGNORE, KEY, SequenceShard, shard_batch
+from burst_plugin.context import ContextParallel
+
+__all__ = ["Session", "ShardedLoader", "exchanged"]
+
+_LOSS_TOLERANCE = 1e-2  # between a model's own loss and that of its logits, which may be of low precision
+
+
+class Session:
+    """The ring of one engine, and the hooks by which its model's batches are cut and its losses made whole.
+
+    `whole_batches`: whether the model takes whole batches as keyword arguments, to be cut in its forward.
+    """
+
+    def __init__(self, cp: ContextParallel, world: Any) -> None:
+        self.cp = cp
+        self.world = world
+        self.whole_batches = False
+        self._choices: dict[str, str] = {}
+        self._loss_checked = False
+
+    @property
+    def ranks(self) -> int:
+        """All ranks: context-parallel times data-parallel ones."""
+        return dist.get_world_size(self.world)
+
+    # ------------------------------------------------------------------------------------------------- batches
+
+    def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
+        """See `burst_plugin.batch.shard_batch`."""
+        return shard_batch(batch, self.cp, pad_token_id=pad_token_id)
+
+    def valid_tokens(self, *shards: SequenceShard) -> float:
+        """Labels that take part in the loss in these shards' whole batches, over all data-parallel ranks.
+
+        Collective over all ranks.
+        """
+        mine = sum(shard.valid_tokens for shard in shards)
+        if self.ranks == self.cp.ranks:
+            return float(mine)
+        return self._sum(float(mine)) / self.cp.ranks
+
+    def gather_logits(self, logits: Tensor, shard: SequenceShard) -> Tensor:
+        """Logits [B, S, V] of the whole sequence from local ones [B, S_local, V]; collective, without gradient."""
+        with torch.no_grad():
+            return shard.unshard(logits)
+
+    # ------------------------------------------------------------------------------------------------- losses
+
+    def token_mean_loss(self, logits: Tensor, shift_labels: Tensor, *, valid_tokens: float | None = None) -> Tensor:
+        """Cross entropy, mean over all tokens with a label on all ranks, for `engine.backward`; collective.
+
+        Args:
+            logits: [B, S_local, V]; shift_labels: [B, S_local], -100 where there is no label.
+            valid_tokens: labels to divide by, of all ranks. None: those of this micro-batch; DeepSpeed then averages
+                over gradient accumulation steps. For one mean over all of a step's tokens give their number
+                (`valid_tokens(*shards)`), and call `engine.backward(loss, scale_wrt_gas=False)`.
+
+        Returns:
+            A scalar with the value of the mean, the same on all ranks. Its gradient is that of this rank's part,
+            times the number of ranks, since DeepSpeed averages gradients over them.
+        """
+        local = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        if valid_tokens is None:
+            valid_tokens = self._sum(float((shift_labels != IGNORE).sum()))
+        return self._whole_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
+
+    def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
+        """See `burst_plugin.deepspeed.eval_batch`."""
+        was_training = engine.training
+        engine.eval()
+        try:
+            with torch.no_grad():
+                local = self.shard_batch(batch)
+                loss: Tensor = engine(**local).loss
+                return loss
+        finally:
+            engine.train(was_training)
+
+    def _sum(self, value: float) -> float:
+        """Over all ranks."""
+        total = torch.tensor(value, dtype=torch.float64, device=_device(self.world))
+        dist.all_reduce(total, group=self.world)
+        return float(total)
+
+    def _whole_value(self, local: Tensor, group: Any) -> Tensor:
+        """`local` with the gradient it has, and the value of its mean over `group`."""
+        mean = local.detach().double().to(_device(self.world))
+        if group is not None:
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+        return local + (mean.to(local) - local.detach())
+
+    # ------------------------------------------------------------------------------------------------- hooks
+
+    def attach(self, model: torch.nn.Module, *, whole_batches: bool) -> None:
+        """Watch the forwards of `model`: cut whole batches, and refuse those that bypass the ring."""
+        self.whole_batches = whole_batches
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def _before(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._choices, self.cp.member.choices = self.cp.member.choices, {}  # every attention call says its choices
+        if not self.whole_batches:
+            return None
+        if KEY not in kwargs:
+            if not (model.training and torch.is_grad_enabled()):
+                return None  # whole sequences on this rank alone: evaluation, generation
+            bound = inspect.signature(model.forward).bind(*args, **kwargs)
+            batch = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+            batch.pop("kwargs", None)
+            kwargs = self.shard_batch({name: value for name, value in batch.items() if value is not None})
+        kwargs = dict(kwargs)
+        if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
+            shard = kwargs[KEY]
+            over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
+            kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
+        return (), kwargs
+
+    def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        sharded = KEY in kwargs
+        expected = sharded or (model.training and torch.is_grad_enabled())
+        called, self.cp.member.choices = bool(self.cp.member.choices), self.cp.member.choices or self._choices
+        if expected and not called:
+            raise ValueError(
+                f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
+                'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '
+                "burst_plugin.burst_attention(q, k, v, burst_plugin.deepspeed.context()) in the model's attention"
+            )
+        loss = getattr(output, "loss", None)
+        if not sharded or not isinstance(loss, Tensor) or loss.dim():
+            return None
+        self._check_loss(output, kwargs)
+        output["loss"] = self._whole_value(loss, self.world if model.training else self.cp.group)
+        return output
+
+    def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
+        """Once: whether the model's own loss is the sum over `shift_labels`, over `num_items_in_batch`."""
+        logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if self._loss_checked or logits is None or labels is None or logits.shape[:2] != labels.shape:
+            return
+        self._loss_checked = True
+        with torch.no_grad():
+            total = torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+            )
+            expected = float(total) / float(kwargs["num_items_in_batch"])
+        got = float(output.loss)
+        problem = ""
+        if abs(got - expected) > _LOSS_TOLERANCE * max(abs(expected), 1.0):
+            problem = (
+                f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
+                "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and use "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
+            )
+        self.cp.agree({"loss": "checked"}, problem)
+
+
+class ShardedLoader:
+    """A data loader whose batches are cut for this rank.
+
+    exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. They
+    then take turns: the ring works on rank 0's, rank 1's, ... and there are as many batches more. Otherwise all
+    ranks of the ring draw the same.
+    """
+
+    def __init__(self, loader: Iterable[Any], session: Any, *, exchange: bool = False, pad_token_id: int = 0) -> None:
+        self.loader = loader
+        self._session = session  # or a function that finds it when the first batch is drawn
+        self._exchange = exchange
+        self._pad_token_id = pad_token_id
+        self._skip = 0
+
+    def __len__(self) -> int:
+        count = len(self.loader)  # type: ignore[arg-type]
+        return count * self._found().cp.ranks if self._exchange else count
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        skip, self._skip = self._skip, 0
+        for number, batch in enumerate(self._whole()):
+            if number >= skip:
+                yield self._found().shard_batch(batch, pad_token_id=self._pad_token_id)
+
+    def skip_first(self, batches: int) -> ShardedLoader:
+        """This loader, whose next pass leaves out the first batches; to resume in the middle of an epoch."""
+        self._skip = batches
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
+
+    def _found(self) -> Session:
+        if not isinstance(self._session, Session):
+            self._session = self._session()
+        found: Session = self._session
+        return found
+
+    def _whole(self) -> Iterator[Any]:
+        for batch in self.loader:
+            cp = self._found().cp
+            yield from exchanged(batch, cp) if self._exchange else [batch]
+
+
+def exchanged(batch: Mapping[str, Any], cp: ContextParallel) -> list[Mapping[str, Any]]:
+    """The batches of all ranks of `cp`, in rank order, on the CPU; collective."""
+    if cp.group is None:
+        return [batch]
+    everyone: list[Any] = [None] * cp.ranks
+    mine = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+    dist.all_gather_object(everyone, mine, group=cp.group)
+    return everyone
+
+
+def _device(group: Any) -> torch.device:
+    """The device that a group moves tensors of."""
+    from burst_plugin.transport import group_device
+
+    return group_device(group)

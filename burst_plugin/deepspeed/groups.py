@@ -1,0 +1,147 @@
+"""The process groups of a DeepSpeed run with burst attention: who shares a sequence, and what DeepSpeed is told.
+
+    4 ranks, context_parallel_size=2         rank  0 1 | 2 3
+                                    context-parallel   0 1 | 0 1
+                                      data-parallel    0 0 | 1 1
+
+DeepSpeed's ZeRO stages scale gradients differently once they hear of sequence parallelism: 0, 1 and 2 sum over
+sequence ranks, 3 averages over all. `Unit` therefore says that there is none, and gives all ranks as those to reduce
+gradients over and to partition among; then every stage averages over all ranks, and the loss is scaled for that.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from burst_plugin.strategy import AUTO
+from burst_plugin.topology import Topology, node_id
+
+__all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "ranks_per_node", "sequence_parallel_size"]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """context: the ranks that share a sequence with this one; alone: this rank by itself; world: all."""
+
+    context: Any
+    alone: Any
+    world: Any
+
+
+class Unit:
+    """An `mpu`, as DeepSpeed calls what it asks for groups. It must not have `get_data_parallel_group`.
+
+    Model and tensor parallelism have groups of one rank, so that checkpoints record a tensor-parallel degree of 1.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+        size = dist.get_world_size(groups.context)
+        self._data_size, self._data_rank = dist.get_world_size() // size, dist.get_rank() // size
+
+    def initialize_sequence_parallel(self, *args: Any, **kwargs: Any) -> None:
+        """Only its presence counts: by it DeepSpeed knows that model-parallel groups have one rank."""
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self._groups.alone
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return 1
+
+    def get_sequence_parallel_rank(self) -> int:
+        return 0
+
+    def get_sequence_data_parallel_group(self) -> Any:
+        return self._groups.world
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return dist.get_world_size()
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return dist.get_rank()
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._data_size
+
+    def get_data_parallel_rank(self) -> int:
+        return self._data_rank
+
+    def get_model_parallel_group(self) -> Any:
+        return self._groups.alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
+
+    get_tensor_model_parallel_group = get_model_parallel_group
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+
+
+def make_groups(size: int, mpu: Any = None) -> Groups:
+    """The groups for rings of `size` consecutive ranks; collective. Takes the ring of `mpu` if there is one."""
+    from deepspeed.utils import groups
+
+    world = groups._clone_world_group()
+    everyone = range(dist.get_world_size())
+    if mpu is not None:
+        context = mpu.get_sequence_parallel_group()
+    else:
+        context = _mine([dist.new_group(list(everyone[i : i + size])) for i in everyone[::size]], size)
+    return Groups(context, _mine([dist.new_group([rank]) for rank in everyone], 1), world)
+
+
+def _mine(made: list[Any], size: int) -> Any:
+    return made[dist.get_rank() // size]
+
+
+def sequence_parallel_size(mpu: Any) -> int:
+    """What an `mpu` of the user's says about sequence parallelism; 1 if nothing."""
+    ask = getattr(mpu, "get_sequence_parallel_world_size", None)
+    return 1 if ask is None else int(ask())
+
+
+def mpu_problem(mpu: Any, size: int) -> str:
+    """Why an `mpu` of the user's cannot go together with rings of `size`; empty if it can, or if there is none."""
+    if mpu is None:
+        return ""
+    way_out = "pass no mpu, or one whose sequence-parallel groups are the rings"
+    name = getattr(mpu, "__name__", type(mpu).__name__)
+    if name.endswith("parallel_state_sp"):
+        return f"mpu={name} is that of Ulysses, which does not go together with burst attention: {way_out}"
+    for kind in ("model", "tensor_model", "pipeline_model", "pipe", "slice"):
+        ask = getattr(mpu, f"get_{kind}_parallel_world_size", None)
+        if ask is not None and ask() > 1:
+            return f"mpu={name} has {kind}-parallel size {ask()}, which has not been tried: {way_out}"
+    if sequence_parallel_size(mpu) != size or not hasattr(mpu, "get_sequence_parallel_group"):
+        return (
+            f"mpu={name} conflicts: its sequence-parallel size is {sequence_parallel_size(mpu)}, expected "
+            f"context_parallel_size={size}: {way_out}"
+        )
+    ranks = dist.get_process_group_ranks(mpu.get_sequence_parallel_group())
+    first = dist.get_rank() // size * size
+    if ranks != list(range(first, first + size)):
+        return f"mpu={name} conflicts: its sequence-parallel ranks are {ranks}, expected consecutive ones: {way_out}"
+    return ""
+
+
+def ranks_per_node(group: Any) -> int:
+    """Ranks of `group` on one node, by host and by the launcher's node number; all if ragged. Collective."""
+    number = os.environ.get("CROSS_RANK", os.environ.get("GROUP_RANK", ""))  # deepspeed's and torchrun's names
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, f"{node_id()}/{number}", group=group)
+    found = Topology.from_node_ids(said)
+    if found is None and dist.get_rank(group) == 0:
+        warnings.warn(
+            f"the {len(said)} ranks of the context-parallel group are not spread evenly, in consecutive runs, over "
+            f'the nodes: using one flat ring; set ranks_per_node instead of "{AUTO}" to say otherwise',
+            stacklevel=2,
+        )
+    return len(said) if found is None else found.ranks_per_node

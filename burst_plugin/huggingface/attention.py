@@ -1,0 +1,162 @@
+"""The attention function of `attn_implementation="burst"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import and_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.attention import burst_attention
+from burst_plugin.batch import KEY, SequenceShard
+from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe
+from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
+from burst_plugin.scores import Scores
+
+__all__ = ["NAME", "forward", "register_attention"]
+
+NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
+
+# What layers hand on that changes what attention computes, and is not supported.
+_REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")
+
+
+def register_attention() -> str:
+    """See `burst_plugin.huggingface.register`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, forward)
+    AttentionMaskInterface.register(NAME, mask_recipe)
+    return f'transformers knows attn_implementation="{NAME}"'
+
+
+def forward(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: on the ring for sharded batches, on this rank alone for whole ones.
+
+    Args:
+        module: the layer. query, key, value: [B, heads, S, D].
+        attention_mask: a `MaskRecipe`; not used on the ring, where the batch's `SequenceShard` has the mask.
+        options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux`, `is_causal`; and what a model hands on.
+
+    Returns:
+        [B, S, heads, D], and no weights.
+
+    Raises:
+        ValueError: for options that are not supported, and in training for batches that were not sharded.
+    """
+    shard: SequenceShard | None = options.get(KEY)
+    if shard is None:
+        if module.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"{type(module).__name__} got a batch that is not sharded: pass what burst_plugin.shard_batch(batch, "
+                "cp) or burst_plugin.deepspeed.shard_batch(batch) returns; to train on whole sequences use another "
+                "attn_implementation"
+            )
+        return _whole(module, (query, key, value), attention_mask, options), None
+    problem = _problem(module, attention_mask, options)
+    if problem:
+        raise ValueError(problem)
+    dropout = float(options.get("dropout") or 0.0) if module.training else 0.0
+    scores = Scores(
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        dropout=dropout,
+        seed=_seed(shard, module) if dropout else 0,
+    )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    mask = _mask(module, shard, options)
+    out = burst_attention(q, k, v, shard.cp, mask=mask, scores=scores, sink=_sink(options, q))
+    assert isinstance(out, Tensor), "lse was not asked for"
+    return out, None
+
+
+def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
+    """What a layer asks for that the ring does not have; empty if nothing."""
+    name = type(module).__name__
+    for option in _REFUSED:
+        if options.get(option) is not None:
+            return f'{name} passes {option}, which attn_implementation="{NAME}" does not support; use another one'
+    if options.get("output_attentions"):
+        return f'{name}: output_attentions=True is not supported by attn_implementation="{NAME}"; leave it out'
+    if isinstance(attention_mask, MaskRecipe):
+        unknown = attention_mask.unknown()
+        if unknown:
+            return f'{name} uses masks that attn_implementation="{NAME}" does not know: {", ".join(unknown)}'
+    elif attention_mask is not None:
+        return (
+            f"{name} got an attention_mask of its own, a {type(attention_mask).__name__}, with a sharded batch: give "
+            "padding as attention_mask [batch, tokens] and documents as position_ids to shard_batch"
+        )
+    return ""
+
+
+def _mask(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str, Any]) -> Mask:
+    """The layer's own mask and the batch's, in whole positions."""
+    causal, window = options.get("is_causal"), options.get("sliding_window")
+    if causal is None:
+        causal = getattr(module, "is_causal", True)
+    masks: list[Mask] = [Causal() if causal else Full()]
+    if window is not None:  # transformers counts the token itself
+        masks = [SlidingWindow(window - 1) if causal else SlidingWindow(window, window)]
+    if shard.mask is not None:
+        masks.append(shard.mask)
+    if not causal and shard.padded > shard.length:
+        masks.append(Keys(((0, shard.length),)))
+    return reduce(and_, masks)
+
+
+def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
+    sink = options.get("s_aux")
+    return None if sink is None else sink.to(q.dtype)
+
+
+def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
+    """Of dropout: the same on all ranks and in recomputation, another one for each batch and layer."""
+    return (shard.seed * 1_000_003 + int(getattr(module, "layer_idx", None) or 0)) % (2**31 - 1)
+
+
+def _whole(
+    module: torch.nn.Module, tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Any, options: Mapping[str, Any]
+) -> Tensor:
+    """Attention on whole sequences that this rank has to itself, for evaluation and generation."""
+    softcap, sink = options.get("softcap"), options.get("s_aux")
+    plain = softcap is None and sink is None
+    if isinstance(attention_mask, MaskRecipe):
+        attention_mask = attention_mask.tensor(always=not plain)
+    if plain:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        known = {name: options.get(name) for name in ("dropout", "scaling", "is_causal")}
+        out, _ = sdpa_attention_forward(
+            module, *tensors, attention_mask, **{name: x for name, x in known.items() if x is not None}
+        )
+        found: Tensor = out
+        return found
+    return _written_out(tensors, attention_mask, options)
+
+
+def _written_out(
+    tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, options: Mapping[str, Any]
+) -> Tensor:
+    """From the definition, in float32 or wider, with softcap and sinks."""
+    query, key, value = tensors
+    wide = torch.promote_types(query.dtype, torch.float32)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1).to(wide) for x in (key, value))
+    scaling = options.get("scaling")
+    scores = query.to(wide) @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    softcap, sink = options.get("softcap"), options.get("s_aux")
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask, -torch.inf)
+    if sink is not None:
+        rest = sink.to(wide).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, rest], -1)
+    weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
+    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous()

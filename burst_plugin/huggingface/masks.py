@@ -1,0 +1,72 @@
+"""The mask function that goes with `attn_implementation="burst"`.
+
+transformers makes a mask [B, 1, S, S] before the layers run. On a ring nobody needs it: masks are known by their
+rules, and a shard's own positions, which are not consecutive, look like packed samples to transformers. So what
+layers are given is the recipe of a mask, made into a tensor only where a rank has whole sequences to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["MaskRecipe", "mask_recipe"]
+
+_KNOWN = frozenset(
+    {
+        "causal_mask_function",
+        "bidirectional_mask_function",
+        "sliding_window_overlay.<locals>.inner_mask",
+        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+        "packed_sequence_mask_function.<locals>.inner_mask",
+        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+        "packed_sequence_compatibility_function.<locals>.inner_mask",
+        "padding_mask_function.<locals>.inner_mask",
+        "add_offsets_to_mask_function.<locals>.inner_mask",
+        "and_masks.<locals>.and_mask",
+    }
+)
+
+
+class MaskRecipe:
+    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do."""
+
+    ndim = 4
+
+    def __init__(self, **asked: Any) -> None:
+        self._asked = asked
+        self._made: dict[bool, Tensor | None] = {}
+
+    def tensor(self, *, always: bool) -> Tensor | None:
+        """The mask [B, 1, S_q, S_k], True where a query may attend; None for a plain causal one unless `always`."""
+        if always not in self._made:
+            from transformers.masking_utils import sdpa_mask
+
+            skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False} if always else {}
+            self._made[always] = sdpa_mask(**{**self._asked, **skip})
+        return self._made[always]
+
+    def unknown(self) -> list[str]:
+        """The rules in this mask, by their name in transformers, that a ring does not know."""
+        return sorted(_names(self._asked["mask_function"]) - _KNOWN)
+
+
+def mask_recipe(**asked: Any) -> Any:
+    """The registered mask function; arguments as `transformers.masking_utils.sdpa_mask`."""
+    if isinstance(asked.get("attention_mask"), MaskRecipe):
+        return asked["attention_mask"]  # generation has prepared it already
+    return MaskRecipe(**asked)
+
+
+def _names(rule: Callable[..., Any] | Any) -> set[str]:
+    """The names of all functions that a rule is made of."""
+    found = {rule.__qualname__}
+    for cell in rule.__closure__ or ():
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, tuple | list) else (inner,):
+            if callable(part) and hasattr(part, "__closure__") and not isinstance(part, torch.nn.Module):
+                found |= _names(part)
+    return found

@@ -1,0 +1,74 @@
+"""Which of transformers' models can run on a ring: all whose tokens meet in attention only, as far as it is known."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from burst_plugin.huggingface.attention import NAME, register_attention
+
+__all__ = ["problems", "use_burst"]
+
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def use_burst(model: torch.nn.Module) -> None:
+    """Switch a model, perhaps wrapped, to `attn_implementation="burst"`."""
+    register_attention()
+    pretrained = _pretrained(model)
+    if pretrained.config._attn_implementation != NAME:
+        pretrained.set_attn_implementation(NAME)
+
+
+def problems(model: torch.nn.Module) -> list[str]:
+    """What in a model cannot be computed on shards of its sequences, each with a reason."""
+    pretrained = _pretrained(model)
+    config, name = pretrained.config, type(pretrained).__name__
+    text = config.get_text_config()
+    found = []
+    if config.is_encoder_decoder:
+        found.append("it is an encoder-decoder")
+    others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
+    if others:
+        found.append(f"it has parts besides the language model: {', '.join(others)}")
+    if not pretrained._can_set_attn_implementation():
+        found.append("its attention does not go through transformers' AttentionInterface")
+    if getattr(pretrained, "_is_stateful", False):
+        found.append("it carries a state along the sequence")
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
+    if kinds:
+        found.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
+    if getattr(text, "use_bidirectional_attention", None):
+        found.append("use_bidirectional_attention is set")
+    if getattr(text, "output_router_logits", False):
+        found.append("output_router_logits adds a loss that is not a sum over tokens; set it to False")
+    rope = _rope_types(text) & set(_LENGTH_DEPENDENT_ROPE)
+    if rope:
+        found.append(f"its rotary embedding ({', '.join(sorted(rope))}) depends on the longest position of each rank")
+    keywords = inspect.signature(pretrained.forward).parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in keywords):
+        found.append("its forward takes no further keyword arguments")
+    if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
+        found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
+    return [f"{name} cannot run on a ring: {reason}" for reason in found]
+
+
+def _pretrained(model: torch.nn.Module) -> Any:
+    """The outermost of transformers' models in a model."""
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embedding in a configuration, of all its layer types."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
+
+
+def _peft_configs(model: torch.nn.Module) -> list[Any]:
+    configs = getattr(model, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []

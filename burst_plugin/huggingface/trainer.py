@@ -1,0 +1,167 @@
+"""Trainer and Accelerate on the rings of DeepSpeed's adapter: what they do for Ulysses, done for the ring instead.
+
+With `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` Accelerate asks DeepSpeed's Ulysses for an `mpu` and for
+a data loader; where the configuration has the block "burst_attention", both are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_plugin.batch import KEY
+from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
+from burst_plugin.deepspeed.config import BLOCK, Block
+from burst_plugin.deepspeed.engine_session import Session, ShardedLoader, exchanged
+
+__all__ = ["install_trainer"]
+
+_TESTED = ("5.22", "5.23")
+
+
+def install_trainer(adapter: Adapter) -> list[str]:
+    """Let Accelerate and Trainer run on the rings of `adapter`. Says what was done."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DeepSpeedPlugin
+    from deepspeed.runtime.sequence_parallel import ulysses_sp
+    from transformers import trainer
+
+    warn_if_untested("transformers", _TESTED)
+    _wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", functools.partial(_loader, adapter))
+    ulysses = ulysses_sp.UlyssesSPAttentionHF
+    _wrap(ulysses, "register_with_transformers", _requested_size)
+    _wrap(PartialState, "__init__", _count_processes)
+    _wrap(DeepSpeedPlugin, "fill_match", _leave_block_alone)
+    _wrap(trainer.Trainer, "get_batch_samples", functools.partial(_count_tokens, adapter))
+    _wrap(trainer.Trainer, "prediction_step", functools.partial(_predict, adapter))
+    _wrap(trainer, "deepspeed_sp_compute_loss", functools.partial(_compute_loss, adapter))
+    _wrap(trainer, "skip_first_batches", _skip_first_batches)
+    return [
+        f'accelerate: sp_size of ParallelismConfig makes rings, if the configuration has "{BLOCK}"',
+        "transformers.Trainer: the loss is the mean over all tokens of a step; evaluation runs on the ring",
+    ]
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace `owner.name` by a function that calls `around(original, *args, **kwargs)`."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original, updated=())
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+
+
+def _active(adapter: Adapter) -> Session | None:
+    """The session of the only engine; None if none runs with burst attention."""
+    return adapter.session() if len(adapter.sessions) == 1 else None
+
+
+# -------------------------------------------------------------------------------------------------------- Accelerate
+
+
+def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`UlyssesSPAttentionHF.register_with_transformers`: the `mpu` that Accelerate passes to DeepSpeed."""
+    from accelerate.state import AcceleratorState
+
+    plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
+    config = {} if plugin is None else plugin.deepspeed_config
+    block = Block.of(config)
+    if block is None or not block.enabled:
+        return original(*args, **kwargs)
+    return RequestedSize(int(kwargs["sequence_parallel_size"]))
+
+
+def _loader(
+    adapter: Adapter, original: Callable[..., Any], dl: Any, sp_rank: Any, sp_group: Any, **kwargs: Any
+) -> Any:
+    """`UlyssesSPDataLoaderAdapter`: Accelerate's samplers count all ranks, so those of a ring take turns."""
+    if isinstance(sp_group, RequestedSize) or _active(adapter) is not None:
+        return ShardedLoader(dl, adapter.session, exchange=True)
+    return original(dl, sp_rank, sp_group, **kwargs)
+
+
+def _count_processes(original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
+    """`PartialState.__init__`: on CPUs with DeepSpeed it counts one process, and all ranks read the same samples."""
+    original(state, *args, **kwargs)
+    if state.backend is None and dist.is_initialized() and state.num_processes != dist.get_world_size():
+        state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
+
+
+def _leave_block_alone(
+    original: Callable[..., Any], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
+) -> None:
+    """`DeepSpeedPlugin.fill_match`: "auto" in the block is for the plugin, not for Accelerate to fill in."""
+    if not ds_key_long.startswith(f"{BLOCK}."):
+        original(plugin, ds_key_long, *args, **kwargs)
+
+
+# ----------------------------------------------------------------------------------------------------------- Trainer
+
+
+def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.get_batch_samples`: the batches of one step, whose loss is one mean over all of its tokens."""
+    batches, items = original(trainer, *args, **kwargs)
+    session = _active(adapter)
+    if session is None or not batches or not all(KEY in batch for batch in batches):
+        return batches, items
+    for name in ("label_smoother", "compute_loss_func"):
+        if getattr(trainer, name, None) is not None:
+            raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
+    # Trainer divides by the number of batches, DeepSpeed by that of ranks.
+    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / len(batches)
+    for batch in batches:
+        batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
+    return batches, items
+
+
+def _compute_loss(
+    adapter: Adapter,
+    original: Callable[..., Any],
+    accelerator: Any,
+    model: torch.nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool,
+    pc: Any,
+) -> Any:
+    """`deepspeed_sp_compute_loss`: what Trainer calls for the loss in training."""
+    if _active(adapter) is None:
+        return original(accelerator, model, inputs, return_outputs, pc)
+    outputs = model(**inputs)
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def _predict(
+    adapter: Adapter,
+    original: Callable[..., Any],
+    trainer: Any,
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: Any = None,
+) -> Any:
+    """`Trainer.prediction_step`: the ranks of a ring take turns with their batches, so that long ones fit."""
+    session = _active(adapter)
+    if session is None or session.cp.group is None or "input_ids" not in inputs:
+        return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
+    loss = logits = None
+    with torch.no_grad():
+        for rank, batch in enumerate(exchanged(inputs, session.cp)):
+            local = session.shard_batch(trainer._prepare_inputs(batch))
+            outputs = model(**local)
+            whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[KEY])
+            if rank == session.cp.rank:
+                loss, logits = getattr(outputs, "loss", None), whole
+    return loss, logits, None if prediction_loss_only else inputs.get("labels")
+
+
+def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
+    """What resumes in the middle of an epoch."""
+    if isinstance(dataloader, ShardedLoader):
+        return dataloader.skip_first(num_batches)
+    return original(dataloader, num_batches)
