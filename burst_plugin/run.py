@@ -1,6 +1,7 @@
 """Run an unmodified training script with burst attention installed:
 
     torchrun --nproc-per-node 8 -m burst_plugin.run pretrain_gpt.py --context-parallel-size 8 --cp-comm-type burst ...
+    deepspeed --num_gpus 8 --module burst_plugin.run train.py --deepspeed_config ds.json ...
 
 Options of the launcher come before the script, the script's own after it.
 """
@@ -8,6 +9,8 @@ Options of the launcher come before the script, the script's own after it.
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import os
 import sys
 import types
@@ -17,21 +20,21 @@ import torch.distributed as dist
 
 __all__ = ["main"]
 
+_FRAMEWORKS = ("megatron", "deepspeed")
+
 
 def main(arguments: list[str] | None = None) -> None:
-    """Install the Megatron adapter, then run the script as `python script` would."""
+    """Install a framework's adapter, then run the script as `python script` would."""
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     script = Path(options.script)
     if not script.is_file():
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
-    sys.argv = [options.script, *options.arguments]
+    sys.argv = [options.script, *options.local_rank, *options.arguments]
     if options.cpu:
         _prepare_cpu(script.resolve().parent)
     else:
         sys.path.insert(0, str(script.resolve().parent))
-    from burst_plugin.megatron import install
-
-    adapter = install()
+    adapter = importlib.import_module(f"burst_plugin.{options.framework or _framework()}").install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
     _execute(script)
@@ -39,11 +42,31 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
 
 
+def _framework() -> str:
+    """The framework whose launcher runs this; of torchrun, Megatron if it is installed."""
+    deepspeed_launcher = "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ
+    return "deepspeed" if deepspeed_launcher or importlib.util.find_spec("megatron") is None else "megatron"
+
+
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m burst_plugin.run",
-        description="Run a Megatron training script with burst attention installed.",
-        epilog="Switch it on with --cp-comm-type burst; `SCRIPT --help` lists the --burst-* flags.",
+        description="Run a training script of Megatron or DeepSpeed with burst attention installed.",
+        epilog="Switch it on with --cp-comm-type burst (Megatron; `SCRIPT --help` lists the --burst-* flags), or "
+        'with the block "burst_attention" in the configuration (DeepSpeed).',
+    )
+    parser.add_argument(
+        "--framework",
+        choices=_FRAMEWORKS,
+        help="whose adapter to install (default: deepspeed under its launcher or if there is no Megatron)",
+    )
+    parser.add_argument(  # DeepSpeed's launcher puts it before the script; it is the script's
+        "--local_rank",
+        dest="local_rank",
+        action="append",
+        default=[],
+        type="--local_rank={}".format,
+        help=argparse.SUPPRESS,
     )
     parser.add_argument("--cpu", action="store_true", help="run Megatron on CPUs with gloo (slow; to try things out)")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, such as pretrain_gpt.py")

@@ -24,6 +24,7 @@ from deepspeed.runtime.zero import partition_parameters
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
+from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import (
     Unit,
     make_groups,
@@ -31,7 +32,6 @@ from burst_plugin.deepspeed.groups import (
     ranks_per_node,
     sequence_parallel_size,
 )
-from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.strategy import AUTO
 
 __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]

@@ -15,6 +15,7 @@ __all__ = ["BLOCK", "REFUSED", "Block", "Rule", "conflicts", "near_misses"]
 
 BLOCK = "burst_attention"
 _OWN_KEYS = ("enabled", "context_parallel_size")
+_ALIKE = ("sparse_attention",)  # a block of DeepSpeed's own
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Block:
         size = next(iter(sizes), world)
         if world % size:
             raise ValueError(
-                f'"{BLOCK}": context_parallel_size={size} does not divide the {world} ranks; use a divisor of {world}, or '
-                f"start a multiple of {size} ranks"
+                f'"{BLOCK}": context_parallel_size={size} does not divide the {world} ranks; take a divisor, '
+                f"or start a multiple of {size} ranks"
             )
         return size
 
@@ -80,7 +81,8 @@ def near_misses(config: Mapping[str, Any]) -> list[str]:
     """Top-level keys that may be meant to be the block's name. DeepSpeed ignores keys that it does not know."""
     if BLOCK in config:
         return []
-    return [key for key in config if get_close_matches(str(key).lower().replace("-", "_"), [BLOCK], 1, 0.75)]
+    names = {key: str(key).lower().replace("-", "_") for key in config if key not in _ALIKE}
+    return [key for key, name in names.items() if get_close_matches(name, [BLOCK], 1, 0.75)]
 
 
 def warn_of_near_misses(config: Mapping[str, Any]) -> None:

@@ -161,13 +161,13 @@ class Session:
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
             )
             expected = float(total) / float(kwargs["num_items_in_batch"])
-        got = float(output.loss)
+        got = float(output.loss.detach())
         problem = ""
         if abs(got - expected) > _LOSS_TOLERANCE * max(abs(expected), 1.0):
             problem = (
                 f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
-                "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and use "
-                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
+                "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "
+                "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
         self.cp.agree({"loss": "checked"}, problem)
 

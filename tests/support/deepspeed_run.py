@@ -202,10 +202,12 @@ def _named(engine: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _parameters(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights that the optimizer works on, in float32 also where the model's are not."""
     found = {}
     for name, parameter in _named(engine).items():
+        master = safe_get_full_fp32_param(parameter)
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            found[name] = parameter.detach().float().cpu().clone()
+            found[name] = (parameter if master is None else master).detach().float().cpu().clone()
     return found
 
 

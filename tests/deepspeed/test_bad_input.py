@@ -1,0 +1,269 @@
+"""What goes wrong on the way into a run: one clear error, on every rank, and if it can be before anything is built."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import burst_plugin
+import burst_plugin.deepspeed as burst
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import Run, build, configuration, draw, llama, start
+from tests.support.ranks import run_ranks_outcomes
+
+pytestmark = pytest.mark.deepspeed
+
+RUN = Run(cp=2)
+BATCH = draw(1)[0]
+
+
+def _errors(fn: Callable[..., Any], ranks: int, *args: Any) -> list[str]:
+    """The last line of every rank's error; all have to have one."""
+    outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=60.0)
+    assert all(outcome.error for outcome in outcomes), "a rank has no error"
+    return [(outcome.error or "").strip().splitlines()[-1] for outcome in outcomes]
+
+
+def _initialize(rank: int, change: Callable[[dict[str, Any]], None]) -> None:
+    """`deepspeed.initialize` with changed arguments."""
+    burst.install()
+    model = build(RUN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    arguments = {"model": model, "optimizer": optimizer, "config": configuration(RUN, 2)}
+    change(arguments)
+    deepspeed.initialize(**arguments)
+
+
+def _block(**options: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda arguments: arguments["config"]["burst_attention"].update(options)
+
+
+def _config(**options: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda arguments: arguments["config"].update(options)
+
+
+def _only_rank_1(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    return lambda arguments: change(arguments) if dist.get_rank() == 1 else None
+
+
+class _Mpu:
+    """An mpu of the user's own."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.sizes = sizes
+
+    def __getattr__(self, name: str) -> Any:
+        for kind, size in self.__dict__["sizes"].items():
+            if name == f"get_{kind}_parallel_world_size":
+                return lambda: size
+            if name == f"get_{kind}_parallel_group":
+                return lambda: dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        raise AttributeError(name)
+
+
+class _Attention(torch.nn.Linear):
+    pass
+
+
+_Attention.__name__ = "DistributedAttention"
+
+
+def _with_ulysses_layer(arguments: dict[str, Any]) -> None:
+    arguments["model"].add_module("inner", _Attention(2, 2))
+
+
+def _pipeline(arguments: dict[str, Any]) -> None:
+    deepspeed.init_distributed("gloo")
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    arguments["model"] = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.MSELoss())
+
+
+def _ulysses_mpu(arguments: dict[str, Any]) -> None:
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    deepspeed.init_distributed("gloo")
+    parallel_state_sp.initialize_sequence_parallel(2)
+    arguments["mpu"] = parallel_state_sp
+
+
+CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (_block(context_parallel_size=3), "context_parallel_size=3 does not divide the 2 ranks; take a divisor"),
+    (_block(contxt_parallel_size=2), 'did you mean "context_parallel_size"'),
+    (_block(ranks_per_node=3), "ranks_per_node=3 does not divide the 2 ranks"),
+    (_config(gradient_allreduce_op="sum"), "gradient_allreduce_op='sum' does not go together"),
+    (_config(sequence_parallel_size=4), "sequence_parallel_size=4 (Ulysses) contradicts context_parallel_size=2"),
+    (_config(compile={"deepcompile": True, "passes": ["autosp"]}), "compile.passes=['autosp'] does not go together"),
+    (lambda arguments: arguments.update(mesh_param=(1, 2)), "mesh_param=(1, 2) does not go together"),
+    (lambda arguments: arguments.update(mpu=_Mpu(model=2)), "mpu=_Mpu has model-parallel size 2"),
+    (lambda arguments: arguments.update(mpu=_Mpu(data=2)), "mpu=_Mpu conflicts: its sequence-parallel size is 1"),
+    (lambda arguments: arguments.update(mpu=_Mpu(sequence=2)), "mpu=_Mpu conflicts: its sequence-parallel ranks are"),
+    (_ulysses_mpu, "parallel_state_sp is that of Ulysses, which does not go together"),
+    (_with_ulysses_layer, "the model has DistributedAttention layers (Ulysses)"),
+    (_pipeline, "a PipelineModule does not go together with burst_attention"),
+    (_only_rank_1(_config(gradient_allreduce_op="sum")), "rank 1: gradient_allreduce_op='sum' does not go together"),
+    (_only_rank_1(_block(layout="striped")), 'all ranks must have the same "burst_attention"'),
+    (_only_rank_1(_block(context_parallel_size=1)), 'all ranks must have the same "burst_attention"'),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CASES, ids=[message for _, message in CASES])
+def test_initialisation_is_refused_on_every_rank(change: Callable[[dict[str, Any]], None], message: str) -> None:
+    for line in _errors(_initialize, 2, change):
+        assert line.startswith("ValueError: ")
+        assert message in line
+
+
+# ------------------------------------------------------------------------------------------------- at the first step
+
+
+class _Own(torch.nn.Module):
+    """A model that attends to what it is given, and not to the ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(96, 16)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).unsqueeze(1)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+
+def _without_the_ring(rank: int) -> None:
+    burst.install()
+    model = _Own()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    engine(BATCH["input_ids"])
+
+
+def _switched_back(rank: int) -> None:
+    engine = start(RUN, 2)
+    engine.module.set_attn_implementation("sdpa")
+    engine(**BATCH)
+
+
+@pytest.mark.parametrize("fn", [_without_the_ring, _switched_back])
+def test_a_model_that_does_not_use_the_ring_is_told_at_the_first_step(fn: Callable[[int], None]) -> None:
+    for line in _errors(fn, 2):
+        assert "burst_attention is enabled, but " in line
+        assert "has computed a forward without it" in line
+
+
+def _differs(rank: int, batches: list[dict[str, Any]], cp: int) -> None:
+    engine = start(Run(cp=cp), 2)
+    engine(**batches[rank])
+
+
+def _changed(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**BATCH, **changes}
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (draw(1, length=16)[0], "rank 0: batch=[2, 32] with checksum "),
+        (draw(1, seed=5)[0], "all ranks of a context-parallel group take the same batch"),
+        (
+            _changed(attention_mask=torch.ones(2, 1, 32, 32)),
+            "rank 1: attention_mask of shape [2, 1, 32, 32] is not a pad",
+        ),
+        (_changed(extra=torch.ones(3, 3)), "rank 1: extra of shape [3, 3] cannot be cut along the sequence"),
+        (
+            _changed(input_ids=torch.ones(0, 4)),
+            "rank 1: a batch needs input_ids of shape [batch, tokens], got shape [0, 4]",
+        ),
+    ],
+    ids=["length", "content", "mask", "extra", "empty"],
+)
+def test_batches_that_differ_between_ranks(other: dict[str, torch.Tensor], message: str) -> None:
+    for line in _errors(_differs, 2, [BATCH, other], 2):
+        assert line.startswith("ValueError: ")
+        assert message in line
+
+
+def _not_sharded(rank: int) -> None:
+    engine = start(RUN, 2)
+    inner = engine.module.model  # beneath the hook that cuts batches
+    inner(BATCH["input_ids"])
+
+
+def _own_loss(rank: int) -> None:
+    """A model whose loss adds something that is not a sum over tokens."""
+    burst.install()
+    model = build(RUN)
+    plain = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        output["loss"] = output.loss + 1.0
+        return output
+
+    model.forward = types.MethodType(forward, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    engine(**BATCH)
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (_not_sharded, "LlamaAttention got a batch that is not sharded: pass what burst_plugin.shard_batch"),
+        (_own_loss, "the mean over shift_labels: it does not honour shift_labels and num_items_in_batch, or adds"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused(fn: Callable[[int], None], message: str) -> None:
+    for line in _errors(fn, 2):
+        assert message in line
+
+
+# ------------------------------------------------------------------------------------------------- models
+
+
+def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
+    def found(model: Any) -> str:
+        return "; ".join(problems(model))
+
+    t5 = transformers.T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    assert "T5ForConditionalGeneration cannot run on a ring: it is an encoder-decoder" in found(
+        transformers.T5ForConditionalGeneration(t5)
+    )
+    mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
+    assert "carries a state along the sequence" in found(transformers.MambaForCausalLM(mamba))
+    bloom = transformers.BloomConfig(vocab_size=8, hidden_size=8, n_layer=1, n_head=2)
+    assert "does not go through transformers' AttentionInterface" in found(transformers.BloomForCausalLM(bloom))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    assert "rotary embedding (dynamic)" in found(build(Run(model=llama(rope_parameters=rope))))
+    chunked = llama()
+    chunked.layer_types = ["chunked_attention", "full_attention"]
+    assert "layers of type chunked_attention" in found(build(Run(model=chunked)))
+    assert problems(build(Run())) == []
+
+
+def test_versions_outside_the_tested_range_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_plugin.deepspeed import adapter
+
+    monkeypatch.setattr(adapter, "version", lambda package: "0.99.1")
+    with pytest.warns(UserWarning, match=r"deepspeed 0.99.1 is outside the tested range, 0\.18 to 0\.19"):
+        adapter.warn_if_untested("deepspeed", ("0.18", "0.19"))
+
+
+def test_helpers_before_initialize_say_what_is_missing() -> None:
+    def without(rank: int) -> None:
+        burst.install()
+        burst.shard_batch(BATCH)
+
+    (line,) = _errors(without, 1)
+    assert (
+        'got no engine, and 0 engines run with burst attention; expected one: call deepspeed.initialize with "bur'
+        in line
+    )
+    assert "burst_plugin" in sys.modules
+    assert burst_plugin.__version__

@@ -1,0 +1,140 @@
+"""A tiny model trained by Hugging Face Trainer over DeepSpeed on several ranks, and on one rank without it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import deepspeed as deepspeed_lib
+import torch
+import torch.distributed as dist
+from accelerate import ParallelismConfig
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import burst_plugin.deepspeed as burst
+from tests.support.deepspeed_run import Batch, Run, build, draw
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What Trainer is given; `run` says which model, ZeRO stage and ring."""
+
+    run: Run
+    directory: str
+    rows: int = 8
+    length: int = 32
+    max_steps: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """One sample per row of a batch."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {name: x[index] for name, x in self.batch.items()}
+
+
+def arguments(setup: Setup, *, deepspeed: bool) -> TrainingArguments:
+    """TrainingArguments of a run: SGD, so that a wrong scale of gradients shows."""
+    more: dict[str, Any] = {}
+    if deepspeed:
+        more["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": setup.run.stage},
+            "zero_force_ds_cpu_optimizer": False,
+            "burst_attention": {
+                "enabled": True,
+                "context_parallel_size": "auto",
+                "backward": "auto",
+                **setup.run.block,
+            },
+            **setup.run.config,
+        }
+        if dist.get_world_size() > 1:
+            more["parallelism_config"] = ParallelismConfig(
+                sp_size=setup.run.cp,
+                sp_backend="deepspeed",
+                dp_shard_size=dist.get_world_size() // setup.run.cp,
+            )
+    return TrainingArguments(
+        **{
+            "output_dir": setup.directory,
+            "max_steps": setup.max_steps,
+            "per_device_train_batch_size": 1,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": setup.run.accumulation,
+            "learning_rate": setup.run.lr,
+            "lr_scheduler_type": "constant",
+            "optim": "sgd",
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            "use_cpu": not deepspeed,
+            "train_sampling_strategy": "sequential",
+            "gradient_checkpointing": setup.run.checkpointing,
+            **more,
+            **setup.options,
+        }
+    )
+
+
+def load(setup: Setup) -> Any:
+    """The model from where `save_model` put it; with ZeRO 3 its parameters are cut up while they are read."""
+    return AutoModelForCausalLM.from_pretrained(Path(setup.directory, "start"), attn_implementation="sdpa")
+
+
+def save_model(setup: Setup) -> Setup:
+    """Write the model of a run down, for every rank to read."""
+    build(setup.run).save_pretrained(Path(setup.directory, "start"))
+    return setup
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses that Trainer logged, the loss and the logits of its evaluation, and the weights it left."""
+
+    losses: list[float]
+    eval_loss: float
+    logits: torch.Tensor
+    weights: dict[str, torch.Tensor]
+    generated: torch.Tensor
+
+
+def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
+    """Train, evaluate, generate."""
+    if deepspeed:
+        burst.install()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    data = Rows(draw(1, rows=setup.rows, length=setup.length)[0])
+    held_out = Rows(draw(1, rows=4, length=setup.length, seed=7)[0])
+    args = arguments(setup, deepspeed=deepspeed)
+    model = load(setup)
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
+    trainer.train(resume_from_checkpoint=resume or None)
+    prediction = trainer.predict(held_out)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.model.eval()
+    with torch.no_grad():
+        generated = trainer.model.generate(
+            data.batch["input_ids"][:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0
+        )
+    weights = {}
+    for name, x in trainer.model.named_parameters():
+        with deepspeed_lib.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
+            weights[name] = x.detach().float().clone()
+    return Outcome(
+        losses, prediction.metrics["test_loss"], torch.as_tensor(prediction.predictions), weights, generated
+    )
