@@ -30,11 +30,15 @@ def main(arguments: list[str] | None = None) -> None:
     if not script.is_file():
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
     sys.argv = [options.script, *options.local_rank, *options.arguments]
-    if options.cpu:
-        _prepare_cpu(script.resolve().parent)
+    directory = script.resolve().parent
+    framework = options.framework or _framework(directory)
+    if options.cpu and framework == "megatron":
+        _prepare_cpu(directory)
     else:
-        sys.path.insert(0, str(script.resolve().parent))
-    adapter = importlib.import_module(f"burst_plugin.{options.framework or _framework()}").install()
+        sys.path.insert(0, str(directory))
+        if options.cpu:
+            importlib.import_module(f"burst_plugin.{framework}.cpu").enable()
+    adapter = importlib.import_module(f"burst_plugin.{framework}").install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
     _execute(script)
@@ -42,10 +46,12 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
 
 
-def _framework() -> str:
-    """The framework whose launcher runs this; of torchrun, Megatron if it is installed."""
-    deepspeed_launcher = "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ
-    return "deepspeed" if deepspeed_launcher or importlib.util.find_spec("megatron") is None else "megatron"
+def _framework(directory: Path) -> str:
+    """The framework whose launcher runs this; under others, Megatron if it is installed or lies beside the script."""
+    if "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ:
+        return "deepspeed"
+    megatron = (directory / "megatron").is_dir() or importlib.util.find_spec("megatron") is not None
+    return "megatron" if megatron else "deepspeed"
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -68,7 +74,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         type="--local_rank={}".format,
         help=argparse.SUPPRESS,
     )
-    parser.add_argument("--cpu", action="store_true", help="run Megatron on CPUs with gloo (slow; to try things out)")
+    parser.add_argument("--cpu", action="store_true", help="run on CPUs with gloo (slow; to try things out)")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, such as pretrain_gpt.py")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser.parse_args(arguments)

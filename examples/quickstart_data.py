@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from quickstart_settings import Settings
+from text import documents as all_documents
 
 __all__ = ["ByteTokenizer", "data_prefix", "dataset", "write_data"]
 
 _MOST_BYTES = 4_000_000
-_LEFT_OUT = {"test", "tests", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 
 
 class ByteTokenizer:
@@ -46,7 +43,7 @@ def write_data(settings: Settings) -> str:
     tokenizer = ByteTokenizer()
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
     documents = characters = 0
-    for text in _documents(settings):
+    for text in all_documents(settings.data):
         tokens = torch.tensor([*tokenizer.tokenize(text), tokenizer.eod], dtype=torch.int16)
         builder.add_document(tokens, [len(tokens)])
         documents += 1
@@ -82,15 +79,3 @@ def dataset(settings: Settings) -> Any:
     )
     builder = BlendedMegatronDatasetBuilder(GPTDataset, [settings.steps, 0, 0], lambda: True, config)
     return builder.build()[0]
-
-
-def _documents(settings: Settings) -> Iterator[str]:
-    if settings.data:
-        yield Path(settings.data).read_text(errors="replace")
-        return
-    library = Path(sysconfig.get_path("stdlib"))
-    for directory, inner, files in os.walk(library):
-        inner[:] = sorted(set(inner) - _LEFT_OUT)
-        for name in sorted(files):
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):  # a table, not a program
-                yield Path(directory, name).read_text(errors="replace")

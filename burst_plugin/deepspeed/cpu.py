@@ -1,0 +1,20 @@
+"""DeepSpeed on CPUs with gloo, to try things out."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["enable"]
+
+
+def enable() -> list[str]:
+    """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Returns what was done, a line each.
+
+    DeepSpeed compiles its shared-memory collectives when the first process group is made, on all ranks at once, which
+    takes minutes and may abort. They are left out.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return ["environment: DS_ACCELERATOR=cpu", "deepspeed: shared-memory collectives are not compiled; gloo does them"]
