@@ -17,4 +17,4 @@ def enable() -> list[str]:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return ["environment: DS_ACCELERATOR=cpu", "deepspeed: shared-memory collectives are not compiled; gloo does them"]
+    return ["environment: DS_ACCELERATOR=cpu", "deepspeed: no shared-memory collectives, so that nothing is compiled"]

@@ -132,11 +132,9 @@ def _whole(
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         known = {name: options.get(name) for name in ("dropout", "scaling", "is_causal")}
-        out, _ = sdpa_attention_forward(
-            module, *tensors, attention_mask, **{name: x for name, x in known.items() if x is not None}
-        )
-        found: Tensor = out
-        return found
+        given = {name: x for name, x in known.items() if x is not None}
+        out: Tensor = sdpa_attention_forward(module, *tensors, attention_mask, **given)[0]
+        return out
     return _written_out(tensors, attention_mask, options)
 
 
@@ -159,4 +157,5 @@ def _written_out(
         rest = sink.to(wide).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, rest], -1)
     weights = scores.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]
-    return (weights @ value).to(query.dtype).transpose(1, 2).contiguous()
+    out: Tensor = (weights @ value).to(query.dtype).transpose(1, 2).contiguous()
+    return out

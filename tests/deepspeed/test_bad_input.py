@@ -1,4 +1,4 @@
-"""What goes wrong on the way into a run: one clear error, on every rank, and if it can be before anything is built."""
+"""What goes wrong on the way into a run: one clear error, on every rank, before anything is built if it can be."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def build(run: Run, *, attention: str = "sdpa", dtype: torch.dtype = torch.float
 
 
 def draw(count: int, *, rows: int = 2, length: int = 32, seed: int = 0) -> list[Batch]:
-    """Batches with uneven labels: -100 at random, and over the first chunk and the last, which zigzag gives rank 0."""
+    """Batches with uneven labels: -100 at random, and at both ends, which zigzag gives to rank 0."""
     generator = torch.Generator().manual_seed(seed)
     batches = []
     for _ in range(count):

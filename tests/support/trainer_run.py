@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ class Setup:
     length: int = 32
     max_steps: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    trainer: Callable[..., Any] | None = None
+    """Makes the trainer of model, arguments and data; Trainer itself if None."""
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -40,6 +44,8 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return len(self.batch["input_ids"])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
         return {name: x[index] for name, x in self.batch.items()}
 
 
@@ -104,12 +110,12 @@ def save_model(setup: Setup) -> Setup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Losses that Trainer logged, the loss and the logits of its evaluation, and the weights it left."""
+    """Losses that Trainer logged, the loss and the logits of its evaluation, and what it did to the weights."""
 
     losses: list[float]
     eval_loss: float
     logits: torch.Tensor
-    weights: dict[str, torch.Tensor]
+    changes: dict[str, torch.Tensor]
     generated: torch.Tensor
 
 
@@ -122,7 +128,8 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     held_out = Rows(draw(1, rows=4, length=setup.length, seed=7)[0])
     args = arguments(setup, deepspeed=deepspeed)
     model = load(setup)
-    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=held_out)
+    before = _weights(model)
+    trainer = (setup.trainer or Trainer)(model=model, args=args, train_dataset=data, eval_dataset=held_out)
     trainer.train(resume_from_checkpoint=resume or None)
     prediction = trainer.predict(held_out)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -131,10 +138,36 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
         generated = trainer.model.generate(
             data.batch["input_ids"][:1, :8], max_new_tokens=8, do_sample=False, pad_token_id=0
         )
-    weights = {}
-    for name, x in trainer.model.named_parameters():
-        with deepspeed_lib.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
-            weights[name] = x.detach().float().clone()
+    after = _weights(trainer.model)
+    changes = {name: after[name] - before[name] for name in after}
     return Outcome(
-        losses, prediction.metrics["test_loss"], torch.as_tensor(prediction.predictions), weights, generated
+        losses, prediction.metrics["test_loss"], torch.as_tensor(prediction.predictions), changes, generated
     )
+
+
+def _weights(model: Any) -> dict[str, torch.Tensor]:
+    """Whole ones in float32, also where ZeRO 3 has cut them up."""
+    found = {}
+    for name, x in model.named_parameters():
+        with deepspeed_lib.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
+            found[name] = x.detach().float().clone()
+    return found
+
+
+class Supervised:
+    """TRL's SFTTrainer on the same samples, already tokenized."""
+
+    def __new__(cls, model: Any, args: TrainingArguments, train_dataset: Rows, eval_dataset: Rows) -> Any:
+        from datasets import Dataset as Table
+        from trl import SFTConfig, SFTTrainer
+
+        def table(rows: Rows) -> Any:
+            return Table.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
+
+        fields = {**args.to_dict(), "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        fields |= {"deepspeed": args.deepspeed, "parallelism_config": args.parallelism_config}
+        known = {field.name for field in dataclasses.fields(SFTConfig) if field.init}
+        config = SFTConfig(**{name: value for name, value in fields.items() if name in known})
+        return SFTTrainer(
+            model=model, args=config, train_dataset=table(train_dataset), eval_dataset=table(eval_dataset)
+        )

@@ -1,0 +1,242 @@
+"""Models of transformers on a ring against eager attention on one rank: logits, and every parameter's gradient."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.masking_utils import (
+    blockwise_overlay,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+)
+
+from burst_plugin import ContextParallel, Documents
+from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
+from burst_plugin.huggingface import register
+from burst_plugin.huggingface.attention import forward
+from burst_plugin.huggingface.masks import MaskRecipe
+from tests.support.deepspeed_run import Batch, Run, build, draw, worst
+from tests.support.families import families
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+FAMILIES = families()
+BATCH = draw(1, rows=2, length=32)[0]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Whole logits [B, S, V] where labels are, zero elsewhere; and gradients of the sum of losses."""
+
+    logits: torch.Tensor
+    grads: dict[str, torch.Tensor]
+
+
+def _on_ring(rank: int, names: list[str], batch: Batch, layout: str, changes: dict[str, Any]) -> dict[str, Result]:
+    register()
+    cp = ContextParallel(dist.group.WORLD, layout=layout, ranks_per_node=dist.get_world_size())
+    found = {}
+    for name in names:
+        model = build(Run(model=_config(name, changes)), attention="burst")
+        local = shard_batch(batch, cp)
+        labels = local.pop("labels")
+        logits = model(**local, use_cache=False).logits
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+        grads = {each: p.grad for each, p in model.named_parameters()}
+        for each, p in model.named_parameters():
+            grads[each] = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(grads[each])
+        found[name] = Result(local["burst"].unshard(logits.detach()), grads)
+    return found
+
+
+def _on_one_rank(name: str, batch: Batch, changes: dict[str, Any]) -> Result:
+    model = build(Run(model=_config(name, changes)), attention="eager")
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    logits = _logits(model, batch)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
+    return Result(logits.detach(), grads)
+
+
+def _logits(model: Any, batch: Batch) -> torch.Tensor:
+    """Of all rows; of packed ones document by document, since not every model of transformers keeps those apart."""
+    if "position_ids" not in batch:
+        inputs = {each: x for each, x in batch.items() if each != "labels"}
+        return model(**inputs, use_cache=False).logits
+    rows = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        starts = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        parts = [model(input_ids=ids[None, a:b], use_cache=False).logits for a, b in pairwise(starts)]
+        rows.append(torch.cat(parts, 1))
+    return torch.cat(rows)
+
+
+def _config(name: str, changes: dict[str, Any]) -> Any:
+    config = FAMILIES[name]
+    for field, value in changes.items():
+        setattr(config, field, value)
+    return config
+
+
+def check(names: list[str], ranks: int, batch: Batch, *, layout: str = "zigzag", **changes: Any) -> None:
+    """Where a token is padding its logits are nobody's business."""
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    truths = {name: _on_one_rank(name, batch, changes) for name in names}
+    for found in run_ranks(_on_ring, ranks, names, batch, layout, changes, timeout_s=120.0)[:1]:
+        for name, truth in truths.items():
+            torch.testing.assert_close(found[name].logits[real], truth.logits[real], rtol=2e-5, atol=2e-5, msg=name)
+            error, parameter = worst(found[name].grads, truth.grads)
+            assert error <= 1e-5, (name, parameter, error)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_logits_and_gradients_equal_eager_on_one_rank(ranks: int) -> None:
+    check(list(FAMILIES), ranks, BATCH)
+
+
+def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
+    batch = draw(1, rows=1, length=29)[0]
+    check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, layout="contiguous")
+    check(["mistral", "gemma3"], 2, batch, layout="striped")
+
+
+# ------------------------------------------------------------------------------------------- padding and packing
+
+MASKED = ["llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3"]
+
+
+def _padded(*, length: int = 32) -> Batch:
+    """One row padded on the left, one on the right, one not at all."""
+    batch = draw(1, rows=3, length=length)[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :7] = 0
+    mask[1, -11:] = 0
+    hidden = (mask == 0) | (mask.roll(1, 1) == 0)  # padding, and what padding would have to predict
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORE)}
+
+
+@pytest.mark.parametrize("length", [32, 27])
+def test_padding_masks_are_honoured(length: int) -> None:
+    check(MASKED, 4, _padded(length=length))
+
+
+def _packed(*rows: tuple[int, ...]) -> Batch:
+    """Documents of these lengths, one row after the other."""
+    batch = draw(1, rows=len(rows), length=sum(rows[0]))[0]
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
+    labels = batch["labels"].masked_fill(torch.stack(positions) == 0, IGNORE)
+    return {**batch, "position_ids": torch.stack(positions), "labels": labels}
+
+
+@pytest.mark.parametrize("rows", [[(13, 1, 18)], [(13, 1, 18), (30, 2)], [(9, 20), (29,)]], ids=str)
+def test_packed_samples_do_not_attend_to_each_other(rows: list[tuple[int, ...]]) -> None:
+    check(MASKED, 4, _packed(*rows))
+
+
+def _shard_only(rank: int, batch: dict[str, Any]) -> Any:
+    return shard_batch(batch, ContextParallel(dist.group.WORLD))["burst"].mask
+
+
+def test_bounds_of_documents_may_come_as_cu_seq_lens() -> None:
+    batch = _packed((13, 1, 18))
+    bounds = torch.tensor([0, 13, 14, 32], dtype=torch.int32)
+    flat = {**batch, "position_ids": torch.arange(32)[None], "cu_seq_lens_q": bounds, "max_length_q": 18}
+    assert run_ranks(_shard_only, 2, flat) == run_ranks(_shard_only, 2, batch) == [Documents((0, 13, 14, 32))] * 2
+
+
+# ---------------------------------------------------------------------------------------- whole sequences, one rank
+
+
+def _whole(name: str, batch: Batch, attention: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Evaluation, and generation from a left-padded prompt."""
+    register()
+    model = build(Run(model=FAMILIES[name]), attention=attention).eval()
+    prompt = {"input_ids": batch["input_ids"][:, :16], "attention_mask": torch.ones(2, 16, dtype=torch.long)}
+    prompt["attention_mask"][0, :5] = 0
+    inputs = {each: x for each, x in batch.items() if each != "labels"}
+    with torch.no_grad():
+        written = model.generate(**prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        return model(**inputs).logits, written
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_whole_sequences_in_evaluation_and_generation(name: str) -> None:
+    for batch in (BATCH, _packed((13, 1, 18), (30, 2))):
+        logits, written = _whole(name, batch, "burst")
+        expected, words = _whole(name, batch, "eager")
+        torch.testing.assert_close(logits, expected, rtol=2e-5, atol=2e-5)
+        assert torch.equal(written, words)
+
+
+# -------------------------------------------------------------------------------------------------------- dropout
+
+
+def _dropped(rank: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits twice with one sharded batch, once with another one of the same; and gradients under recomputation."""
+    register()
+    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    config = families()["llama"]
+    config.attention_dropout = 0.5
+    model = build(Run(model=config, checkpointing=rank >= 0), attention="burst")
+    local = shard_batch(batch, cp)
+    first = model(**local, use_cache=False)
+    assert torch.equal(first.logits, model(**local, use_cache=False).logits), "one batch, one seed"
+    assert not torch.equal(first.logits, model(**shard_batch(batch, cp), use_cache=False).logits), "two batches"
+    first.logits.square().sum().backward()
+    grads = {each: p.grad for each, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return local["burst"].unshard(first.logits.detach()), local["burst"].seed, grads
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks_and_under_recomputation() -> None:
+    truth, seed, grads = run_ranks(_dropped, 1, BATCH)[0]
+    for found, other, others in run_ranks(_dropped, 4, BATCH):
+        assert other == seed
+        torch.testing.assert_close(found, truth, rtol=2e-5, atol=2e-5)
+        assert worst(others, grads)[0] <= 1e-5
+
+
+# ----------------------------------------------------------------------------------------------------- refused
+
+
+CHUNKED = chunked_causal_mask_function(4, torch.zeros(1))
+BLOCKS = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1)))
+
+
+class _Layer(torch.nn.Module):
+    is_causal = True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"position_bias": torch.zeros(1)}, "_Layer passes position_bias, which attn_implementation"),
+        ({"output_attentions": True}, "output_attentions=True is not supported"),
+        ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "got an attention_mask of its own, a Tensor"),
+        ({"attention_mask": MaskRecipe(mask_function=CHUNKED)}, "chunked_overlay.<locals>.inner_mask"),
+        ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
+    ],
+)
+def test_what_a_layer_asks_for_is_honoured_or_refused(options: dict[str, Any], message: str) -> None:
+    x = torch.zeros(1, 2, 4, 8)
+    shard = SequenceShard(ContextParallel(), 4, 4)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        forward(_Layer(), x, x, x, **{"attention_mask": None, "burst": shard, **options})
+
+
+def test_training_on_whole_sequences_is_refused() -> None:
+    x = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(
+        ValueError, match=r"_Layer got a batch that is not sharded: pass what burst_plugin.shard_batch"
+    ):
+        forward(_Layer(), x, x, x, None)

@@ -1,0 +1,82 @@
+"""Hugging Face Trainer over DeepSpeed and rings, against Trainer on one rank without either."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.deepspeed_run import Run, llama, worst
+from tests.support.families import families
+from tests.support.ranks import run_ranks
+from tests.support.trainer_run import Outcome, Setup, Supervised, save_model, train
+
+pytestmark = pytest.mark.huggingface
+
+
+def _train(rank: int, setups: list[Setup], deepspeed: bool) -> Outcome:
+    """One after the other; the last one's outcome."""
+    for number, setup in enumerate(setups):
+        outcome = train(setup, deepspeed=deepspeed, resume=number > 0)
+    return outcome
+
+
+def check(found: list[Outcome], truth: Outcome) -> None:
+    """Losses, SGD steps, evaluation and words of all ranks."""
+    for outcome in found:
+        assert outcome.losses == pytest.approx(truth.losses, rel=1e-5)
+        error, name = worst(outcome.changes, truth.changes)
+        assert error <= 2e-5, name
+        assert outcome.eval_loss == pytest.approx(truth.eval_loss, rel=1e-5)
+        torch.testing.assert_close(outcome.logits, truth.logits, rtol=1e-4, atol=1e-4)
+        assert torch.equal(outcome.generated, truth.generated)
+
+
+def _reference(setup: Setup, ranks: int) -> Outcome:
+    """On one rank every step takes the micro-batches of all data-parallel ranks."""
+    accumulation = setup.run.accumulation * ranks // setup.run.cp
+    one = replace(setup, run=replace(setup.run, accumulation=accumulation))
+    return run_ranks(_train, 1, [one], False)[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "run"),
+    [
+        (2, Run(cp=2, stage=2, accumulation=2, checkpointing=True)),
+        (4, Run(cp=2, stage=3, accumulation=4)),
+        (4, Run(cp=4, stage=3, accumulation=2, model=families()["gemma2"])),
+    ],
+    ids=["cp2_zero2", "cp2_dp2_zero3", "cp4_zero3_gemma2"],
+)
+def test_training_evaluation_and_generation_equal_one_rank(tmp_path: Path, ranks: int, run: Run) -> None:
+    """Uneven labels, accumulation, clipping; with ZeRO 3 the model is read under zero.Init."""
+    setup = save_model(Setup(run, str(tmp_path), rows=64))
+    check(run_ranks(_train, ranks, [setup], True, timeout_s=120.0), _reference(setup, ranks))
+
+
+def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """2 steps and a checkpoint, then from there to step 4, against 4 steps in one go."""
+    run = Run(cp=2, stage=2, accumulation=2)
+    whole = save_model(Setup(run, str(tmp_path), max_steps=4))
+    options = {"save_strategy": "steps", "save_steps": 2, "save_only_model": False}
+    halves = [replace(whole, max_steps=2, options=options), replace(whole, options=options)]
+    check(run_ranks(_train, 2, halves, True, timeout_s=120.0), _reference(whole, 2))
+
+
+def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
+    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
+
+
+def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
+    train(replace(setup, options=options), deepspeed=True)
+
+
+def test_label_smoothing_is_refused(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
+    with pytest.raises(RuntimeError, match="Trainer's label_smoother is not supported with burst_attention"):
+        run_ranks(_refused, 2, setup, {"label_smoothing_factor": 0.1})

@@ -1,0 +1,72 @@
+"""Tiny random models of several families, with every attention feature that tells them apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from tests.support.deepspeed_run import VOCAB, llama
+
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+def families() -> dict[str, Any]:
+    """Configurations by name."""
+    t = transformers
+    return {
+        "llama": llama(),
+        "qwen3": t.Qwen3Config(**_SHAPE, head_dim=16),
+        "mistral": t.MistralConfig(**_SHAPE, head_dim=8, sliding_window=9),
+        "gemma2": t.Gemma2Config(
+            **_SHAPE,
+            head_dim=16,
+            sliding_window=9,
+            query_pre_attn_scalar=16,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+            layer_types=_ALTERNATING,
+        ),
+        "gemma3": t.Gemma3TextConfig(
+            **_SHAPE, head_dim=16, sliding_window=9, query_pre_attn_scalar=16, layer_types=_ALTERNATING
+        ),
+        "gpt_oss": t.GptOssConfig(
+            **_SHAPE,
+            head_dim=16,
+            sliding_window=9,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=_ALTERNATING,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+            experts_implementation="eager",
+        ),
+        "phi": t.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
+        "phi3": t.Phi3Config(**_SHAPE, sliding_window=9, eos_token_id=1, bos_token_id=1),
+        "deepseek_v3": t.DeepseekV3Config(
+            **{**_SHAPE, "num_key_value_heads": 4},
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+        ),
+    }
