@@ -45,6 +45,7 @@ class Adapter:
 
     def __init__(self) -> None:
         self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+        self.latest: Session | None = None
         self.report: list[str] = []
 
     def session(self, engine: Any = None) -> Session:
@@ -153,7 +154,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     session = Session(_ring(block, groups.context), groups.world)
     _attach(session, given["model"])
     engine = _run(original, given, config, Unit(groups))
-    adapter.sessions[engine[0]] = session
+    adapter.sessions[engine[0]] = adapter.latest = session
     return engine
 
 

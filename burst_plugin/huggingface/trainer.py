@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 
 from burst_plugin.batch import KEY
 from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.deepspeed.engine_session import Session, ShardedLoader, exchanged
+from burst_plugin.deepspeed.groups import Unit
 
 __all__ = ["install_trainer"]
 
@@ -57,9 +59,9 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def _active(adapter: Adapter) -> Session | None:
-    """The session of the only engine; None if none runs with burst attention."""
-    return adapter.session() if len(adapter.sessions) == 1 else None
+def _of(adapter: Adapter, trainer: Any) -> Session | None:
+    """The session of a trainer's engine; None if it runs without burst attention."""
+    return adapter.sessions.get(trainer.model_wrapped)
 
 
 # -------------------------------------------------------------------------------------------------------- Accelerate
@@ -81,8 +83,10 @@ def _loader(
     adapter: Adapter, original: Callable[..., Any], dl: Any, sp_rank: Any, sp_group: Any, **kwargs: Any
 ) -> Any:
     """`UlyssesSPDataLoaderAdapter`: Accelerate's samplers count all ranks, so those of a ring take turns."""
-    if isinstance(sp_group, RequestedSize) or _active(adapter) is not None:
-        return ShardedLoader(dl, adapter.session, exchange=True)
+    if isinstance(sp_group, RequestedSize):  # the engine is yet to come
+        return ShardedLoader(dl, lambda: adapter.latest, exchange=True)
+    if isinstance(groups.mpu, Unit):  # that of the engine made last
+        return ShardedLoader(dl, adapter.latest, exchange=True)
     return original(dl, sp_rank, sp_group, **kwargs)
 
 
@@ -107,7 +111,7 @@ def _leave_block_alone(
 def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """`Trainer.get_batch_samples`: the batches of one step, whose loss is one mean over all of its tokens."""
     batches, items = original(trainer, *args, **kwargs)
-    session = _active(adapter)
+    session = _of(adapter, trainer)
     if session is None or not batches or not all(KEY in batch for batch in batches):
         return batches, items
     for name in ("label_smoother", "compute_loss_func"):
@@ -130,7 +134,7 @@ def _compute_loss(
     pc: Any,
 ) -> Any:
     """`deepspeed_sp_compute_loss`: what Trainer calls for the loss in training."""
-    if _active(adapter) is None:
+    if model not in adapter.sessions:
         return original(accelerator, model, inputs, return_outputs, pc)
     outputs = model(**inputs)
     return (outputs.loss, outputs) if return_outputs else outputs.loss
@@ -146,7 +150,7 @@ def _predict(
     ignore_keys: Any = None,
 ) -> Any:
     """`Trainer.prediction_step`: the ranks of a ring take turns with their batches, so that long ones fit."""
-    session = _active(adapter)
+    session = _of(adapter, trainer)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
     loss = logits = None

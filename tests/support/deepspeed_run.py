@@ -71,7 +71,7 @@ class Result:
     changes: dict[str, torch.Tensor]
 
 
-def build(run: Run, *, attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> Any:
+def build(run: Run, *, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
     """The model, the same on every rank."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(run.model), attn_implementation=attention, dtype=dtype)
