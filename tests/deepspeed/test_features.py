@@ -1,0 +1,375 @@
+"""The helpers, checkpoints, zero.Init, models of one's own, groups and nodes of the framework, the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.utils import DeepSpeedPlugin
+
+import burst_plugin
+import burst_plugin.deepspeed as burst
+from burst_plugin.deepspeed.groups import Unit, ranks_per_node
+from tests.support.deepspeed_run import (
+    Run,
+    build,
+    configuration,
+    draw,
+    llama,
+    reference,
+    start,
+    stop,
+    worst,
+)
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+ROOT = Path(__file__).parents[2]
+BATCHES = draw(2)
+NO_CLIPPING = {"gradient_clipping": 0.0}
+
+
+# --------------------------------------------------------------------------------------------------- DeepSpeed's loop
+
+
+def _plain_loop(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], float]:
+    """Whole batches in, losses out, as without the plugin; then one evaluation."""
+    engine = start(run, 2)
+    before = _weights(engine)
+    losses = []
+    for batch in BATCHES:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    after = _weights(engine)
+    evaluated = float(burst.eval_batch(BATCHES[0], engine))
+    assert engine.training
+    return losses, {name: after[name] - before[name] for name in after}, evaluated
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_an_unmodified_loop_on_whole_batches(cp: int) -> None:
+    run = Run(cp=cp, stage=1, steps=2, config=NO_CLIPPING)
+    truth = reference(run, BATCHES)
+    model = build(run)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            x += truth.changes[name]
+        expected = float(model(**BATCHES[0]).loss)
+    for losses, changes, evaluated in run_ranks(_plain_loop, cp, run):
+        assert losses == pytest.approx(truth.losses, rel=1e-6)
+        assert worst(changes, truth.changes)[0] <= 2e-5
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:
+    engine = start(Run(cp=2), 2)
+    batches = [{**batch, "note": "kept"} for batch in BATCHES]
+    loader = burst.sharded_loader(batches, engine)
+    seen = list(loader)
+    assert len(loader) == len(seen) == 2
+    assert [batch["note"] for batch in loader.skip_first(1)] == ["kept"]
+    local = seen[0]
+    positions = local["position_ids"][0].tolist()
+    with torch.no_grad():
+        logits = engine(input_ids=local["input_ids"], position_ids=positions_of(local), burst=local["burst"]).logits
+    own = [{"input_ids": batch["input_ids"] + rank} for batch in BATCHES]  # other samples on every rank
+    turns = [batch["input_ids"] for batch in burst.sharded_loader(own, engine, exchange=True)]
+    assert len(turns) == 4
+    cp = burst.context(engine)
+    assert all(torch.equal(cp.unshard(x), BATCHES[i // 2]["input_ids"] + i % 2) for i, x in enumerate(turns))
+    return burst.gather_logits(logits, local["burst"], engine), positions, local["burst"].valid_tokens
+
+
+def positions_of(local: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = local["position_ids"]
+    return found
+
+
+def test_helpers() -> None:
+    with torch.no_grad():
+        truth = build(Run()).eval()(BATCHES[0]["input_ids"]).logits
+    zigzag = [[*range(8), *range(24, 32)], [*range(8, 24)]]
+    for (logits, positions, valid), expected in zip(run_ranks(_helpers, 2), zigzag, strict=True):
+        torch.testing.assert_close(logits, truth, rtol=2e-5, atol=2e-5)
+        assert positions == expected
+        assert valid == int((BATCHES[0]["labels"][:, 1:] != -100).sum())
+
+
+def _accelerate(rank: int, run: Run) -> dict[str, torch.Tensor]:
+    """Accelerate's loop, without Trainer."""
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    config = {**configuration(run, 2), "burst_attention": {"enabled": True, "backward": "auto"}}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
+        parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+    )
+    model = build(run)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=run.lr)
+    rows = [{name: x[i] for name, x in batch.items()} for batch in BATCHES for i in range(2)]
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=2))
+    for batch in loader:
+        accelerator.backward(engine(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: x.detach() - before[name] for name, x in model.named_parameters()}
+
+
+def test_accelerates_loop() -> None:
+    run = Run(cp=2, stage=1, steps=2, config=NO_CLIPPING)
+    truth = reference(run, BATCHES)
+    for changes in run_ranks(_accelerate, 2, run):
+        assert worst(changes, truth.changes)[0] <= 2e-5
+
+
+# ------------------------------------------------------------------------------------------- zero.Init, checkpoints
+
+
+def _zero_init(rank: int) -> int:
+    """All three of the sizes that have to multiply, so that batch arithmetic is checked."""
+    run = Run(cp=2, stage=3, config={"train_batch_size": 4, **NO_CLIPPING})
+    config = configuration(run, 2)
+    burst.install()
+    deepspeed.init_distributed("gloo")
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = transformers.LlamaForCausalLM(llama())
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={**config, **SGD})
+    engine.backward(engine(**BATCHES[0]).loss)
+    engine.step()
+    engine.set_train_batch_size(8)
+    return engine.gradient_accumulation_steps()
+
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+
+
+def test_zero_init_and_batch_arithmetic() -> None:
+    assert run_ranks(_zero_init, 4) == [2] * 4
+
+
+def _save(rank: int, directory: str, run: Run) -> None:
+    engine = _with_adam(run)
+    engine.backward(engine(**BATCHES[0]).loss)
+    engine.step()
+    engine.save_checkpoint(directory, tag="one")
+
+
+def _load(rank: int, directory: str, run: Run) -> dict[str, torch.Tensor]:
+    engine = _with_adam(run)
+    engine.load_checkpoint(directory, tag="one_universal")
+    engine.backward(engine(**BATCHES[1]).loss)
+    engine.step()
+    found = {}
+    for name, x in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
+            found[name] = x.detach().clone()
+    return found
+
+
+def _with_adam(run: Run) -> Any:
+    """Adam, so that there is a state to carry over."""
+    burst.install()
+    model = build(run)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 2))
+    return engine
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_universal_checkpoints_from_one_ring_to_another(tmp_path: Path, stage: int) -> None:
+    """Saved at cp2, loaded at cp4 (and at one rank), trained one more step: the same weights."""
+    run = Run(cp=2, stage=stage, config=NO_CLIPPING)
+    run_ranks(_save, 2, str(tmp_path), run)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers", "1"]
+    command += ["--inject_missing_state", "--num_merge_workers", "1", "--input_folder", str(tmp_path / "one")]
+    command += ["--output_folder", str(tmp_path / "one_universal")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    universal = {**NO_CLIPPING, "checkpoint": {"load_universal": True}}
+    found = [
+        run_ranks(_load, ranks, str(tmp_path), replace(run, cp=ranks, config=universal), timeout_s=90.0)[0]
+        for ranks in (1, 2, 4)
+    ]
+    assert worst(found[2], found[0])[0] <= 1e-5
+    assert worst(found[2], found[1])[0] <= 1e-5
+    fresh = {name: x.detach() for name, x in build(run).named_parameters()}
+    assert worst(found[2], fresh)[0] > 1e-3, "nothing was trained"
+
+
+# -------------------------------------------------------------------------------------------- models of one's own
+
+
+class _Own(torch.nn.Module):
+    """One layer that calls burst_attention itself, recomputed by DeepSpeed's checkpointing; inputs come sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(96, 32)
+        self.qkv = torch.nn.Linear(32, 96)
+        self.head = torch.nn.Linear(32, 96)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).unbind(2)
+        cp = burst.context() if dist.is_initialized() else burst_plugin.ContextParallel()
+        out = burst_plugin.burst_attention(q, k, v, cp)
+        assert isinstance(out, torch.Tensor)
+        return out.flatten(2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        attended = deepspeed.checkpointing.checkpoint(self.attend, x) if dist.is_initialized() else self.attend(x)
+        logits: torch.Tensor = self.head(x + attended)
+        return logits
+
+
+def _own(rank: int, stage: int) -> dict[str, torch.Tensor]:
+    burst.install()
+    torch.manual_seed(0)
+    model = _Own()
+    config = configuration(Run(cp=4, stage=stage, config=NO_CLIPPING), 2)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    deepspeed.checkpointing.configure(None, deepspeed_config=config)
+    local = burst.shard_batch(BATCHES[0])
+    engine.backward(burst.token_mean_loss(engine(local["input_ids"]), local["shift_labels"]))
+    engine.step()
+    return {name: x.detach() - before[name] for name, x in model.named_parameters()}
+
+
+def test_a_model_of_ones_own_with_deepspeeds_checkpointing() -> None:
+    torch.manual_seed(0)
+    model = _Own()
+    labels = torch.nn.functional.pad(BATCHES[0]["labels"][:, 1:], (0, 1), value=-100)
+    torch.nn.functional.cross_entropy(model(BATCHES[0]["input_ids"]).flatten(0, 1), labels.flatten()).backward()
+    truth = {name: -x.grad for name, x in model.named_parameters() if x.grad is not None}
+    for changes in run_ranks(_own, 4, 2):
+        assert worst(changes, truth)[0] <= 1e-5
+
+
+# -------------------------------------------------------------------------------------------------- groups, nodes
+
+
+class _Mpu:
+    """An mpu of the user's own, whose sequence-parallel groups are the rings."""
+
+    def __init__(self, size: int) -> None:
+        groups = [dist.new_group(list(range(i, i + size))) for i in range(0, dist.get_world_size(), size)]
+        self.size, self.group = size, groups[dist.get_rank() // size]
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_sequence_parallel_group(self) -> Any:
+        return self.group
+
+
+def _own_mpu(rank: int, size: int | str) -> bool:
+    burst.install()
+    mpu = _Mpu(2)
+    run = Run(cp=2, block={"context_parallel_size": size})
+    model = build(run)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, mpu=mpu, config=configuration(run, 2))
+    engine(**BATCHES[0])
+    assert isinstance(engine.mpu, Unit)
+    return burst.context(engine).group is mpu.group
+
+
+@pytest.mark.parametrize("size", [2, "auto"])
+def test_groups_of_an_mpu_are_used_if_they_fit(size: int | str) -> None:
+    assert run_ranks(_own_mpu, 4, size) == [True] * 4
+
+
+def _nodes(rank: int, launcher: str, numbers: list[int]) -> int:
+    for name in ("CROSS_RANK", "GROUP_RANK"):
+        os.environ.pop(name, None)
+    os.environ[launcher] = str(numbers[rank])
+    return ranks_per_node(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("launcher", ["CROSS_RANK", "GROUP_RANK"])
+def test_nodes_are_those_of_the_launcher(launcher: str) -> None:
+    assert run_ranks(_nodes, 4, launcher, [0, 0, 1, 1]) == [2] * 4
+    assert run_ranks(_nodes, 4, launcher, [0, 0, 0, 1]) == [4] * 4, "ragged: one flat ring"
+
+
+# ------------------------------------------------------------------------------------------------------ launcher
+
+SCRIPT = """
+import argparse, deepspeed, torch, transformers
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+deepspeed.add_config_arguments(parser)
+args = parser.parse_args()
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+)
+model = transformers.AutoModelForCausalLM.from_config(config)
+rows = [{"input_ids": (ids := torch.randint(0, 64, (30,))), "labels": ids} for _ in range(4)]
+engine, _, loader, _ = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters(), training_data=rows
+)
+for batch in loader:
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    print("loss", engine.global_rank, f"{loss.item():.5f}", flush=True)
+"""
+
+
+def test_an_unmodified_script_under_the_launcher(tmp_path: Path) -> None:
+    """With the block on and off: the same losses."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    losses = {}
+    for enabled, ranks in ((True, 2), (False, 1)):
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **SGD}
+        config |= {"zero_allow_untested_optimizer": True, "burst_attention": {"enabled": enabled}}
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port"]
+        command += [
+            str(29600 + os.getpid() % 300),
+            "--module",
+            "burst_plugin.run",
+            "--cpu",
+            str(tmp_path / "train.py"),
+        ]
+        command += ["--deepspeed_config", str(tmp_path / "ds.json")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss ")]
+        losses[enabled] = [loss for _, rank, loss in lines if rank == "0"]
+        assert ("burst_plugin in DeepSpeed" in done.stdout) == (ranks == ranks)
+    assert len(losses[True]) == 4
+    assert losses[True] == losses[False]
+
+
+def test_stopped_engines_are_forgotten() -> None:
+    def twice(rank: int) -> None:
+        for _ in range(2):
+            engine = start(Run(cp=2), 2)
+            burst.shard_batch(BATCHES[0])
+            stop(engine)
+
+    run_ranks(twice, 2)
