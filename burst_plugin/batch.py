@@ -72,9 +72,12 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
     """
-    problem, cause, whole = "", None, None
+    problem, cause, whole, mask = "", None, None, None
     try:
         whole = _whole(batch)
+        length = whole["position_ids"].shape[1]
+        padded = -(-length // (2 * cp.ranks)) * 2 * cp.ranks  # fits every layout, and gives all ranks as many tokens
+        mask = _mask(batch, whole["position_ids"], padded)
     except Exception as error:
         problem, cause = str(error), error
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
@@ -90,9 +93,6 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             "sampler count data-parallel ranks, not all ranks"
         ) from error
     assert whole is not None, "agree raises if any rank has a problem"
-    length = whole["position_ids"].shape[1]
-    padded = -(-length // (2 * cp.ranks)) * 2 * cp.ranks  # fits every layout, and gives all ranks as many tokens
-    mask = _mask(batch, whole["position_ids"], padded)
     local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
     if "shift_labels" in local:
         local["labels"] = local["shift_labels"]

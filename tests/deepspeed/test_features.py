@@ -64,7 +64,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("cp", [1, 4])
 def test_an_unmodified_loop_on_whole_batches(cp: int) -> None:
     run = Run(cp=cp, stage=1, steps=2, config=NO_CLIPPING)
     truth = reference(run, BATCHES)
@@ -194,6 +194,7 @@ def _with_adam(run: Run) -> Any:
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_universal_checkpoints_from_one_ring_to_another(tmp_path: Path, stage: int) -> None:
     """Saved at cp2, loaded at cp4 (and at one rank), trained one more step: the same weights."""
@@ -338,6 +339,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_under_the_launcher(tmp_path: Path) -> None:
     """With the block on and off: the same losses."""
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -360,7 +362,7 @@ def test_an_unmodified_script_under_the_launcher(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         lines = [line.split() for line in done.stdout.splitlines() if line.startswith("loss ")]
         losses[enabled] = [loss for _, rank, loss in lines if rank == "0"]
-        assert ("burst_plugin in DeepSpeed" in done.stdout) == (ranks == ranks)
+        assert "burst_plugin in DeepSpeed" in done.stdout
     assert len(losses[True]) == 4
     assert losses[True] == losses[False]
 
