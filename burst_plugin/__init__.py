@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.attention import burst_attention
+from burst_plugin.batch import shard_batch
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import RingError
 from burst_plugin.layout import Tokens
@@ -65,6 +66,7 @@ __all__ = [
     "direct",
     "flat_ring",
     "key_padding",
+    "shard_batch",
     "two_level_ring",
 ]
 

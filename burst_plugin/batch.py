@@ -153,17 +153,15 @@ def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | No
     """Padding and document bounds of the whole batch; what was added to make the length fit is nobody's key."""
     masks: list[Mask] = []
     valid = batch.get("attention_mask")
-    if isinstance(valid, Tensor) and not bool(valid.all()):
-        valid = torch.nn.functional.pad(valid.bool(), (0, padded - valid.shape[1]), value=False)
-
-        masks.append(key_padding(valid))
-    elif isinstance(batch.get("cu_seq_lens_q"), Tensor):
+    valid = valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
+    if not bool(valid.all()):
+        masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))
+    if isinstance(batch.get("cu_seq_lens_q"), Tensor):
         masks.append(_documents(batch["cu_seq_lens_q"].tolist(), positions.shape, padded))
-    else:
-        bounds = [_starts(row) for row in positions]
-        if any(len(row) > 1 for row in bounds):
-            rows = [Documents((*row, padded)) for row in bounds]
-            masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
+        return reduce(and_, masks)
+    rows = [Documents((*_starts(*row), padded)) for row in zip(positions, valid, strict=True)]
+    if any(len(row.cu_seqlens) > 2 for row in rows):
+        masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
     return reduce(and_, masks) if masks else None
 
 
@@ -177,10 +175,10 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
     return Documents((*bounds[:-1], padded))
 
 
-def _starts(positions: Tensor) -> tuple[int, ...]:
-    """Where documents start in one row of positions [S]: at 0, and wherever the next position is not one more."""
-    breaks = (positions[1:] - positions[:-1] != 1).nonzero().flatten() + 1
-    return (0, *breaks.tolist())
+def _starts(positions: Tensor, valid: Tensor) -> tuple[int, ...]:
+    """Where documents start in a row of positions [S]: at 0, and at real tokens whose position is not one more."""
+    breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
+    return (0, *(breaks.nonzero().flatten() + 1).tolist())
 
 
 def _checksum(x: Tensor) -> int:

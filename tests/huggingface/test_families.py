@@ -142,6 +142,19 @@ def test_packed_samples_do_not_attend_to_each_other(rows: list[tuple[int, ...]])
     check(MASKED, 4, _packed(*rows))
 
 
+def test_packed_samples_with_padding() -> None:
+    """Padding at both ends, whose positions say nothing, as tokenizers that pad make them."""
+    packed = _packed((13, 1, 18))
+    mask = torch.ones(1, 44, dtype=torch.long)
+    mask[0, :5] = mask[0, 37:] = 0
+    wide = {name: torch.nn.functional.pad(x, (5, 7), value=1) for name, x in packed.items()}
+    wide["labels"] = wide["labels"].masked_fill(mask == 0, IGNORE)
+    for name in MASKED:
+        (found,) = run_ranks(_on_ring, 4, [name], {**wide, "attention_mask": mask}, "zigzag", {})[:1]
+        truth = _on_one_rank(name, packed, {})
+        torch.testing.assert_close(found[name].logits[:, 5:37], truth.logits, rtol=2e-5, atol=2e-5)
+
+
 def _shard_only(rank: int, batch: dict[str, Any]) -> Any:
     return shard_batch(batch, ContextParallel(dist.group.WORLD))["burst"].mask
 
