@@ -90,7 +90,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             raise error from cause
         raise ValueError(
             f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let the "
-            "sampler count data-parallel ranks, not all ranks"
+            "sampler count data-parallel ranks, not all ranks (Trainer and Accelerate: sp_size of ParallelismConfig)"
         ) from error
     assert whole is not None, "agree raises if any rank has a problem"
     local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}

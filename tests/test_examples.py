@@ -54,3 +54,28 @@ def test_the_plain_pytorch_example_is_exact() -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("relative errors")]
     assert all(float(error) < 2e-6 for error in line.split(":")[1].split())
     assert "'schedule': 'two_level_ring'" in done.stdout
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["train.py", "trainer.py"])
+def test_the_deepspeed_examples_equal_one_rank(tmp_path: Path, script: str) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    small = ["--steps", "2", "--seq-length", "256", "--vocabulary", "300"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for ranks, name, off in (("4", "ring", []), ("1", "one", ["--off"])):
+        run = ["-m", "burst_plugin.run", "--framework", "deepspeed", "--cpu", f"examples/deepspeed/{script}"]
+        command = [*launcher, ranks, *run, *small, *off, "--out", str(tmp_path / f"{name}.json")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    files = [str(tmp_path / "ring.json"), str(tmp_path / "one.json")]
+    compared = subprocess.run(
+        [sys.executable, "examples/deepspeed/compare.py", *files],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+    )
+    assert compared.returncode == 0, compared.stdout
+    assert "equal" in compared.stdout.splitlines()

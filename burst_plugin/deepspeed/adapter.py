@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
+from deepspeed.utils import log_dist
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
@@ -138,23 +139,24 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     config = _configuration(given)
     if config is None:
         return original(*args, **kwargs)
-    block = Block.of(config)
-    if block is None:
+    if BLOCK not in config:
         warn_of_near_misses(config)
-    if block is None or not block.enabled:
         return original(*args, **kwargs)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
         dist_init_required=given.get("dist_init_required"),
     )
-    size = _agreed_size(block, config, given)
+    block, size = _agreed(config, given)
+    if not block.enabled:
+        return original(*args, **kwargs)
     mpu = given.get("mpu")
     groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
     session = Session(_ring(block, groups.context), groups.world)
     _attach(session, given["model"])
     engine = _run(original, given, config, Unit(groups))
     adapter.sessions[engine[0]] = adapter.latest = session
+    log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
 
 
@@ -202,23 +204,19 @@ def _loaded(config: Any) -> dict[str, Any] | None:
         return None  # DeepSpeed says what is wrong with it
 
 
-def _agreed_size(block: Block, config: Mapping[str, Any], given: Mapping[str, Any]) -> int:
-    """The context-parallel size. Raises ValueError on every rank if any has a problem, or if they differ."""
-    size, problem = 0, ""
+def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
+    """The block, and the context-parallel size. ValueError on every rank if any has a problem, or if they differ."""
+    block, size, problem = None, 0, ""
     try:
-        mpu = given.get("mpu")
-        others = [] if mpu is None or block.context_parallel_size != AUTO else [sequence_parallel_size(mpu)]
-        if isinstance(mpu, RequestedSize):
-            others = [mpu.size]
-        size = block.size(dist.get_world_size(), others)
-        found = conflicts(config, size) + _model_problems(given, size)
-        if not isinstance(mpu, RequestedSize):
-            found.append(mpu_problem(mpu, size))
-        problem = "; ".join(text for text in found if text)
+        block = Block.of(config)
+        assert block is not None, "the block is there"
+        if block.enabled:
+            size = _size(block, given)
+            problem = "; ".join(conflicts(config, size) + _problems(given, size))
     except ValueError as error:
         problem = str(error)
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (problem, f"context_parallel_size={size}, {block.strategy}"))
+    dist.all_gather_object(said, (problem, f"context_parallel_size={size}, {block}"))
     problems = {rank: text for rank, (text, _) in enumerate(said) if text}
     if problems:
         same = len(set(problems.values())) == 1 and len(problems) == len(said)
@@ -226,12 +224,24 @@ def _agreed_size(block: Block, config: Mapping[str, Any], given: Mapping[str, An
     if len({options for _, options in said}) > 1:
         by_rank = "; ".join(f"rank {rank}: {options}" for rank, (_, options) in enumerate(said))
         raise ValueError(f'all ranks must have the same "{BLOCK}" in their configuration: {by_rank}')
-    return size
+    assert block is not None, "one that is not valid is a problem"
+    return block, size
 
 
-def _model_problems(given: Mapping[str, Any], size: int) -> list[str]:
+def _size(block: Block, given: Mapping[str, Any]) -> int:
+    """The context-parallel size that the block, Accelerate, or an `mpu` asks for."""
+    mpu, others = given.get("mpu"), []
+    if isinstance(mpu, RequestedSize):
+        others = [mpu.size]
+    elif mpu is not None and block.context_parallel_size == AUTO:
+        others = [sequence_parallel_size(mpu)]
+    return block.size(dist.get_world_size(), others)
+
+
+def _problems(given: Mapping[str, Any], size: int) -> list[str]:
     """What in the model, or in the other arguments of `initialize`, cannot go together with a ring."""
-    model, found = given["model"], []
+    model, mpu = given["model"], given.get("mpu")
+    found = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
     if given.get("mesh_param") is not None:
         found.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
     if isinstance(model, deepspeed.PipelineModule):

@@ -122,10 +122,7 @@ class Session:
         if KEY not in kwargs:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
-            bound = inspect.signature(model.forward).bind(*args, **kwargs)
-            batch = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
-            batch.pop("kwargs", None)
-            kwargs = self.shard_batch({name: value for name, value in batch.items() if value is not None})
+            kwargs = self.shard_batch(_by_name(model, args, kwargs))
         kwargs = dict(kwargs)
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
             shard = kwargs[KEY]
@@ -225,6 +222,16 @@ def exchanged(batch: Mapping[str, Any], cp: ContextParallel) -> list[Mapping[str
     mine = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
     dist.all_gather_object(everyone, mine, group=cp.group)
     return everyone
+
+
+def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by their names, without those that are None."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _device(group: Any) -> torch.device:

@@ -109,6 +109,11 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_with_ulysses_layer, "the model has DistributedAttention layers (Ulysses)"),
     (_pipeline, "a PipelineModule does not go together with burst_attention"),
     (_only_rank_1(_config(gradient_allreduce_op="sum")), "rank 1: gradient_allreduce_op='sum' does not go together"),
+    (
+        _only_rank_1(_block(layuot="striped")),
+        'rank 1: "burst_attention": unknown key "layuot" (did you mean "layout"?)',
+    ),
+    (_only_rank_1(_block(enabled=False)), 'all ranks must have the same "burst_attention"'),
     (_only_rank_1(_block(layout="striped")), 'all ranks must have the same "burst_attention"'),
     (_only_rank_1(_block(context_parallel_size=1)), 'all ranks must have the same "burst_attention"'),
 ]
