@@ -79,7 +79,7 @@ def build(run: Run, *, attention: str = "eager", dtype: torch.dtype = torch.floa
         torch.manual_seed(1)
         model = run.prepare(model) or model
     if run.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": run.stage == 3})
     return model.train()
 
 
