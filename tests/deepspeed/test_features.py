@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,7 @@ def _own(rank: int, stage: int) -> dict[str, torch.Tensor]:
     return {name: x.detach() - before[name] for name, x in model.named_parameters()}
 
 
+@pytest.mark.skipif(version("deepspeed").startswith("0.18."), reason="its own checkpointing does not run on CPUs")
 def test_a_model_of_ones_own_with_deepspeeds_checkpointing() -> None:
     torch.manual_seed(0)
     model = _Own()
