@@ -81,7 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _prepare_cpu(directory: Path) -> None:
-    """Of a Megatron-LM checkout, the installed megatron.core goes first: it comes with compiled helpers."""
+    """Redirect CUDA to the CPU; a Megatron-LM checkout's scripts want a little more than others."""
     from burst_plugin.megatron import cpu, cpu_scripts
 
     if cpu_scripts.is_checkout(directory):

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import sys
 import types
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import typing_extensions
 
 from burst_plugin.megatron import cpu
 
 __all__ = ["enable_training_scripts", "is_checkout"]
+
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+# What compiles or warms up CUDA code: module -> function that does nothing here. Not every release has all of them.
+_UNNEEDED = {"megatron.legacy.fused_kernels": "load", "megatron.training.initialize": "_warmup_jit_function"}
 
 
 def is_checkout(directory: Path) -> bool:
@@ -18,15 +28,12 @@ def is_checkout(directory: Path) -> bool:
     return (directory / "megatron" / "training").is_dir()
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of what compiles or warms up CUDA code."""
-
-
 def enable_training_scripts(checkout: Path) -> list[str]:
     """`cpu.enable()`, and what `pretrain_*.py` of a Megatron-LM checkout need besides.
 
-    megatron.core is the installed one, if one is installed; the rest is the checkout's. Tried with
-    `pretrain_gpt.py` of core_v0.16.1, which also wants six, regex, pydantic and packages of tokenizers.
+    All of megatron is the checkout's, but for the compiled dataset helpers of an installed megatron-core, which are
+    used if the checkout's are not built. Tried with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and
+    main of August 2026, which also want six, regex, pydantic and packages of tokenizers.
 
     Args:
         checkout: the directory that holds `pretrain_gpt.py` and `megatron/`.
@@ -36,14 +43,75 @@ def enable_training_scripts(checkout: Path) -> list[str]:
     """
     lines = cpu.enable()
     if str(checkout) not in sys.path:
-        sys.path.append(str(checkout))
-    if importlib.util.find_spec("triton") is None:
-        kernels = types.ModuleType("megatron.core.transformer.custom_layers.batch_invariant_kernels")
-        vars(kernels)["enable_batch_invariant_mode"] = _nothing
-        sys.modules.setdefault(kernels.__name__, kernels)
-    unneeded = {"megatron.legacy.fused_kernels": "load", "megatron.training.initialize": "_warmup_jit_function"}
-    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        sys.path.insert(0, str(checkout))
+    if not hasattr(typing, "override"):  # Megatron-LM from 0.18 on is written for Python 3.12
+        vars(typing)["override"] = typing_extensions.override
+    unneeded = dict(_UNNEEDED)
+    if _borrow_helpers():
         unneeded["megatron.core.datasets.utils"] = "compile_helpers"
-    for module, name in unneeded.items():
-        vars(importlib.import_module(module))[name] = _nothing
-    return [*lines, f"megatron: {', '.join(unneeded.values())} do nothing"]
+    with contextlib.nullcontext() if _exists("triton") else _triton_that_does_nothing():
+        present = {module: name for module, name in unneeded.items() if _exists(module)}
+        for module, name in present.items():
+            vars(importlib.import_module(module))[name] = _nothing
+    return [*lines, f"megatron: {', '.join(present.values())} do nothing"]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """In place of what compiles or warms up CUDA code."""
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its package is not there
+        return False
+
+
+def _borrow_helpers() -> bool:
+    """Use an installed megatron-core's compiled dataset helpers. False if there are none: make has to build them."""
+    if _exists(_HELPERS):
+        return True
+    try:
+        files = importlib.metadata.files("megatron-core") or []
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    for file in files:
+        if file.name.startswith("helpers_cpp."):
+            spec = importlib.util.spec_from_file_location(_HELPERS, str(file.locate()))
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[_HELPERS] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[_HELPERS])
+            return True
+    return False
+
+
+class _Anything(types.ModuleType):
+    """A module in which every name is there; its decorators return what they decorate."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
+        self.__version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _decorate
+
+
+def _decorate(*args: Any, **kwargs: Any) -> Callable[..., Any] | Any:
+    return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else _decorate
+
+
+@contextlib.contextmanager
+def _triton_that_does_nothing() -> Iterator[None]:
+    """While it is open, triton and triton.language can be imported."""
+    stand_ins = {name: _Anything(name) for name in ("triton", "triton.language")}
+    vars(stand_ins["triton"])["language"] = stand_ins["triton.language"]
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
