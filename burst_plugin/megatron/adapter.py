@@ -1,4 +1,4 @@
-"""What `install()` changes in Megatron-core: four functions, wrapped once."""
+"""What `install()` changes in Megatron-core: repairs, and four functions that are wrapped once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import add_arguments
+from burst_plugin.megatron.arguments import add_arguments, refuse_flags
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.releases import about, parse_version
+from burst_plugin.megatron.repairs import apply_repairs
 from burst_plugin.strategy import Strategy
 
 __all__ = ["Adapter", "install_adapter"]
@@ -51,6 +54,8 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
             raise ValueError(f"already installed with {installed.registry.strategy}; cannot change to {strategy}")
         return installed
     adapter = Adapter(strategy)
+    version = parse_version(megatron_version)
+    adapter.report += [about(version), *apply_repairs(version)]
     _wrap(TransformerLayer, "__init__", _choose_core_attention, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
     _wrap(parallel_state, "initialize_model_parallel", _make_ring, adapter)
@@ -124,7 +129,11 @@ def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`initialize_model_parallel`: make the ring right after Megatron has made its groups, on every rank."""
+    """`initialize_model_parallel`: make the ring right after Megatron has made its groups, on every rank.
+
+    Flags are looked at before, since this is the first thing that all of Megatron's training scripts do.
+    """
+    refuse_flags()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     group = parallel_state.get_context_parallel_group(check_initialized=False)

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.kernels import KERNELS
+from burst_plugin.megatron.config import REFUSED, Rule
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
 
-__all__ = ["add_arguments", "flag_problems", "parsed_strategy"]
+__all__ = ["REFUSED_FLAGS", "add_arguments", "flag_problems", "parsed_strategy", "refuse_flags"]
+
+# What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
+REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "reset_attention_mask": Rule(lambda on: not on, "documents would attend to each other; drop it"),
+        "sft": Rule(lambda on: not on, "it packs documents; train on unpacked ones"),
+        "dataloader_inter_document_masking": Rule(
+            lambda on: not on,
+            "it packs documents, and cuts them over ranks otherwise than their rotary embedding; drop it",
+        ),
+        "use_legacy_models": Rule(lambda on: not on, "legacy models know no core attention; drop it"),
+        "flash_attention_version": Rule(
+            lambda version: version is None, "kernels are chosen by --burst-kernel; drop it"
+        ),
+    }
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -51,9 +70,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def flag_problems() -> list[str]:
     """What in Megatron's parsed arguments, but not in its TransformerConfig, asks for unsupported attention."""
-    if getattr(_parsed_arguments(), "reset_attention_mask", False):
-        return ["--reset-attention-mask is not supported: documents would attend to each other; drop it"]
-    return []
+    return _problems(_parsed_arguments(), REFUSED_FLAGS)
+
+
+def refuse_flags() -> None:
+    """Stop at start-up if Megatron's parsed arguments ask for what burst attention cannot do.
+
+    Raises:
+        ValueError: with the name and value of every such flag, and what to write instead.
+    """
+    args = _parsed_arguments()
+    if args is None:
+        return
+    asked = "burst" in (getattr(args, "cp_comm_type", None) or ())
+    if not asked:
+        found = [
+            f"{_flag(name)} is only for burst attention: add --cp-comm-type burst" for name in _set_options(args)
+        ]
+    elif args.context_parallel_size > 1:
+        found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+    else:  # Megatron's own attention runs
+        found = []
+    if found:
+        raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in found))
+
+
+def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
+    return [
+        f"{_flag(name, getattr(args, name))} is not supported: {rule.instead}"
+        for name, rule in rules.items()
+        if hasattr(args, name) and not rule.allowed(getattr(args, name))
+    ]
+
+
+def _flag(name: str, value: Any = True) -> str:
+    """As it is written on the command line."""
+    written = "" if value is True else f" {getattr(value, 'name', value)}"
+    return "--" + name.replace("_", "-") + written
+
+
+def _set_options(args: Any) -> list[str]:
+    """The --burst-* flags that are given."""
+    defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
+    return [name for name, default in defaults.items() if getattr(args, name, default) != default]
 
 
 def _parsed_arguments() -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from burst_plugin.megatron.releases import newer_and_irrelevant
+
 __all__ = ["HONOURED", "REFUSED", "Rule", "is_irrelevant", "problems", "unknown_fields"]
 
 
@@ -44,7 +46,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "window_attn_skip_freq": "layers without a window are accepted",
         "context_parallel_size": "the ring",
         "hierarchical_context_parallel_sizes": "the two levels of the ring",
-        "cp_comm_type": "burst; in lists too, though Megatron-core 0.16.1 itself fails at the last layer of one",
+        "cp_comm_type": "burst; in lists too",
         "recompute_granularity": "none, selective or full; the ring runs again in recomputation",
         "recompute_method": "see recompute_granularity",
         "recompute_num_layers": "see recompute_granularity",
@@ -134,7 +136,7 @@ _IRRELEVANT_FAMILIES = ("moe_", "mamba_", "tp_comm_", "dsa_", "linear_")  # the 
 
 def is_irrelevant(name: str) -> bool:
     """Whether a field has no bearing on core attention."""
-    return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES)
+    return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES) or newer_and_irrelevant(name)
 
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:

@@ -99,8 +99,6 @@ def leave() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-    # destroy_model_parallel() of core 0.16.1 forgets these, and then refuses to make new ones.
-    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
 
 
 def one_step(run: GptRun, tokens: torch.Tensor) -> StepResult:

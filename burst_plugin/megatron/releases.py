@@ -1,0 +1,88 @@
+"""The releases of Megatron that were tried, and how to tell which one a source tree is. Imports no Megatron."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["RELEASES", "Release", "Version", "about", "newer_and_irrelevant", "parse_version", "tree_version"]
+
+Version = tuple[int, int, int]
+
+_PACKAGE_INFO = Path("megatron", "core", "package_info.py")
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release of Megatron-LM that burst_plugin was tried with.
+
+    tag: of the repository, or "main" for the commit of August 2026.
+    versions: what its megatron.core calls itself; the tag core_v0.19.0 says 0.19.1.
+    """
+
+    tag: str
+    versions: tuple[Version, ...]
+
+
+RELEASES = (
+    Release("core_v0.16.1", ((0, 16, 1),)),
+    Release("core_v0.17.1", ((0, 17, 1),)),
+    Release("core_v0.18.2", ((0, 18, 2),)),
+    Release("core_v0.19.0", ((0, 19, 0), (0, 19, 1))),
+    Release("main", ((0, 20, 0),)),
+)
+
+
+def parse_version(text: str) -> Version:
+    """(major, minor, patch) of a version such as "0.16.1" or "0.17.0rc0". Raises ValueError for other text."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    if found is None:
+        raise ValueError(f"got the version {text!r}, expected three numbers such as 0.16.1")
+    major, minor, patch = map(int, found.groups())
+    return major, minor, patch
+
+
+def tree_version(tree: Path) -> Version:
+    """The version of megatron.core in a Megatron-LM checkout, read from its package_info.py.
+
+    Raises ValueError if `tree` is none.
+    """
+    path = tree / _PACKAGE_INFO
+    if not path.is_file():
+        raise ValueError(f"got {tree}, expected the root of a Megatron-LM checkout: it has no {_PACKAGE_INFO}")
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", path.read_text(), re.MULTILINE))
+    if len(numbers) != 3:
+        raise ValueError(f"{path} does not set MAJOR, MINOR and PATCH to numbers")
+    return int(numbers["MAJOR"]), int(numbers["MINOR"]), int(numbers["PATCH"])
+
+
+def about(version: Version) -> str:
+    """One line that says whether this version was tried."""
+    name = ".".join(map(str, version))
+    tags = [release.tag for release in RELEASES if version in release.versions]
+    if tags:
+        return f"Megatron {name}: tested ({tags[0]})"
+    tried = ", ".join(release.tag for release in RELEASES)
+    return f"Megatron {name}: not tested; tested are {tried}"
+
+
+# Fields that TransformerConfig has since 0.17, with no bearing on core attention. muP works through softmax_scale.
+_NEWER = frozenset(
+    """
+    activation_offload_fraction batch_invariant_backend cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
+    delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks enable_mhc_connections
+    experimental_attention_variant_loss_scale_func expert_gtp_weight_remat_size
+    expert_tensor_parallel_num_weight_shards fine_grained_offloading_max_inflight_offloads flash_attention_version
+    fp8_output_proj fused_residual_rmsnorm gtp_remat_opt_in_modules gtp_weight_remat_size
+    high_priority_a2a_comm_stream mla_down_proj_fusion mlp_chunks_for_training nccl_all_reduce_for_prefill
+    overlap_dispatch_backward_with_experts_wgrad tensor_parallel_num_weight_shards use_grouped_gemm_for_dense_mlp
+    use_grouped_gemm_for_shared_expert use_mup use_transformer_engine_op_fuser
+    """.split()  # noqa: SIM905
+)
+_NEWER_FAMILIES = ("gdp_", "inference_", "mhc_", "mtp_", "mup_")
+
+
+def newer_and_irrelevant(name: str) -> bool:
+    """Whether a field of TransformerConfig came after 0.16 and does not touch core attention."""
+    return name in _NEWER or name.startswith(_NEWER_FAMILIES)

@@ -1,0 +1,215 @@
+"""What Megatron's own code breaks for context parallelism, repaired at run time: one function for each fault.
+
+A repair is applied by `install()` if the version at hand is one that has the fault. `burst doctor` lists all.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, utils
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from burst_plugin.megatron.releases import Version
+
+__all__ = ["REPAIRS", "Repair", "apply_repairs", "packed_rows"]
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A fault of Megatron's and what removes it.
+
+    name: in the words of `burst doctor`.
+    fault: what goes wrong without it.
+    fixed_in: the first version without the fault; None if no release is without.
+    apply: changes Megatron; called once per process.
+    needed: whether the fault matters in this environment.
+    """
+
+    name: str
+    fault: str
+    fixed_in: Version | None
+    apply: Callable[[], None]
+    needed: Callable[[], bool] = lambda: True
+
+    def status(self, version: Version) -> str:
+        """ "applied", or why it is not."""
+        if self.fixed_in is not None and version >= self.fixed_in:
+            return f"not needed since {'.'.join(map(str, self.fixed_in))}"
+        return "applied" if self.needed() else "not needed here"
+
+
+def apply_repairs(version: Version) -> list[str]:
+    """Apply what this version needs, and return one line for each."""
+    due = [repair for repair in REPAIRS if repair.status(version) == "applied"]
+    for repair in due:
+        repair.apply()
+    return [f"repaired {repair.name}: {repair.fault}" for repair in due]
+
+
+# -------------------------------------------------------------------------------------------- cp_comm_type by layer
+
+
+class _CountedFromOne(list[Any]):
+    """A list whose first item is number 1, as layers are counted."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index - 1 if isinstance(index, int) else index)
+
+
+def _count_layers_from_one() -> None:
+    original = TransformerLayer.__init__
+
+    @functools.wraps(original)
+    def build(layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        listed = config.cp_comm_type
+        if isinstance(listed, list):
+            config.cp_comm_type = _CountedFromOne(listed)
+        try:
+            original(layer, config, *args, **kwargs)
+        finally:
+            config.cp_comm_type = listed
+
+    TransformerLayer.__init__ = build
+
+
+# ---------------------------------------------------------------------------------------------- hierarchical groups
+
+
+def _forget_hierarchical_groups() -> None:
+    original = parallel_state.destroy_model_parallel
+
+    @functools.wraps(original)
+    def destroy(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+        return result
+
+    parallel_state.destroy_model_parallel = destroy
+
+
+# ------------------------------------------------------------------------------------------------- packed sequences
+
+
+def packed_rows(offsets: Tensor, ranks: int, rank: int) -> Tensor:
+    """The tokens of packed documents that a rank holds: of each document's 2 * ranks chunks, `rank` and its mirror.
+
+    Args:
+        offsets: where documents start and, last, where the last one stops, int [documents + 1] or [1, documents + 1].
+
+    Returns:
+        int64 [tokens / ranks], on the device of `offsets`.
+
+    Raises:
+        ValueError: a document's length does not divide by 2 * ranks.
+    """
+    bounds = offsets.flatten().tolist()
+    rows = []
+    for start, stop in itertools.pairwise(bounds):
+        chunk, rest = divmod(stop - start, 2 * ranks)
+        if rest:
+            raise ValueError(
+                f"a packed document has {stop - start} tokens, expected a multiple of 2 * context_parallel_size = "
+                f"{2 * ranks}: pad it in the data set, or change --context-parallel-size"
+            )
+        for number in (rank, 2 * ranks - 1 - rank):
+            rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(rows).to(offsets.device)
+
+
+def _take_rows(batch: dict[str, Any], offsets: Tensor, ranks: int, rank: int) -> None:
+    """Cut everything in a packed batch that has one row per token, [1, tokens]."""
+    rows = packed_rows(offsets, ranks, rank)
+    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+        if batch.get(name) is not None:
+            batch[name] = batch[name].index_select(1, rows)
+
+
+def _cut_packed_batches() -> None:
+    """Until 0.17 `get_thd_batch_on_this_cp_rank` takes offsets as the loader gives them, and none that are padded."""
+
+    def cut(
+        batch: dict[str, Any],
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor | None,
+        max_seqlen: Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> tuple[dict[str, Any], PackedSeqParams]:
+        lengths = cu_seqlens.flatten()
+        offsets = lengths if cu_seqlens_padded is None else cu_seqlens_padded.flatten()
+        longest = int(max_seqlen.max())
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        ranks = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
+        rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
+        if ranks > 1:
+            _take_rows(batch, offsets, ranks, rank)
+        return batch, params
+
+    utils.get_thd_batch_on_this_cp_rank = cut
+
+
+_WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_document_balancing")
+
+
+def _has_te_cutting() -> bool:
+    return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in _WANT_TE)
+
+
+def _cut_without_transformer_engine() -> None:
+    """From 0.18 the offsets are right, but only Transformer Engine can cut by them."""
+
+    def cut(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+        if cp_group.size() > 1:
+            padded = batch.get("cu_seqlens_padded")
+            offsets = batch["cu_seqlens"] if padded is None else padded
+            _take_rows(batch, offsets, cp_group.size(), cp_group.rank())
+        return batch
+
+    for name in _WANT_TE:
+        if hasattr(utils, name):
+            setattr(utils, name, cut)
+
+
+REPAIRS = (
+    Repair(
+        name="layer_cp_comm_type",
+        fault="a list in cp_comm_type is read one layer too far, and past its end",
+        fixed_in=(0, 17, 0),
+        apply=_count_layers_from_one,
+    ),
+    Repair(
+        name="hierarchical_groups",
+        fault="destroy_model_parallel() keeps the hierarchical context-parallel groups, so they cannot be made again",
+        fixed_in=None,
+        apply=_forget_hierarchical_groups,
+    ),
+    Repair(
+        name="packed_batch",
+        fault="packed batches are not cut over ranks: offsets come as [1, documents + 1], and none that are padded",
+        fixed_in=(0, 18, 0),
+        apply=_cut_packed_batches,
+    ),
+    Repair(
+        name="packed_batch_without_te",
+        fault="packed batches are only cut over ranks by Transformer Engine, which is not installed",
+        fixed_in=None,
+        apply=_cut_without_transformer_engine,
+        needed=_has_te_cutting,
+    ),
+)
