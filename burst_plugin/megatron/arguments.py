@@ -84,9 +84,7 @@ def refuse_flags() -> None:
         return
     asked = "burst" in (getattr(args, "cp_comm_type", None) or ())
     if not asked:
-        found = [
-            f"{_flag(name)} is only for burst attention: add --cp-comm-type burst" for name in _set_options(args)
-        ]
+        found = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
     elif args.context_parallel_size > 1:
         found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
     else:  # Megatron's own attention runs

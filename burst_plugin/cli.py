@@ -1,0 +1,43 @@
+"""The command `burst`: `burst doctor` says what is installed, what is changed in Megatron, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line, by default the program's own. Returns the exit status."""
+    options = _parser().parse_args(arguments)
+    status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    doctor = commands.add_parser("doctor", help="say what is installed, what is changed in Megatron, what is refused")
+    doctor.add_argument(
+        "--megatron", metavar="TREE", help="a Megatron-LM checkout to look at, instead of an installed megatron-core"
+    )
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from burst_plugin.doctor import report
+
+    try:
+        for line in report(options.megatron):
+            print(line)
+    except ValueError as error:
+        print(f"burst doctor: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
