@@ -56,10 +56,14 @@ def test_a_patched_tree_changes_no_loss(tree: Path, one_rank: list[float], tmp_p
 def test_flags_are_in_the_help_and_refused_by_name(tree: Path) -> None:
     shown = train(tree / "pretrain_gpt.py", 1, "--help").stdout
     assert "--burst-backward {auto,q,kv}" in shown
-    for flags, message in (
-        ([*CP2, "--attention-dropout", "0.1"], "--attention-dropout 0.1 is not supported: set attention_dropout=0"),
-        (["--burst-backward", "q"], "--burst-backward needs --cp-comm-type burst"),
+    for ranks, flags, message in (
+        (
+            2,
+            [*CP2, "--attention-dropout", "0.1"],
+            "--attention-dropout 0.1 is not supported: set attention_dropout=0",
+        ),
+        (1, ["--burst-backward", "q"], "--burst-backward needs --cp-comm-type burst"),
     ):
-        done = train(tree / "pretrain_gpt.py", 2, *flags)
+        done = train(tree / "pretrain_gpt.py", ranks, *flags)
         assert done.returncode != 0
         assert message in done.stderr

@@ -1,0 +1,113 @@
+"""Flags that burst attention cannot honour stop a run at start-up, by name and with the way out."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, refuse_flags
+from burst_plugin.megatron.releases import tree_version
+from tests.support.megatron_gpt import GptRun, build
+from tests.support.ranks import run_ranks_outcomes
+
+pytestmark = pytest.mark.megatron
+
+USUAL = {"cp_comm_type": ["burst"], "context_parallel_size": 2, "attention_dropout": 0.0, "softmax_type": "vanilla"}
+
+
+def _parse(**changes: Any) -> None:
+    """Leave parsed arguments where Megatron's training scripts leave theirs."""
+    parsed = add_arguments(argparse.ArgumentParser()).parse_args([])
+    vars(parsed).update({**USUAL, **changes})
+    sys.modules["megatron.training.global_vars"] = argparse.Namespace(_GLOBAL_ARGS=parsed)  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def _no_parsed_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", argparse.Namespace())  # type: ignore[arg-type]
+
+
+def test_without_megatrons_parser_nothing_is_looked_at() -> None:
+    refuse_flags()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"burst_backward": "q"},
+        {"cp_comm_type": ["p2p"], "attention_dropout": 0.1},
+        {"context_parallel_size": 1, "attention_dropout": 0.1, "burst_backward": "q"},
+        {"cp_comm_type": ["p2p", "burst"]},
+    ],
+    ids=str,
+)
+def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
+    _parse(**changes)
+    refuse_flags()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "--attention-dropout 0.1 is not supported: set attention_dropout=0"),
+        ({"softmax_type": "learnable"}, "--softmax-type learnable is not supported: use softmax_type='vanilla'"),
+        ({"cp_comm_type": ["p2p", "burst"], "qk_clip": True}, "--qk-clip is not supported: switch qk_clip off"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
+        ({"sft": True}, "--sft is not supported: it packs documents; train on unpacked ones"),
+        ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
+        ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models know no core attention"),
+        (
+            {"flash_attention_version": 3},
+            "--flash-attention-version 3 is not supported: kernels are chosen by --burst",
+        ),
+        ({"cp_comm_type": ["p2p"], "burst_backward": "q"}, "--burst-backward needs --cp-comm-type burst: add that"),
+        ({"cp_comm_type": ["p2p"], "burst_ranks_per_node": 2}, "--burst-ranks-per-node needs --cp-comm-type burst"),
+    ],
+    ids=str,
+)
+def test_what_does_not_work_is_refused_by_its_flag(changes: dict[str, Any], message: str) -> None:
+    _parse(**changes)
+    with pytest.raises(ValueError, match="burst attention cannot run with these flags:") as caught:
+        refuse_flags()
+    assert str(caught.value).splitlines()[1].startswith(f"  {message}")
+
+
+def test_every_refused_flag_is_tried_above() -> None:
+    mark = next(m for m in test_what_does_not_work_is_refused_by_its_flag.pytestmark if m.name == "parametrize")
+    assert {name for changes, _ in mark.args[1] for name in changes} >= set(REFUSED_FLAGS)
+
+
+def test_all_flags_are_told_of_at_once() -> None:
+    _parse(attention_dropout=0.1, qk_clip=True, sft=True)
+    with pytest.raises(ValueError, match="--attention-dropout") as caught:
+        refuse_flags()
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def _start(rank: int) -> None:
+    _parse(attention_dropout=0.1)
+    build(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+
+
+def test_every_rank_stops_before_groups_are_made() -> None:
+    for outcome in run_ranks_outcomes(_start, 2):
+        assert outcome.error is not None
+        assert "refuse_flags()" in outcome.error
+        assert "--attention-dropout 0.1 is not supported" in outcome.error
+
+
+def test_the_version_of_a_tree(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected the root of a Megatron-LM checkout"):
+        tree_version(tmp_path)
+    info = tmp_path / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    info.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 1\nPRE_RELEASE = 'rc0'\n")
+    assert tree_version(tmp_path) == (0, 19, 1)
+    info.write_text("MAJOR = 0\n")
+    with pytest.raises(ValueError, match="does not set MAJOR, MINOR and PATCH"):
+        tree_version(tmp_path)

@@ -1,0 +1,182 @@
+"""Each repair against the fault that it is for: seen in the version at hand, or in a stand-in for another one."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import __version__, parallel_state, utils
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from burst_plugin.megatron import repairs
+from burst_plugin.megatron.releases import RELEASES, about, parse_version
+from burst_plugin.megatron.repairs import REPAIRS, apply_repairs, packed_rows
+from tests.megatron.test_adapter import CP4
+from tests.megatron.test_parity import _step
+from tests.support.megatron_gpt import GptRun, build, leave
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+VERSION = parse_version(__version__)
+NAMES = [repair.name for repair in REPAIRS]
+
+
+def status(name: str, version: tuple[int, int, int]) -> str:
+    (repair,) = [repair for repair in REPAIRS if repair.name == name]
+    return repair.status(version)
+
+
+def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(set(NAMES)) == len(NAMES)
+    assert status("layer_cp_comm_type", (0, 16, 1)) == "applied"
+    assert status("layer_cp_comm_type", (0, 17, 0)) == "not needed since 0.17.0"
+    assert status("packed_batch", (0, 17, 1)) == "applied"
+    assert status("packed_batch", (0, 18, 2)) == "not needed since 0.18.0"
+    for release in RELEASES:
+        assert status("hierarchical_groups", release.versions[0]) == "applied"
+        assert "not tested" not in about(release.versions[0])
+    assert about((0, 99, 0)).startswith("Megatron 0.99.0: not tested; tested are core_v0.16.1")
+    done: list[str] = []
+    fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
+    monkeypatch.setattr(repairs, "REPAIRS", fakes)
+    lines = apply_repairs((0, 17, 1))
+    assert done == ["hierarchical_groups", "packed_batch"]
+    assert [line.split(":")[0] for line in lines] == ["repaired hierarchical_groups", "repaired packed_batch"]
+
+
+# ------------------------------------------------------------------------------------------------ layer_cp_comm_type
+
+LISTED = GptRun(layers=2, cp=2, cp_comm_type="burst", config={"cp_comm_type": ["burst", "burst"]})
+
+
+def _unrepaired(rank: int) -> str:
+    """How the fault shows: build a layer of the unchanged class, as `TransformerBlock` does."""
+    from burst_plugin.megatron import adapter
+
+    adapter.apply_repairs = lambda version: []  # type: ignore[assignment]
+    try:
+        build(LISTED)
+    except IndexError as error:
+        return str(error)
+    return "no fault"
+
+
+def test_a_list_of_cp_comm_types_works() -> None:
+    if VERSION < (0, 17, 0):
+        assert all(fault.startswith("list index out of range") for fault in run_ranks(_unrepaired, 2))
+    (one,) = run_ranks(_step, 1, GptRun(layers=2))
+    for result in run_ranks(_step, 2, LISTED):
+        assert result.loss == pytest.approx(one.loss, abs=1e-5)
+        for name, grad in result.grads.items():
+            error = torch.linalg.vector_norm(grad - one.grads[name])
+            assert error <= 1e-4 * torch.linalg.vector_norm(one.grads[name]), name
+
+
+def test_each_layer_reads_its_own_item(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def init(layer: Any, config: Any, submodules: Any, layer_number: int) -> None:  # as 0.16.1 reads it
+        seen.append(config.cp_comm_type[layer_number])
+        if layer_number == 3:
+            raise RuntimeError
+
+    monkeypatch.setattr(TransformerLayer, "__init__", init)
+    repairs._count_layers_from_one()
+    listed = ["p2p", "burst", "a2a"]
+    config = types.SimpleNamespace(cp_comm_type=listed)
+    for number in (1, 2):
+        TransformerLayer(config, None, layer_number=number)
+    with pytest.raises(RuntimeError):
+        TransformerLayer(config, None, layer_number=3)
+    assert seen == listed
+    assert config.cp_comm_type is listed, "the configuration is left as it was, after an error too"
+    config.cp_comm_type = "burst"
+    with pytest.raises(IndexError):  # a string is handed on as it is: "burst"[9]
+        TransformerLayer(config, None, layer_number=9)
+
+
+# ----------------------------------------------------------------------------------------------- hierarchical_groups
+
+
+def _rebuilt(rank: int) -> list[bool]:
+    made = []
+    for _ in range(2):
+        build(CP4)
+        made.append(parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is not None)
+        leave()
+        made.append(parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS is not None)
+    return made
+
+
+def test_hierarchical_groups_go_with_the_others() -> None:
+    assert run_ranks(_rebuilt, 4) == [[True, False, True, False]] * 4
+
+
+# ----------------------------------------------------------------------------------------------------- packed batches
+
+OFFSETS = [0, 8, 24, 24, 40]  # three documents; a fourth is empty, as 0.19 pads offsets
+ROWS = [
+    [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 36, 37, 38, 39],
+    [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31, 32, 33, 34, 35],
+]
+
+
+@pytest.mark.parametrize("offsets", [OFFSETS, [OFFSETS]], ids=["1d", "2d"])
+def test_every_document_is_dealt_out_in_zigzag(offsets: Any) -> None:
+    for rank in (0, 1):
+        assert packed_rows(torch.tensor(offsets), 2, rank).tolist() == ROWS[rank]
+    with pytest.raises(ValueError, match=r"a packed document has 8 tokens, expected a multiple of .* = 6"):
+        packed_rows(torch.tensor(offsets), 3, 0)
+
+
+def packed_batch() -> dict[str, Any]:
+    whole = torch.arange(40).view(1, -1)
+    return {
+        "tokens": whole,
+        "labels": whole + 1,
+        "loss_mask": whole * 0.5,
+        "position_ids": whole,
+        "attention_mask": None,
+    }
+
+
+@pytest.mark.parametrize("padded", [None, torch.tensor([OFFSETS], dtype=torch.int32)], ids=["plain", "padded"])
+def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padded: Any) -> None:
+    monkeypatch.setattr(utils, "get_thd_batch_on_this_cp_rank", None, raising=False)
+    repairs._cut_packed_batches()
+    lengths = torch.tensor([OFFSETS if padded is None else [0, 7, 20, 20, 36]], dtype=torch.int32)
+    for rank in (0, 1):
+        batch, params = utils.get_thd_batch_on_this_cp_rank(
+            packed_batch(), lengths, padded, torch.tensor([16]), cp_size=2, cp_rank=rank
+        )
+        assert batch["tokens"].tolist() == [ROWS[rank]]
+        assert batch["labels"].tolist() == [[row + 1 for row in ROWS[rank]]]
+        assert batch["loss_mask"].tolist() == [[row * 0.5 for row in ROWS[rank]]]
+        assert batch["attention_mask"] is None
+        assert params.qkv_format == "thd"
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == lengths[0].tolist()
+        assert params.cu_seqlens_q_padded.tolist() == params.cu_seqlens_kv_padded.tolist() == OFFSETS
+        assert params.max_seqlen_q == params.max_seqlen_kv == 16
+    whole, _ = utils.get_thd_batch_on_this_cp_rank(packed_batch(), lengths, padded, torch.tensor([16]), 1, 0)
+    assert whole["tokens"].tolist() == [list(range(40))]
+
+
+@pytest.mark.parametrize("name", repairs._WANT_TE)
+def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(utils, "tex", None, raising=False)
+    assert status("packed_batch_without_te", VERSION) == "not needed here"
+    monkeypatch.setattr(utils, name, None, raising=False)
+    assert status("packed_batch_without_te", VERSION) == "applied"
+    repairs._cut_without_transformer_engine()
+    for rank in (0, 1):
+        group = types.SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        batch = {**packed_batch(), "cu_seqlens": torch.tensor([OFFSETS]), "cu_seqlens_padded": None}
+        cut = getattr(utils, name)(batch, cp_group=group)
+        assert cut["tokens"].tolist() == [ROWS[rank]]
+        assert cut["cu_seqlens"].tolist() == [OFFSETS]
+    monkeypatch.setattr(utils, "tex", object())
+    assert status("packed_batch_without_te", VERSION) == "not needed here"

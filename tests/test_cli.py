@@ -1,0 +1,64 @@
+"""The command `burst`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def burst(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "burst_plugin.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_help_names_the_commands() -> None:
+    assert "doctor" in burst("--help").stdout
+    assert burst().returncode == 2
+    assert burst("surgeon").returncode == 2
+
+
+@pytest.mark.megatron
+def test_doctor_says_what_is_there_changed_and_refused() -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+    done = burst("doctor")
+    assert done.returncode == 0, done.stderr
+    sections = dict(part.split("\n", 1) for part in done.stdout.split("\n\n")[1:])
+    assert f"torch                {torch.__version__}" in sections["Versions"]
+    assert "CPU cores" in sections["Devices"]
+    assert "torch_cpu" in sections["Kernels, fastest first"]
+    megatron = sections["Megatron"]
+    assert "Megatron 0.16" in megatron
+    for name in ("layer_cp_comm_type", "hierarchical_groups", "packed_batch"):
+        assert f"repaired {name}: " in megatron
+    assert "repair packed_batch_without_te: not needed here" in megatron
+    assert 'layers with cp_comm_type="burst"' in megatron
+    assert "attention_dropout: set attention_dropout=0" in megatron
+    assert "reset_attention_mask: documents would attend to each other" in megatron
+
+
+@pytest.mark.megatron
+def test_doctor_looks_at_a_checkout(tmp_path: Path) -> None:
+    if importlib.util.find_spec("megatron") is None:
+        pytest.skip("megatron-core is not installed")
+    refused = burst("doctor", "--megatron", str(tmp_path))
+    assert refused.returncode == 1
+    assert "expected the root of a Megatron-LM checkout" in refused.stderr
+    files = {
+        "core/package_info.py": "MAJOR = 0\nMINOR = 99\nPATCH = 3\n",
+        "training/__init__.py": "import burst_plugin",
+    }
+    for name, text in files.items():
+        (tmp_path / "megatron" / name).parent.mkdir(parents=True)
+        (tmp_path / "megatron" / name).write_text(text)
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise ImportError('made for another machine')")
+    shown = burst("doctor", "--megatron", str(tmp_path)).stdout
+    assert "Megatron 0.99.3: not tested; tested are core_v0.16.1" in shown
+    assert f"{tmp_path.resolve()} installs burst_plugin itself" in shown
+    assert "cannot be imported here: made for another machine" in shown
