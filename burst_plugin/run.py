@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     adapter = importlib.import_module(f"burst_plugin.{framework}").install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
-    _execute(script)
+    _execute(script, bare_children=options.cpu)
     if options.cpu:
         _leave()
 
@@ -84,17 +85,23 @@ def _prepare_cpu(directory: Path) -> None:
     """Redirect CUDA to the CPU; a Megatron-LM checkout's scripts want a little more than others."""
     from burst_plugin.megatron import cpu, cpu_scripts
 
-    if cpu_scripts.is_checkout(directory):
-        cpu_scripts.enable_training_scripts(directory)
-        return
+    for checkout in (directory, directory.parent):  # scripts lie in its root, or in tools/
+        if cpu_scripts.is_checkout(checkout):
+            cpu_scripts.enable_training_scripts(checkout)
+            return
     sys.path.insert(0, str(directory))
     cpu.enable()
 
 
-def _execute(script: Path) -> None:
-    """Run the script as `__main__`, in a module of its own that pickling can find."""
+def _execute(script: Path, *, bare_children: bool) -> None:
+    """Run the script as `__main__`, in a module of its own that pickling can find.
+
+    Processes that it spawns import it again, unless `bare_children`: CUDA is not redirected in them.
+    """
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
+    if bare_children:
+        module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # multiprocessing takes it as imported
     sys.modules["__main__"] = module
     exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
 

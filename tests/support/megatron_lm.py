@@ -39,7 +39,7 @@ from burst_plugin import run
 script = Path(sys.argv[1])
 sys.argv = sys.argv[1:]
 run._prepare_cpu(script.parent)
-run._execute(script)
+run._execute(script, bare_children=True)
 run._leave()
 """
 

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Pretrains a 7B or 8B model on long sequences with Megatron-LM and burst attention. README.md explains all of it.
+#
+#     MEGATRON=... DATA=... TOKENIZER="..." bash pretrain.sh [--print | --smoke] [more flags of Megatron's]
+#
+#     --print    print the command instead of running it
+#     --smoke    the same script and flags with a tiny model on CPUs, on data made here: about a minute
+#
+# Environment (and what it is without):
+#     MEGATRON   a Megatron-LM checkout: core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 or main
+#     DATA       what prepare_data.sh wrote, without .bin and .idx
+#     TOKENIZER  Megatron's flags of the tokenizer, e.g. "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+#     OUT        where checkpoints, logs and caches go (pretrain-out); a run continues from what it finds there
+#     MODEL      llama2_7b or llama3_8b (llama2_7b)
+#     TOKENS     length of a sequence: 128k or 1m (128k)
+#     NODES      of 8 GPUs: 1, 4 or 8 (1)
+#     ITERS      optimizer steps (5000)
+#     LAUNCHER   torchrun: start this on every node, with NODE_RANK and MASTER_ADDR; slurm: by srun, see slurm.sbatch;
+#                deepspeed: start this once, with HOSTFILE (torchrun)
+#     CP, RANKS  only for --smoke: context-parallel size 1, 2 or 4 and processes (4, and as many as CP)
+#     PYTHON     (python3)
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+. "$here/flags.env"
+
+die() {
+    echo "pretrain.sh: $*" >&2
+    exit 2
+}
+
+mode=run
+case ${1:-} in
+--print | --smoke) mode=${1#--} && shift ;;
+-h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;;
+esac
+
+python=${PYTHON:-python3} out=${OUT:-pretrain-out} model=${MODEL:-llama2_7b} tokens=${TOKENS:-128k} nodes=${NODES:-1}
+gpus_per_node=8
+[ -f "${MEGATRON:-}/pretrain_gpt.py" ] || die "MEGATRON='${MEGATRON:-}' is no Megatron-LM checkout: it has no pretrain_gpt.py"
+case $model in llama2_7b | llama3_8b) ;; *) die "MODEL=$model is not known; use llama2_7b or llama3_8b" ;; esac
+
+# ------------------------------------------------------------------------------------------------------------- the data
+
+if [ "$mode" = smoke ]; then
+    TOKENIZER="--tokenizer-type NullTokenizer --vocab-size 256" DATA=$out/smoke_data
+    [ -e "$DATA.idx" ] || PYTHON=$python MEGATRON=$MEGATRON TOKENIZER=$TOKENIZER bash "$here/prepare_data.sh" --smoke "$DATA"
+fi
+[ -n "${DATA:-}" ] || die "DATA is not set; give what prepare_data.sh wrote"
+[ -n "${TOKENIZER:-}" ] || die "TOKENIZER is not set; give Megatron's flags, as to prepare_data.sh"
+[ "$mode" = print ] || [ -e "$DATA.idx" ] || die "DATA=$DATA: there is no $DATA.idx; make it with prepare_data.sh"
+
+# ------------------------------------------------------------------------------------------------------------ the flags
+
+upper() { tr '[:lower:]' '[:upper:]' <<<"$1"; }
+lookup() { # lookup NAME "how to choose another"
+    [ -n "${!1:-}" ] || die "flags.env has no $1; $2"
+    printf '%s ' "${!1}"
+}
+flags="$TRAINING $(lookup "$(upper "$model")" "change MODEL")"
+if [ "$mode" = smoke ]; then
+    cp=${CP:-4} ranks=${RANKS:-${CP:-4}} nodes=1
+    flags+="$(lookup "SMOKE_$(upper "$model")" "change MODEL") $SMOKE $CPU $(lookup "LAYOUT_SMOKE_$cp" "use CP=1, 2 or 4")"
+    iters=${ITERS:-20} gpus_per_node=$ranks
+else
+    flags+="$(lookup "LENGTH_$(upper "$tokens")" "use TOKENS=128k or 1m") $GPU "
+    flags+="$(lookup "LAYOUT_$(upper "${model}_${tokens}_$nodes")" "use NODES=1, 4 or 8, or add a layout")"
+    iters=${ITERS:-5000}
+fi
+# The tokenizer comes after the model, since its vocabulary counts.
+flags+=" $TOKENIZER --data-path $DATA --data-cache-path $out/cache --train-iters $iters"
+flags+=" --save $out/checkpoints --load $out/checkpoints --tensorboard-dir $out/tensorboard"
+[ "$mode" != smoke ] || flags=${flags%--tensorboard-dir*}
+
+# --------------------------------------------------------------------------------------------------------- the launcher
+
+export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+torchrun="$python -m torch.distributed.run --nproc-per-node $gpus_per_node"
+module="burst_plugin.run"
+launcher=${LAUNCHER:-torchrun}
+[ "$mode" != smoke ] || launcher=smoke
+case $launcher in
+smoke) launch="$torchrun --standalone -m $module --cpu" ;;
+torchrun)
+    launch="$torchrun --nnodes $nodes --node-rank ${NODE_RANK:-0} --master-addr ${MASTER_ADDR:-localhost}"
+    launch+=" --master-port ${MASTER_PORT:-29500} -m $module"
+    ;;
+slurm) # one task per node
+    head=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:?LAUNCHER=slurm is for srun: see slurm.sbatch}" | head -n 1)}
+    launch="$torchrun --nnodes ${SLURM_NNODES:-$nodes} --rdzv-id ${SLURM_JOB_ID:-0} --rdzv-backend c10d"
+    launch+=" --rdzv-endpoint $head:${MASTER_PORT:-29500} -m $module"
+    ;;
+deepspeed)
+    launch="deepspeed --no_local_rank --num_gpus $gpus_per_node"
+    [ -z "${HOSTFILE:-}" ] || launch+=" --hostfile $HOSTFILE --num_nodes $nodes"
+    launch+=" --master_port ${MASTER_PORT:-29500} --module $module"
+    ;;
+*) die "LAUNCHER=$launcher is not known; use torchrun, slurm or deepspeed" ;;
+esac
+
+read -r -d '' -a command <<<"$launch $MEGATRON/pretrain_gpt.py $flags" || true
+command+=("$@")
+if [ "$mode" = print ]; then
+    printf '%s\n' "${command[*]}"
+else
+    mkdir -p "$out"
+    export PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} # burst_plugin, if it is not installed
+    exec "${command[@]}"
+fi
