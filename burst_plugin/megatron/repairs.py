@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, utils
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -186,6 +188,43 @@ def _cut_without_transformer_engine() -> None:
             setattr(utils, name, cut)
 
 
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _count_steps_of_pytorchs_adam() -> None:
+    """Without Apex and Transformer Engine the optimizer within is PyTorch's Adam, which counts steps per parameter.
+
+    What is loaded is shaped after a new optimizer's state, which has no step yet; and all parameters are given one and
+    the same tensor as their step, so that each step would be counted once per parameter.
+    """
+    make, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    @functools.wraps(make)
+    def state_dict(optimizer: Any) -> Any:
+        state = optimizer.optimizer.state if optimizer.optimizer is not None else None
+        if state is None or state:
+            return make(optimizer)
+        state["no step yet"] = {"step": torch.tensor(0.0)}
+        try:
+            return make(optimizer)
+        finally:
+            state.clear()
+
+    @functools.wraps(load)
+    def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+        load(optimizer, state_dict)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
+
+
+def _load_without_gradients() -> None:
+    """In float32 the optimizer's own parameters are views of the model's, which autograd guards."""
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+
+
 REPAIRS = (
     Repair(
         name="layer_cp_comm_type",
@@ -211,5 +250,18 @@ REPAIRS = (
         fixed_in=None,
         apply=_cut_without_transformer_engine,
         needed=_has_te_cutting,
+    ),
+    Repair(
+        name="resume_without_te",
+        fault="without Transformer Engine or Apex, the distributed optimizer cannot load, and then miscounts steps",
+        fixed_in=None,
+        apply=_count_steps_of_pytorchs_adam,
+        needed=lambda: not distrib_optimizer.HAVE_APEX_OR_TE,
+    ),
+    Repair(
+        name="resume_in_float32",
+        fault="the distributed optimizer cannot load a checkpoint of a model in float32",
+        fixed_in=None,
+        apply=_load_without_gradients,
     ),
 )
