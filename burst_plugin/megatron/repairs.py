@@ -194,8 +194,8 @@ def _cut_without_transformer_engine() -> None:
 def _count_steps_of_pytorchs_adam() -> None:
     """Without Apex and Transformer Engine the optimizer within is PyTorch's Adam, which counts steps per parameter.
 
-    What is loaded is shaped after a new optimizer's state, which has no step yet; and all parameters are given one and
-    the same tensor as their step, so that each step would be counted once per parameter.
+    What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one and
+    the same tensor as their step, which each of them would advance; and what it holds is not what was saved.
     """
     make, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
 
@@ -212,9 +212,10 @@ def _count_steps_of_pytorchs_adam() -> None:
 
     @functools.wraps(load)
     def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+        (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
         load(optimizer, state_dict)
         for state in optimizer.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            state["step"] = torch.tensor(step)
 
     DistributedOptimizer.state_dict = state_dict
     DistributedOptimizer.load_state_dict = load_state_dict
