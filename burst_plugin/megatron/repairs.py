@@ -16,6 +16,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
@@ -194,8 +195,8 @@ def _cut_without_transformer_engine() -> None:
 def _count_steps_of_pytorchs_adam() -> None:
     """Without Apex and Transformer Engine the optimizer within is PyTorch's Adam, which counts steps per parameter.
 
-    What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one and
-    the same tensor as their step, which each of them would advance; and what it holds is not what was saved.
+    What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one
+    tensor as their step, which each of them would advance; and what it holds is not what was saved.
     """
     make, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
 
@@ -224,6 +225,17 @@ def _count_steps_of_pytorchs_adam() -> None:
 def _load_without_gradients() -> None:
     """In float32 the optimizer's own parameters are views of the model's, which autograd guards."""
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+
+
+# ------------------------------------------------------------------------------------------------------ experts
+
+
+def _lacks_gemm() -> bool:
+    return not hasattr(moe_utils, "te_general_gemm")
+
+
+def _say_that_there_is_no_gemm() -> None:
+    moe_utils.te_general_gemm = None
 
 
 REPAIRS = (
@@ -264,5 +276,12 @@ REPAIRS = (
         fault="the distributed optimizer cannot load a checkpoint of a model in float32",
         fixed_in=None,
         apply=_load_without_gradients,
+    ),
+    Repair(
+        name="router_without_te",
+        fault="without Transformer Engine, the router of experts looks up a function that is not imported",
+        fixed_in=(0, 17, 0),
+        apply=_say_that_there_is_no_gemm,
+        needed=_lacks_gemm,
     ),
 )

@@ -47,6 +47,8 @@ class GptRun:
     per_token_loss: bool = False
     microbatch_size: int = 2
     distributed_optimizer: bool = False
+    ep: int = 1
+    """Expert-parallel ranks; experts come with num_moe_experts in config."""
     config: dict[str, Any] = field(default_factory=dict)
     """More fields of TransformerConfig, such as window_size or softmax_type."""
 
@@ -66,14 +68,10 @@ def random_tokens(run: GptRun, microbatches: int = 2, seed: int = 0) -> torch.Te
     return torch.randint(run.vocab, shape, generator=generator)
 
 
-def build(run: GptRun) -> Any:
-    """Set up Megatron's groups for ``run`` and return the model in Megatron's DistributedDataParallel.
-
-    With ``cp_comm_type="burst"`` the plugin is installed first, as its users do.
-    """
+def join(run: GptRun) -> None:
+    """Set up Megatron's groups for ``run``. With ``cp_comm_type="burst"`` the plugin is installed before."""
     cpu.enable(force=True)  # the test ranks are joined by gloo, on machines with GPUs too
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if run.cp_comm_type == "burst":
@@ -85,8 +83,17 @@ def build(run: GptRun) -> Any:
         pipeline_model_parallel_size=run.pp,
         context_parallel_size=run.cp,
         hierarchical_context_parallel_sizes=list(run.hierarchical) if run.hierarchical else None,
+        expert_model_parallel_size=run.ep,
+        virtual_pipeline_model_parallel_size=run.config.get("virtual_pipeline_model_parallel_size"),
     )
     model_parallel_cuda_manual_seed(1234)
+
+
+def build(run: GptRun) -> Any:
+    """``join``, and return the model of ``run`` in Megatron's DistributedDataParallel."""
+    join(run)
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
     config = transformer_config(run)
     model = _gpt_model(run, config)
     set_weights(model, run)
@@ -186,6 +193,7 @@ def transformer_config(run: GptRun) -> Any:
         "tensor_model_parallel_size": run.tp,
         "pipeline_model_parallel_size": run.pp,
         "context_parallel_size": run.cp,
+        "expert_model_parallel_size": run.ep,
         "hierarchical_context_parallel_sizes": list(run.hierarchical) if run.hierarchical else None,
         "sequence_parallel": run.sequence_parallel,
         "calculate_per_token_loss": run.per_token_loss,
@@ -226,7 +234,7 @@ def _block_spec(config: Any) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import transformer_block
 
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
     if not config.sequence_parallel:
         return layer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
@@ -277,9 +285,9 @@ def full_grads(model: Any, run: GptRun) -> dict[str, torch.Tensor]:
             dist.all_gather(parts, grad.contiguous(), group=tp_group)
             grad = _join(parts, name, dim)
         stage[name] = grad.cpu().clone()
-    stages: list[Any] = [None] * run.pp
-    dist.all_gather_object(stages, stage, group=parallel_state.get_pipeline_model_parallel_group())
-    return {name: grad for part in stages for name, grad in part.items()}
+    parts_of_model: list[Any] = [None] * dist.get_world_size()  # pipeline stages, and each rank's experts
+    dist.all_gather_object(parts_of_model, stage)
+    return {name: grad for part in parts_of_model for name, grad in part.items()}
 
 
 def _gather_grad_shards(model: Any) -> None:
@@ -302,7 +310,15 @@ def named_parameters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         if found:
             layer = model.decoder.layers[int(found.group(1))].layer_number - 1
             name = f"decoder.layers.{layer}.{found.group(2)}"
-        yield name, param
+        yield re.sub(r"(?<=local_experts\.)\d+", lambda local: _expert(model, int(local.group())), name), param
+
+
+def _expert(model: Any, local: int) -> str:
+    """The number of an expert among those of all ranks."""
+    from megatron.core import parallel_state
+
+    own = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    return str(parallel_state.get_expert_model_parallel_rank() * own + local)
 
 
 def _cut_dim(param: torch.nn.Parameter) -> int | None:

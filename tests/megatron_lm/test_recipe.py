@@ -1,0 +1,241 @@
+"""The recipe of examples/pretrain_7b: command lines, cost model and, where there is a checkout, its smoke mode."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support.megatron_lm import ROOT, checkout
+
+RECIPE = ROOT / "examples" / "pretrain_7b"
+
+
+@pytest.fixture(scope="module")
+def model() -> ModuleType:
+    """cost_model.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("cost_model", RECIPE / "cost_model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cost_model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def pretrain(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(RECIPE / "pretrain.sh"), *arguments],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONDONTWRITEBYTECODE": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `--print` works: a checkout is only looked for."""
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    return {"MEGATRON": str(tmp_path), "DATA": "/data/text", "TOKENIZER": "--tokenizer-type HuggingFaceTokenizer"}
+
+
+# ------------------------------------------------------------------------------------------------------ command lines
+
+
+@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b"])
+@pytest.mark.parametrize("length", ["128k", "1m"])
+@pytest.mark.parametrize("nodes", ["1", "4", "8"])
+def test_the_command_is_what_the_cost_model_prices(
+    shown: dict[str, str], model: ModuleType, name: str, length: str, nodes: str
+) -> None:
+    line = pretrain("--print", **shown, MODEL=name, TOKENS=length, NODES=nodes).stdout.split()
+    run = model.run_of(model.read_flags(RECIPE / "flags.env"), name, length, int(nodes))
+
+    def value(flag: str) -> int:
+        return int(line[line.index(flag) + 1])
+
+    assert value("--context-parallel-size") == run.cp
+    assert value("--tensor-model-parallel-size") == run.tp
+    assert value("--seq-length") == run.tokens == {"128k": 2**17, "1m": 2**20}[length]
+    assert value("--global-batch-size") == run.batch
+    assert value("--nnodes") == int(nodes)
+    assert line[line.index("--cp-comm-type") + 1] == "burst"
+    assert ("full" in line) == (run.recompute == "full")
+    # what Megatron and the ring want of a layout
+    assert run.batch * run.tokens == 2**22
+    assert run.gpus == run.tp * run.cp * run.pp * run.dp
+    assert run.batch % run.dp == 0
+    assert run.groups % run.tp == 0
+    assert run.tokens % (2 * run.cp * run.tp) == 0
+    assert run.inner * run.tp <= model.GPUS_PER_NODE
+    if run.inner < run.cp:
+        sizes = line[line.index("--hierarchical-context-parallel-sizes") + 1 :][:2]
+        assert int(sizes[0]) * int(sizes[1]) == run.cp
+    else:
+        assert run.cp * run.tp <= model.GPUS_PER_NODE
+
+
+def test_launchers(shown: dict[str, str]) -> None:
+    plain = pretrain("--print", "--exit-interval", "7", **shown, NODES="4", NODE_RANK="2", MASTER_ADDR="head").stdout
+    assert "--nnodes 4 --node-rank 2 --master-addr head --master-port 29500 -m burst_plugin.run " in plain
+    assert plain.endswith("--exit-interval 7\n")
+    slurm = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NNODES": "4", "SLURM_JOB_ID": "77"}
+    shown_by_slurm = pretrain("--print", **shown, LAUNCHER="slurm", NODES="4", MASTER_ADDR="n1", **slurm).stdout
+    assert (
+        "--nnodes 4 --rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n1:29500 -m burst_plugin.run" in shown_by_slurm
+    )
+    deepspeed = pretrain("--print", **shown, LAUNCHER="deepspeed", NODES="8", HOSTFILE="hosts").stdout
+    assert deepspeed.startswith("deepspeed --no_local_rank --num_gpus 8 --hostfile hosts --num_nodes 8 ")
+    assert "--module burst_plugin.run" in deepspeed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"MEGATRON": "/nowhere"}, "MEGATRON='/nowhere' is no Megatron-LM checkout"),
+        ({"MODEL": "llama"}, "MODEL=llama is not known; use llama2_7b or llama3_8b"),
+        ({"TOKENS": "2m"}, "flags.env has no LENGTH_2M; use TOKENS=128k or 1m"),
+        ({"NODES": "3"}, "flags.env has no LAYOUT_LLAMA2_7B_128K_3; use NODES=1, 4 or 8, or add a layout"),
+        ({"DATA": ""}, "DATA is not set"),
+        ({"TOKENIZER": ""}, "TOKENIZER is not set"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun is not known; use torchrun, slurm or deepspeed"),
+    ],
+    ids=str,
+)
+def test_bad_settings_are_told_of(shown: dict[str, str], change: dict[str, str], message: str) -> None:
+    done = pretrain("--print", **{**shown, **change})
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_data_that_is_not_there_stops_a_run(shown: dict[str, str]) -> None:
+    done = pretrain(**shown)
+    assert done.returncode == 2
+    assert "there is no /data/text.idx; make it with prepare_data.sh" in done.stderr
+
+
+def test_the_deepspeed_twin_says_the_same(model: ModuleType) -> None:
+    twin = json.loads((RECIPE / "deepspeed.json").read_text())
+    variables = model.read_flags(RECIPE / "flags.env")
+    words = variables["TRAINING"] + variables["LENGTH_128K"]
+
+    def value(flag: str) -> float:
+        return float(words[words.index(flag) + 1])
+
+    optimizer, scheduler = twin["optimizer"]["params"], twin["scheduler"]["params"]
+    assert optimizer["lr"] == value("--lr")
+    assert optimizer["betas"] == [value("--adam-beta1"), value("--adam-beta2")]
+    assert optimizer["weight_decay"] == value("--weight-decay")
+    assert optimizer["lr"] * scheduler["cos_min_ratio"] == pytest.approx(value("--min-lr"))
+    assert scheduler["warmup_num_steps"] == value("--lr-warmup-iters")
+    assert twin["gradient_clipping"] == value("--clip-grad")
+    assert twin["train_micro_batch_size_per_gpu"] == value("--micro-batch-size")
+    assert twin["train_batch_size"] == value("--global-batch-size")
+    block = {"enabled", "context_parallel_size", "ranks_per_node", "layout", "schedule", "backward", "kernel"}
+    assert set(twin["burst_attention"]) == block
+    assert twin["burst_attention"]["layout"] == "zigzag"
+
+
+# --------------------------------------------------------------------------------------------------------- cost model
+
+
+def test_parameters_are_those_of_the_models(model: ModuleType) -> None:
+    variables = model.read_flags(RECIPE / "flags.env")
+    assert model.run_of(variables, "llama2_7b", "128k", 1).parameters == 6_738_415_616
+    assert model.run_of(variables, "llama3_8b", "128k", 1).parameters == 8_030_261_248
+
+
+def test_memory_and_time_follow_the_formulas(model: ModuleType) -> None:
+    """One small run, worked out by hand."""
+    run = model.Run(
+        layers=4, hidden=64, ffn=128, heads=8, groups=8, vocab=1000, tokens=4096, batch=2,
+        tp=2, cp=4, pp=1, inner=2, recompute="full", gpus=8,
+    )  # fmt: skip
+    assert run.dp == 1
+    assert run.parameters == 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 1000 * 64 + 64
+    memory = model.memory_bytes(run)
+    assert memory["weights and gradients"] == run.parameters / 2 * 6
+    assert memory["optimizer"] == run.parameters / 2 * 12 / 4
+    assert memory["kept activations"] == 64 * 2 * 512 * 4
+    assert memory["layer at work"] == 2 * (8 + 8) * 64 * 2 * 512
+    assert memory["logits"] == 1024 * 500 * 10
+    # travelling keys and values: 4 heads x (8 + 8) x (2 + 4) bytes; queries: 128 + 32 and 128 bytes, which is less
+    assert model._travelling(run) == (160, 128)
+    assert memory["ring buffers"] == 1024 * (5 * 160 + 6 * 128)
+    machine = model.Machine(
+        peak_flops=1e9, matmul_share=1, attention_share=0.5, intra_bytes_per_s=1e6, inter_bytes_per_s=1e5
+    )
+    spent = model.step_seconds(run, machine)
+    layer = 2 * 4096 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert spent["linear layers"] == pytest.approx(2 * (4 * layer * 4 + 6 * 4096 * 1000 * 64) / 8 / 1e9)
+    visit = 2 * 4096**2 * 64 / 8 / 0.5e9
+    assert spent["attention"] == pytest.approx(2 * 4 * visit * 4.5)
+    block = 1024 * 4 * 16 * 2  # bytes of keys and values; two-level: max(2 x 1 hops inside, 1 between)
+    forward = max(2 * block / 1e6, block / 1e5)
+    backward = max(2 * 1024 * 288 / 1e6, 1024 * 288 / 1e5)
+    assert spent["ring, not hidden"] == pytest.approx(
+        2 * 4 * (2 * (forward - visit) + max(0, backward - 2.5 * visit))
+    )
+    assert spent["tensor parallelism"] == pytest.approx(2 * 4 * 14 * 1024 * 64 * 2 * 0.5 / 1e6)
+
+
+def test_bytes_per_hop_are_those_of_the_package(model: ModuleType) -> None:
+    """32/32 heads of 128: 33.0 kB a token for queries; 32/8: 12.3 kB for keys and values (README.md)."""
+    variables = model.read_flags(RECIPE / "flags.env")
+    for name, length, expected in (("llama2_7b", "1m", 33_024 / 2), ("llama3_8b", "128k", 12_288 / 2)):
+        run = model.run_of(variables, name, length, 4)
+        assert run.tp == 2
+        assert sum(model._travelling(run)) == expected
+
+
+def test_the_page_has_the_tables_of_the_model() -> None:
+    page = (RECIPE / "README.md").read_text()
+    command = [sys.executable, str(RECIPE / "cost_model.py")]
+    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert table in page
+    details = subprocess.run([*command, "--show", "llama2_7b", "1m", "4"], capture_output=True, text=True, check=True)
+    assert details.stdout in page
+
+
+def test_every_flag_is_explained() -> None:
+    page = (RECIPE / "README.md").read_text()
+    flags = set(re.findall(r"--[a-z][a-z0-9-]+", (RECIPE / "flags.env").read_text())) - {"--smoke"}
+    assert not [flag for flag in sorted(flags) if f"`{flag}" not in page and f" {flag}" not in page]
+
+
+# ------------------------------------------------------------------------------------------------------------- smoke
+
+
+def _losses(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    found = re.findall(r"iteration +(\d+)/ +\d+ .*?lm loss: (\S+)", done.stdout)
+    return {int(number): float(loss) for number, loss in found}
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+@pytest.mark.parametrize("tag", ["core_v0.16.1", "main"])
+def test_smoke_and_resume_at_another_context_parallel_size(tmp_path: Path, tag: str) -> None:
+    pytest.importorskip("psutil", reason="Megatron's checkpoints want psutil")
+    tree = checkout(tag, tmp_path)
+    whole = _losses(pretrain("--smoke", MEGATRON=str(tree), OUT=str(tmp_path / "whole"), CP="4", timeout_s=200))
+    assert list(whole) == list(range(1, 21))
+    assert whole[20] < whole[1] - 1.5
+    parts = {"MEGATRON": str(tree), "OUT": str(tmp_path / "parts"), "timeout_s": 200}
+    first = _losses(pretrain("--smoke", "--exit-interval", "10", CP="2", **parts))  # type: ignore[arg-type]
+    assert list(first) == list(range(1, 11))
+    second = _losses(pretrain("--smoke", CP="4", **parts))  # type: ignore[arg-type]
+    assert list(second) == list(range(11, 21))
+    # After a start Megatron shows, at the second iteration, the mean of the first two.
+    assert second.pop(12) == pytest.approx((whole[11] + whole[12]) / 2, abs=1e-5)
+    for number, loss in {**first, **second}.items():
+        assert loss == pytest.approx(whole[number], abs=1e-5), number
