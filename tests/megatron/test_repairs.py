@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import __version__, parallel_state, utils
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.megatron import repairs
@@ -41,11 +44,13 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         assert "not tested" not in about(release.versions[0])
     assert about((0, 99, 0)).startswith("Megatron 0.99.0: not tested; tested are core_v0.16.1")
     done: list[str] = []
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    monkeypatch.setattr(utils, "tex", object())
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
     monkeypatch.setattr(repairs, "REPAIRS", fakes)
     lines = apply_repairs((0, 17, 1))
-    assert done == ["hierarchical_groups", "packed_batch"]
-    assert [line.split(":")[0] for line in lines] == ["repaired hierarchical_groups", "repaired packed_batch"]
+    assert done == ["hierarchical_groups", "packed_batch", "resume_without_te", "resume_in_float32"]
+    assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
 
 # ------------------------------------------------------------------------------------------------ layer_cp_comm_type
@@ -180,3 +185,69 @@ def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.M
         assert cut["cu_seqlens"].tolist() == [OFFSETS]
     monkeypatch.setattr(utils, "tex", object())
     assert status("packed_batch_without_te", VERSION) == "not needed here"
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With stand-ins that do to the inner optimizer what Megatron does; real checkpoints are in test_interplay.py."""
+    asked = []
+
+    def state_dict(optimizer: Any) -> dict[str, float]:
+        (step,) = {float(state["step"]) for state in optimizer.optimizer.state.values()}
+        asked.append(step)
+        return {"step": step}
+
+    def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+        shared = torch.tensor(0.0)
+        for name in ("weight", "bias"):
+            optimizer.optimizer.state[name] = {"step": shared, "exp_avg": torch.ones(2)}
+
+    monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
+    monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
+    repairs._count_steps_of_pytorchs_adam()
+    inner = types.SimpleNamespace(state={})
+    optimizer = types.SimpleNamespace(optimizer=inner)
+    DistributedOptimizer.state_dict(optimizer)
+    assert asked == [0.0]
+    assert inner.state == {}
+    DistributedOptimizer.load_state_dict(optimizer, {"optimizer": {"param_groups": [{"step": 7}, {"step": 7}]}})
+    assert [float(state["step"]) for state in inner.state.values()] == [7.0, 7.0]
+    inner.state["weight"]["step"] += 1
+    assert float(inner.state["bias"]["step"]) == 7.0
+    inner.state["bias"]["step"] += 1
+    assert DistributedOptimizer.state_dict(optimizer) == {"step": 8.0}
+
+
+def test_float32_parameters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4))
+
+    def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+        weight.view(-1)[:2].copy_(torch.ones(2))  # the optimizer's shard is a view of the model's parameter
+
+    monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
+    with pytest.raises(RuntimeError, match="in-place"):
+        DistributedOptimizer.load_state_dict(None, {})
+    repairs._load_without_gradients()
+    DistributedOptimizer.load_state_dict(None, {})
+    assert weight.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------------------ experts
+
+
+def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    assert status("router_without_te", (0, 16, 1)) == "applied"
+    assert status("router_without_te", (0, 17, 0)) == "not needed since 0.17.0"
+    inputs, weight = torch.randn(3, 4), torch.randn(2, 4)
+    with pytest.raises(NameError):
+        moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", "to be set", raising=False)
+    repairs._say_that_there_is_no_gemm()
+    logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
+    torch.testing.assert_close(logits, inputs @ weight.T)
+    assert status("router_without_te", (0, 16, 1)) == "not needed here"
