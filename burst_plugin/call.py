@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.executor import Packing, Ring
-from burst_plugin.kernels import Case, Kernel, choose_kernel
+from burst_plugin.kernels import Case, How, Kernel, choose_kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
@@ -23,7 +23,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.strategy import Shapes, Strategy, choose_traveller
 from burst_plugin.sums import TileSums, take_rows
 from burst_plugin.tile_work import Site, TileWork
-from burst_plugin.tiles import Tile, cut
+from burst_plugin.tiles import FULL, Tile, cut
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
@@ -101,7 +101,8 @@ class Call:
         largest = None
         if self.max_logits and direction == "forward":
             largest = torch.full((self.shapes.q_heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
-        return TileWork(self.kernel, self.scores, bias, largest)
+        how = How(FULL, self.scores, deterministic=self.member.strategy.deterministic)
+        return TileWork(self.kernel, how, bias, largest)
 
     def blank(self, direction: str, side: str) -> Tensors:
         """Uninitialised tensors for the sums of a side that stays at home."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
-from burst_plugin.scores import Scores
 from burst_plugin.tiles import Tile
 
 __all__ = ["Site", "TileWork"]
@@ -22,13 +21,13 @@ class Site(NamedTuple):
 
 
 class TileWork:
-    """A kernel together with the scores of a call, and `bias` [1 or B, 1 or Hq, S_local, S_global] if there is one.
+    """A kernel, how a call wants its scores, and `bias` [1 or B, 1 or Hq, S_local, S_global] if it has one.
 
     The gradient of the bias accumulates in `dbias`; and in `max_logits` [Hq], if it is given, the largest scores.
     """
 
-    def __init__(self, kernel: Kernel, scores: Scores, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
-        self._kernel, self._scores, self._bias = kernel, scores, bias
+    def __init__(self, kernel: Kernel, how: How, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
+        self._kernel, self._base, self._bias = kernel, how, bias
         self.dbias: Tensor | None = None
         self.max_logits = max_logits
 
@@ -56,12 +55,12 @@ class TileWork:
     def _how(self, tile: Tile, site: Site) -> How:
         first = 0 if tile.batch is None else tile.batch[0]
         if site.q is None or site.k is None:
-            return How(tile.band, self._scores, first_row=first)
+            return self._base._replace(band=tile.band, first_row=first)
         q, k = site.q[tile.q], site.k[tile.k]
         bias = self._bias
         if bias is not None:
             bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, k)
-        return How(tile.band, self._scores, bias, q, k, first)
+        return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_row=first)
 
     def _add_to_dbias(self, part: Tensor, bias: Tensor, tile: Tile, site: Site) -> None:
         assert site.k is not None

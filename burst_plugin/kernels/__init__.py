@@ -1,6 +1,16 @@
 """Kernels: attention of one query slice on one key slice, behind one small protocol.
 
 A kernel sees tiles only, never a layout, a document or a ring. A new kernel is one file and a line below.
+
+Leads, not kernels yet:
+- FlexAttention could do softcap, ALiBi and more on GPUs, and it returns the lse. Its backward pass takes the lse that
+  its own forward pass saved, never a given one (`torch.nn.attention.flex_attention`; the operator below it takes one,
+  with traced graphs and in base 2, and is private), so it cannot serve a ring as it is. What would work: run the
+  forward pass again, and give `w * dout` as the gradient of its out and `w * (rowsum(dout * its out) - delta)` as
+  that of its lse, `w = exp(its lse - lse)`, at the price of one more forward pass per tile.
+- ALiBi in flash-attention 2 takes distances from the rows of a tile, which are those of the sequence on the diagonal
+  only, and leaves a term per row out of the lse where causal.
+- Dropout in all libraries draws from the order of work, not from positions: it would not be the same on any ranks.
 """
 
 from __future__ import annotations
@@ -10,14 +20,32 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
+from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
+from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
+from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
 from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.kernels.torch_cudnn import TorchCudnnKernel
+from burst_plugin.kernels.torch_efficient import TorchEfficientKernel
+from burst_plugin.kernels.torch_flash import TorchFlashKernel
 
 __all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel", "largest_scores"]
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {kernel.name: kernel for kernel in (TorchCpuKernel(), ReferenceKernel())}  # fastest first
+    {
+        kernel.name: kernel
+        for kernel in (  # fastest first
+            FlashAttn3Kernel(),
+            FlashAttn4Kernel(),
+            TorchCudnnKernel(),
+            FlashAttn2Kernel(),
+            TorchFlashKernel(),
+            TorchEfficientKernel(),
+            TorchCpuKernel(),
+            ReferenceKernel(),
+        )
+    }
 )
 _LOG = logging.getLogger(__name__)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import Band
+
+if TYPE_CHECKING:
+    from burst_plugin.kernels.limits import Limits
 
 __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Queries"]
 
@@ -43,7 +46,7 @@ class How(NamedTuple):
     """How the scores of a tile become probabilities.
 
     `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk]; `q_positions` [Sq] and `k_positions` [Sk], int64, are there if
-    `scores` needs them; `first_row` is the first batch row.
+    `scores` needs them; `first_row` is the first batch row; with `deterministic` two runs have to give the same bits.
     """
 
     band: Band
@@ -52,6 +55,7 @@ class How(NamedTuple):
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
     first_row: int = 0
+    deterministic: bool = False
 
     @property
     def scale(self) -> float:
@@ -85,11 +89,12 @@ class Kernel(Protocol):
     """Exact attention of q [B, Sq, Hq, Dk] on k [B, Sk, Hkv, Dk], v [B, Sk, Hkv, Dv] within a band.
 
     Hq is a multiple of Hkv: query head h reads key head `h // (Hq / Hkv)`. Inputs may be strided views whose
-    last dim is dense. Bands are full, causal and anticausal, and, for kernels with "windows", any. Every query of a
-    tile has a key.
+    last dim is dense. Bands are full, and causal and anticausal on squares, and, for kernels with "windows", any.
+    Every query of a tile has a key. Importing a kernel imports no library.
     """
 
     name: str
+    limits: Limits
     features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:

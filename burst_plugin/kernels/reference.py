@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
 from burst_plugin.tiles import FULL
 
@@ -20,6 +21,7 @@ class ReferenceKernel:
     """Softmax and its derivative from their definitions, in float32 (float64 for float64 inputs)."""
 
     name = "reference"
+    limits = Limits()
     features = frozenset(FEATURES)
 
     def refuse(self, case: Case) -> str | None:

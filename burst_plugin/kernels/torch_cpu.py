@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
+from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCpuKernel"]
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class TorchCpuKernel:
@@ -28,21 +27,17 @@ class TorchCpuKernel:
     """
 
     name = "torch_cpu"
+    limits = Limits("cpu", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
     features = frozenset({"head dims", "deterministic"})
 
     def refuse(self, case: Case) -> str | None:
-        """CPU tensors of a float type."""
-        if case.device != "cpu":
-            return f"it runs on cpu, not on {case.device}"
-        if case.dtype not in _FLOATS:
-            return f"it takes {', '.join(str(t).removeprefix('torch.') for t in _FLOATS)}, not {case.dtype}"
-        return None
+        """See `Kernel.refuse`."""
+        return self.limits.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
-            out, lse = self.forward(q.flip(1), k.flip(1), v.flip(1), how._replace(band=CAUSAL))
-            return out.flip(1), lse.flip(2)
+            return forward_reversed(self, q, k, v, how)
         dtype, dim = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *(_heads_first(x, dtype, dim) for x in (q, k, v)), 0.0, how.band == CAUSAL, scale=how.scale
@@ -52,9 +47,7 @@ class TorchCpuKernel:
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
         if how.band == ANTICAUSAL:
-            flipped = Queries(queries.q.flip(1), queries.dout.flip(1), queries.out.flip(1), queries.lse.flip(2))
-            grads = self.backward(flipped, k.flip(1), v.flip(1), how._replace(band=CAUSAL))
-            return Grads(*(grad.flip(1) for grad in grads[:3]))
+            return backward_reversed(self, queries, k, v, how)
         dtype = torch.promote_types(k.dtype, torch.float32)
         dims = (k.shape[-1], v.shape[-1])
         q, dout, out, k, v = (_heads_first(x, dtype, max(dims)) for x in (*queries[:3], k, v))
@@ -68,7 +61,4 @@ class TorchCpuKernel:
 
 def _heads_first(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
     """[B, S, H, D] as [B, H, S, dim], copied only to change type, fill up the last dim, or make it dense."""
-    x = x.to(dtype)
-    if x.shape[-1] < dim:
-        x = pad(x, (0, dim - x.shape[-1]))
-    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(1, 2)
+    return fit(x.to(dtype), dim).transpose(1, 2)

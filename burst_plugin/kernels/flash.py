@@ -1,0 +1,140 @@
+"""What flash-attention kernels have in common: windows counted from the bottom right corner, and one head dim.
+
+Ours are counted from the top left corner of a tile, theirs from the bottom right one (flash-attention 2.1 and newer),
+
+    lower <= j - i <= upper               -left <= j - i - (Sk - Sq) <= right        None: no bound
+
+so `left = Sk - Sq - lower` and `right = upper - (Sk - Sq)`. Neither may be negative, as that stands for no bound in
+most of them; as every query of a tile has a key, only `right` can be, where the last keys have no query: these are
+left out. ALiBi is not among the features: libraries take distances from rows and keys of a tile, not from positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels.limits import Limits
+from burst_plugin.kernels.protocol import Case, Grads, How, Queries
+from burst_plugin.kernels.shaping import fit, round_up
+from burst_plugin.tiles import FULL, Band
+
+__all__ = ["ALIGN_BYTES", "Ask", "FlashKernel", "Piece", "pieces"]
+
+ALIGN_BYTES = 16  # of every row, for vector loads and TMA
+
+
+class Piece(NamedTuple):
+    """Some rows of a tile, the keys that they need, and their window; None is no bound."""
+
+    rows: slice
+    keys: slice
+    left: int | None
+    right: int | None
+
+
+class Ask(NamedTuple):
+    """What a library is asked for, in its terms."""
+
+    scale: float
+    softcap: float  # 0 is none
+    left: int | None
+    right: int | None
+    deterministic: bool
+
+
+def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
+    """A tile as windows counted from the bottom right corner: one, if need be without the last keys.
+
+    Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window that is wider than
+    there are keys for no bound, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
+    """
+    step = q_rows if tall or band == FULL else min(q_rows, k_rows)
+    found = []
+    for first in range(0, q_rows, step):
+        rows = min(step, q_rows - first)
+        lower, upper = (None if edge is None else edge + first for edge in band)
+        keys = k_rows if upper is None else min(k_rows, rows + upper)
+        left = None if lower is None else keys - rows - lower
+        right = None if upper is None else upper - (keys - rows)
+        found.append(Piece(slice(first, first + rows), slice(0, keys), left, right))
+    return tuple(found)
+
+
+class FlashKernel(ABC):
+    """A kernel on top of a library with windows, grouped heads, and gradients from a given lse."""
+
+    name: str
+    limits: Limits
+    features: frozenset[str] = frozenset({"windows", "head dims", "deterministic"})
+    tall: bool = True  # whether windows of more rows than keys are right
+
+    def refuse(self, case: Case) -> str | None:
+        """See `Kernel.refuse`; the library is looked for last."""
+        return self.limits.refuse(case) or self._refuse_library(case)
+
+    def _refuse_library(self, case: Case) -> str | None:
+        """Why what is installed cannot do `case`."""
+        return None
+
+    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        """The head dims (of q and k, of v) to fill up to."""
+        return (round_up(max(qk_dim, v_dim), 8),) * 2
+
+    @abstractmethod
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq])."""
+
+    @abstractmethod
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv); all tensors have one type, and the lse is contiguous."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        v_dim = v.shape[-1]
+        qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
+        q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
+        found = [
+            self._forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], _ask(how, part))
+            for part in pieces(how.band, q.shape[1], k.shape[1], self.tall)
+        ]
+        out, lse = (_joined([part[n] for part in found], dim) for n, dim in ((0, 1), (1, 2)))
+        return out[..., :v_dim], lse
+
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
+        qk_dim, v_dim = k.shape[-1], v.shape[-1]
+        qk_dims, v_dims = self._dims(qk_dim, v_dim)
+        q, k, v = fit(queries.q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
+        dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES) for x in (queries.dout, queries.out))
+        parts = pieces(how.band, q.shape[1], k.shape[1], self.tall)
+        found = []
+        for part in parts:
+            lse = queries.lse[:, :, part.rows].contiguous()
+            rows = Queries(q[:, part.rows], dout[:, part.rows], out[:, part.rows], lse)
+            found.append(self._backward(rows, k[:, part.keys], v[:, part.keys], _ask(how, part)))
+        dq = _joined([grads[0] for grads in found], 1)
+        dk, dv = (_summed([grads[n] for grads in found], parts, x) for n, x in ((1, k), (2, v)))
+        return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
+
+
+def _ask(how: How, part: Piece) -> Ask:
+    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic)
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _summed(grads: Sequence[Tensor], parts: Sequence[Piece], x: Tensor) -> Tensor:
+    """The gradient of all keys from those of the pieces."""
+    if len(grads) == 1 and grads[0].shape == x.shape:
+        return grads[0]
+    total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    for grad, part in zip(grads, parts, strict=True):
+        total[:, part.keys] += grad
+    return total

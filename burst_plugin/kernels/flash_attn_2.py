@@ -1,0 +1,63 @@
+"""flash-attention 2 (the package flash-attn), 2.7 or newer.
+
+`_flash_attn_forward` and `_flash_attn_backward` in flash_attn/flash_attn_interface.py, unchanged from 2.7.0 to 2.8.3.
+A side without a bound is -1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels import library
+from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.limits import HALVES, Limits
+from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.torch_flash import whole_dims
+
+__all__ = ["FlashAttn2Kernel"]
+
+_MODULE = "flash_attn.flash_attn_interface"
+
+
+class FlashAttn2Kernel(FlashKernel):
+    """16-bit types; windows; softcap; grouped heads."""
+
+    name = "flash_attn_2"
+    limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)), "flash-attn 2.7 or newer")
+    features = FlashKernel.features | {"softcap"}
+    tall = False
+
+    def _refuse_library(self, case: Case) -> str | None:
+        found = library.find(_MODULE)
+        if isinstance(found, str):
+            return found
+        version = str(getattr(library.load("flash_attn"), "__version__", "2.7"))
+        return f"it needs flash-attn 2.7 or newer, not {version}" if library.older(version, (2, 7)) else None
+
+    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        return whole_dims(qk_dim, v_dim)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = library.load(_MODULE)._flash_attn_forward(q, k, v, **_options(ask), return_softmax=False)
+        return out, lse
+
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        q, dout, out, lse = queries
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        library.load(_MODULE)._flash_attn_backward(
+            *(dout, q, k, v, out, lse, *grads), **_options(ask), deterministic=ask.deterministic
+        )
+        return grads[0], grads[1], grads[2]
+
+
+def _options(ask: Ask) -> dict[str, object]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": ask.scale,
+        "causal": False,  # causal is a window too
+        "window_size_left": -1 if ask.left is None else ask.left,
+        "window_size_right": -1 if ask.right is None else ask.right,
+        "softcap": ask.softcap,
+        "alibi_slopes": None,
+    }

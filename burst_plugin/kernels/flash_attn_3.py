@@ -1,0 +1,61 @@
+"""flash-attention 3, for Hopper: the operators that importing `flash_attn_interface` registers.
+
+`flash_attn_3::fwd` and `::bwd` (hopper/flash_api.cpp). Their arguments are the same from v2.8.0 on, while those of
+the Python functions around them are not; what `bwd` returns differs too, so gradients are taken from the tensors that
+it is given. A side without a bound is -1.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels import library
+from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.limits import HALVES, Limits
+from burst_plugin.kernels.protocol import Case, Queries
+
+__all__ = ["FlashAttn3Kernel"]
+
+_MODULE = "flash_attn_interface"
+
+
+class FlashAttn3Kernel(FlashKernel):
+    """16-bit types; windows; softcap; grouped heads."""
+
+    name = "flash_attn_3"
+    limits = Limits("cuda", HALVES, ((256, 256),), ((9, 0), (9, 0)), "flash-attention 3 (`flash_attn_interface`)")
+    features = FlashKernel.features | {"softcap"}
+
+    def _refuse_library(self, case: Case) -> str | None:
+        if "deterministic" in case.features and max(case.qk_dim, case.v_dim) > 192:
+            return "it is deterministic for head dims up to 192 only"
+        found = library.find(_MODULE)
+        if isinstance(found, str):
+            return found
+        missing = [name for name in ("fwd", "bwd") if not hasattr(torch.ops.flash_attn_3, name)]
+        return f"{_MODULE} registers no operator flash_attn_3::{missing[0]}" if missing else None
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        library.load(_MODULE)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_options(ask), num_splits=1)
+        return out, lse
+
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        library.load(_MODULE)
+        q, dout, out, lse = queries
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        torch.ops.flash_attn_3.bwd(
+            *(dout, q, k, v, out, lse, dq, dk, dv), **_options(ask), deterministic=ask.deterministic
+        )
+        return dq, dk, dv
+
+
+def _options(ask: Ask) -> dict[str, object]:
+    return {
+        "softmax_scale": ask.scale,
+        "is_causal": False,  # causal is a window too
+        "window_size_left": -1 if ask.left is None else ask.left,
+        "window_size_right": -1 if ask.right is None else ask.right,
+        "softcap": ask.softcap,
+    }

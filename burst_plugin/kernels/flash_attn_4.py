@@ -1,0 +1,67 @@
+"""flash-attention 4 (the package flash-attn-4), written in the CuTe DSL and compiled when first used.
+
+`_flash_attn_fwd` and `_flash_attn_bwd` in flash_attn/cute/interface.py. A side without a bound is None. Older
+releases return two tensors from the forward function, newer ones four.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+
+from torch import Tensor
+
+from burst_plugin.kernels import library
+from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.limits import HALVES, Limits
+from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.shaping import round_up
+
+__all__ = ["FlashAttn4Kernel"]
+
+_MODULE = "flash_attn.cute.interface"
+
+
+class FlashAttn4Kernel(FlashKernel):
+    """16-bit types; windows; softcap; grouped heads; 192 with 128 head dims without filling up."""
+
+    name = "flash_attn_4"
+    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4")
+    features = FlashKernel.features | {"softcap"}
+
+    def _refuse_library(self, case: Case) -> str | None:
+        found = library.find(_MODULE)
+        if isinstance(found, str):
+            return found
+        for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
+            function = getattr(found, name, None)
+            missing = {*_options(_NOTHING)} - {*(() if function is None else signature(function).parameters)}
+            if missing:
+                return f"{_MODULE}.{name} does not take {', '.join(sorted(missing))}; install a newer flash-attn-4"
+        return None
+
+    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        largest = round_up(max(qk_dim, v_dim), 8)
+        return (largest, largest) if largest <= 128 else (192, 128)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = library.load(_MODULE)._flash_attn_fwd(q, k, v, **_options(ask), return_lse=True)
+        return out, lse
+
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        q, dout, out, lse = queries
+        backward = library.load(_MODULE)._flash_attn_bwd
+        dq, dk, dv, *_ = backward(q, k, v, out, dout, lse, **_options(ask), deterministic=ask.deterministic)
+        return dq, dk, dv
+
+
+_NOTHING = Ask(1.0, 0.0, None, None, False)
+
+
+def _options(ask: Ask) -> dict[str, object]:
+    return {
+        "softmax_scale": ask.scale,
+        "causal": False,  # causal is a window too
+        "window_size_left": ask.left,
+        "window_size_right": ask.right,
+        "softcap": ask.softcap,
+    }

@@ -1,0 +1,52 @@
+"""Where a kernel runs: the one description from which it refuses a case, and the table of kernels is made."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from burst_plugin.kernels.protocol import Case
+
+__all__ = ["HALVES", "Limits"]
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Limits(NamedTuple):
+    """Device, types, head dims and library of a kernel; an empty or absent one stands for any.
+
+    dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
+    capability: the first and the last CUDA compute capability.
+    library: what has to be installed, as the README says it.
+    """
+
+    device: str | None = None
+    dtypes: tuple[torch.dtype, ...] = ()
+    dims: tuple[tuple[int, int], ...] = ()
+    capability: tuple[tuple[int, int], tuple[int, int]] | None = None
+    library: str = ""
+
+    def refuse(self, case: Case) -> str | None:
+        """Why `case` is outside; None if it is inside, as far as can be told without importing the library."""
+        if self.device is not None and case.device != self.device:
+            return f"it runs on {self.device}, not on {case.device}"
+        if self.dtypes and case.dtype not in self.dtypes:
+            return f"it takes {', '.join(str(t).removeprefix('torch.') for t in self.dtypes)}, not {case.dtype}"
+        if self.dims and not any(case.qk_dim <= qk and case.v_dim <= v for qk, v in self.dims):
+            largest = " or ".join(f"{qk} with {v}" for qk, v in self.dims)
+            return f"it takes head dims up to {largest} (of q and k, and of v), not {case.qk_dim} with {case.v_dim}"
+        return None if self.capability is None else self._refuse_gpu(self.capability)
+
+    @staticmethod
+    def _refuse_gpu(capability: tuple[tuple[int, int], tuple[int, int]]) -> str | None:
+        if torch.version.cuda is None:
+            return "this PyTorch is not built for CUDA"
+        if not torch.cuda.is_available():
+            return "there is no CUDA device"
+        first, last = capability
+        found = torch.cuda.get_device_capability()
+        if first <= found <= last:
+            return None
+        lowest, highest, got = (f"{major}.{minor}" for major, minor in (first, last, found))
+        return f"it needs a GPU of compute capability {lowest} to {highest}, not {got}"

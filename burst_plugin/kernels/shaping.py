@@ -1,0 +1,72 @@
+"""Tensors as kernels want them: dense rows, whole head dims, as many key heads as query heads, one mask for two."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from burst_plugin.kernels.protocol import Grads, How, Kernel, Queries
+from burst_plugin.tiles import CAUSAL
+
+__all__ = ["backward_reversed", "expand_heads", "fit", "forward_reversed", "round_up", "sum_heads"]
+
+
+def round_up(number: int, multiple: int) -> int:
+    """`number`, or the next multiple."""
+    return ceil(number / multiple) * multiple
+
+
+def fit(x: Tensor, dim: int, align_bytes: int = 1) -> Tensor:
+    """`x` with its last dim filled up to `dim` with zeros and dense, and every row at a multiple of `align_bytes`.
+
+    Copied only where that is not so already.
+    """
+    if x.shape[-1] < dim:
+        x = pad(x, (0, dim - x.shape[-1]))
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    starts = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    if any(start * x.element_size() % align_bytes for start in (x.storage_offset(), *starts)):
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def expand_heads(x: Tensor, query_heads: int) -> Tensor:
+    """[B, S, Hkv, D] as [B, S, Hq, D]: every key head once for each of its query heads."""
+    return x if x.shape[2] == query_heads else x.repeat_interleave(query_heads // x.shape[2], dim=2)
+
+
+def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
+    """[B, S, Hq, D] summed over the query heads of every key head, [B, S, Hkv, D], in float32 or wider."""
+    if grad.shape[2] == kv_heads:
+        return grad
+    batch, rows, _, dim = grad.shape
+    groups = grad.reshape(batch, rows, kv_heads, -1, dim)
+    return groups.sum(3, dtype=torch.promote_types(grad.dtype, torch.float32))
+
+
+def forward_reversed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """An anticausal square by a kernel that has causal ones: the same with both sides reversed."""
+    out, lse = kernel.forward(q.flip(1), k.flip(1), v.flip(1), _reversed(how))
+    return out.flip(1), lse.flip(2)
+
+
+def backward_reversed(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+    """See `forward_reversed`."""
+    q, dout, out, lse = queries
+    flipped = Queries(q.flip(1), dout.flip(1), out.flip(1), lse.flip(2))
+    grads = kernel.backward(flipped, k.flip(1), v.flip(1), _reversed(how))
+    dbias = None if grads.dbias is None else grads.dbias.flip(2, 3)
+    return Grads(grads.dq.flip(1), grads.dk.flip(1), grads.dv.flip(1), dbias)
+
+
+def _reversed(how: How) -> How:
+    return how._replace(
+        band=CAUSAL,
+        bias=None if how.bias is None else how.bias.flip(2, 3),
+        q_positions=None if how.q_positions is None else how.q_positions.flip(0),
+        k_positions=None if how.k_positions is None else how.k_positions.flip(0),
+    )

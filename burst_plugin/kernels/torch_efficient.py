@@ -1,0 +1,108 @@
+"""PyTorch's memory-efficient attention for NVIDIA GPUs, from xFormers: float32, old GPUs, and biases.
+
+`aten::_efficient_attention_forward` and `_backward` (aten/src/ATen/native/transformers/cuda/attention.cu and
+attention_backward.cu). Causal is counted from the top left corner. It has no grouped heads: keys are expanded, and
+their gradients summed in float32. Its lse has rows in multiples of 32, infinite at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from burst_plugin.kernels.limits import HALVES, Limits
+from burst_plugin.kernels.protocol import Case, Grads, How, Queries
+from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed, round_up, sum_heads
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL
+
+__all__ = ["TorchEfficientKernel"]
+
+_ALIGN_BYTES = 16
+_LSE_ROWS = 32
+_BIAS_COLUMNS = 16
+_NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # sdp::CustomMaskType
+
+
+class TorchEfficientKernel:
+    """float32 and 16-bit types; any head dims, also unlike ones.
+
+    A causal tile with a bias has its mask in the bias: blocks that a mask leaves out would be missing from the bias'
+    gradient. The bias is rounded to the type of q.
+    """
+
+    name = "torch_efficient"
+    limits = Limits("cuda", (torch.float32, *HALVES), (), ((7, 0), (12, 1)))
+    features = frozenset({"head dims", "bias", "deterministic"})
+
+    def refuse(self, case: Case) -> str | None:
+        """See `Kernel.refuse`."""
+        found = self.limits.refuse(case)
+        if found is None and case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+            return "it takes bfloat16 from compute capability 8.0 on"
+        return found
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        if how.band == ANTICAUSAL:
+            return forward_reversed(self, q, k, v, how)
+        v_dim, rows = v.shape[-1], q.shape[1]
+        q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            *(q, k, v, _whole_bias(q, k, how), None, None, None, None, 0.0, _mask(how), True), scale=how.scale
+        )
+        return out[..., :v_dim], lse[:, :, :rows]
+
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
+        if how.band == ANTICAUSAL:
+            return backward_reversed(self, queries, k, v, how)
+        (qk_dim, v_dim), kv_heads, dtype = (k.shape[-1], v.shape[-1]), k.shape[2], k.dtype
+        q, k, v = (_whole(x, queries.q.shape[2]) for x in (queries.q, k, v))
+        dout, out = (fit(x.to(dtype), v.shape[-1]).contiguous() for x in (queries.dout, queries.out))
+        rows = q.shape[1]
+        lse = pad(queries.lse, (0, -rows % _LSE_ROWS), value=torch.inf).contiguous()
+        bias = _whole_bias(q, k, how)
+        state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        dq, dk, dv, dbias = torch.ops.aten._efficient_attention_backward(
+            *(dout, q, k, v, bias, out, None, None, rows, k.shape[1], lse, 0.0, *state, _mask(how)),
+            bias is not None,
+            scale=how.scale,
+            num_splits_key=1 if how.deterministic else None,
+        )
+        dk, dv = sum_heads(dk, kv_heads), sum_heads(dv, kv_heads)
+        return Grads(
+            dq[..., :qk_dim],
+            dk[..., :qk_dim],
+            dv[..., :v_dim],
+            None if how.bias is None else _like(dbias, how.bias),
+        )
+
+
+def _whole(x: Tensor, query_heads: int) -> Tensor:
+    """Every query head's own rows, in whole vectors of 16 bytes."""
+    dim = round_up(x.shape[-1], _ALIGN_BYTES // x.element_size())
+    return fit(expand_heads(x, query_heads), dim, _ALIGN_BYTES)
+
+
+def _mask(how: How) -> int:
+    return _CAUSAL_FROM_TOP_LEFT if how.band == CAUSAL and how.bias is None else _NO_MASK
+
+
+def _whole_bias(q: Tensor, k: Tensor, how: How) -> Tensor | None:
+    """The bias for every batch row and head, [B, Hq, Sq, Sk], rows in whole vectors; -inf where causal masks."""
+    if how.bias is None:
+        return None
+    bias = how.bias.to(q.dtype)
+    if how.band == CAUSAL:
+        masked = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1)
+        bias = bias.masked_fill(masked, -torch.inf)
+    columns = bias.shape[3]
+    bias = pad(bias, (0, -columns % _BIAS_COLUMNS)).contiguous()
+    return bias[..., :columns].expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+
+
+def _like(dbias: Tensor, bias: Tensor) -> Tensor:
+    """Summed over what the bias is the same for, in float32 or wider."""
+    same = [dim for dim in (0, 1) if bias.shape[dim] == 1 and dbias.shape[dim] > 1]
+    return dbias.sum(same, keepdim=True, dtype=torch.promote_types(dbias.dtype, torch.float32)) if same else dbias

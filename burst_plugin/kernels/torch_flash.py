@@ -1,0 +1,78 @@
+"""PyTorch's flash-attention kernel for NVIDIA GPUs, a build of flash-attention 2.
+
+`aten::_flash_attention_forward` and `_backward` (aten/src/ATen/native/transformers/cuda/attention.cu and
+attention_backward.cu). Without dropout the random state is never read. Determinism is a switch of the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.limits import HALVES, Limits
+from burst_plugin.kernels.protocol import Queries
+from burst_plugin.kernels.shaping import round_up
+
+__all__ = ["TorchFlashKernel", "whole_dims"]
+
+
+def whole_dims(qk_dim: int, v_dim: int) -> tuple[int, int]:
+    """The head dim that flash-attention 2 has backward kernels for on every GPU: all multiples of 8 up to 192, and
+    256 (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in PyTorch's sdp_utils.cpp).
+    """
+    dim = round_up(max(qk_dim, v_dim), 8)
+    return (256, 256) if dim > 192 else (dim, dim)
+
+
+class TorchFlashKernel(FlashKernel):
+    """16-bit types; windows; grouped heads."""
+
+    name = "torch_flash"
+    limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)))
+    tall = False
+
+    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        return whole_dims(qk_dim, v_dim)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False),
+            scale=ask.scale,
+            window_size_left=ask.left,
+            window_size_right=ask.right,
+        )
+        return out, lse
+
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        q, dout, out, lse = queries
+        state = (
+            torch.empty(2, dtype=torch.uint64, device=q.device),
+            torch.empty((), dtype=torch.uint64, device=q.device),
+        )
+        with _deterministic(ask.deterministic):
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                *(dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, *state),
+                scale=ask.scale,
+                window_size_left=ask.left,
+                window_size_right=ask.right,
+            )
+        return dq, dk, dv
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """PyTorch's switch for deterministic algorithms, on for a moment if `wanted`."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    if not wanted or (before and not warn_only):
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
