@@ -1,0 +1,369 @@
+"""Kernels for GPUs where there is none: their arguments against stand-ins, shapes on meta tensors, and who is chosen.
+
+What runs on a GPU is in test_kernels.py.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from burst_plugin import Causal, Scores, SlidingWindow, Strategy, Topology, VirtualRing
+from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel, library, torch_cudnn
+from burst_plugin.kernels.table import table
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
+from tests.support.reference import Problem, errors, reference
+from tests.support.stand_ins import INSTALL, Calls
+from tests.test_kernels import BANDS, FEATURE_CASES, run
+
+SCALED = Scores(scale=8**-0.5)
+REFERENCE = KERNELS["reference"]
+WINDOWED = sorted(n for n, (kernel, _) in INSTALL.items() if "windows" in KERNELS[kernel].features)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest, calls: Calls) -> Iterator[Kernel]:
+    name, install = INSTALL[request.param]
+    with install(calls):
+        yield KERNELS[name]
+
+
+every_kernel = pytest.mark.parametrize("kernel", INSTALL, indirect=True)
+every_windowed = pytest.mark.parametrize("kernel", WINDOWED, indirect=True)
+
+
+def agree(kernel: Kernel, problem: Problem, how: How) -> None:
+    """The same as the reference kernel, forward and backward, up to float64's rounding."""
+    out, lse = kernel.forward(*problem[:3], how)
+    expected = REFERENCE.forward(*problem[:3], how)
+    torch.testing.assert_close((out, lse), expected, rtol=1e-11, atol=1e-11)
+    queries = Queries(problem.q, problem.dout, *expected)
+    got, wanted = (k.backward(queries, *problem[1:3], how) for k in (kernel, REFERENCE))
+    torch.testing.assert_close(got[:3], wanted[:3], rtol=1e-11, atol=1e-11, msg=lambda text: f"{how.band}: {text}")
+
+
+@every_kernel
+@pytest.mark.parametrize("band", BANDS, ids=["full", "causal", "anticausal"])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_arguments_mean_what_they_should(kernel: Kernel, band: Band, heads: tuple[int, int]) -> None:
+    problem = Problem.draw(19, heads, dtype=torch.float64)
+    result = run(kernel.name, problem, How(band, SCALED))
+    assert max(errors(result, reference(problem, BANDS[band])).values()) < 1e-13
+
+
+@pytest.mark.parametrize(
+    ("kernel", "feature"),
+    [(n, f) for n, (name, _) in INSTALL.items() for f in sorted(KERNELS[name].features) if f in FEATURE_CASES],
+    indirect=["kernel"],
+)
+def test_features_mean_what_they_should(kernel: Kernel, feature: str) -> None:
+    how, mask = FEATURE_CASES[feature]
+    dims = [(8, 5), (5, 8), (130, 100)] if feature == "head dims" else [(8, 8)]
+    for problem in (Problem.draw(24, (4, 2), dim, torch.float64) for dim in dims):
+        shapes = [(1, 1), (1, 4), (2, 1), (2, 4)] if feature == "bias" else [None]
+        for case in (problem if shape is None else problem.with_bias(shape) for shape in shapes):
+            found = errors(run(kernel.name, case, how._replace(bias=case.bias)), reference(case, mask, how.scores))
+            assert max(found.values()) < 1e-13, (case.q.shape, found)
+            assert ("dbias" in found) == (feature == "bias")
+
+
+@pytest.mark.parametrize("kernel", ["torch_efficient"], indirect=True)
+def test_a_bias_fits_every_band(kernel: Kernel) -> None:
+    problem = Problem.draw(19, (4, 2), dtype=torch.float64).with_bias((1, 4))
+    for band, mask in BANDS.items():
+        found = errors(run(kernel.name, problem, How(band, SCALED, problem.bias)), reference(problem, mask))
+        assert max(found.values()) < 1e-13, (band, found)
+
+
+def _windows(q_rows: int, k_rows: int) -> Iterator[Band]:
+    """All bands in which every query has a key."""
+    for lower, upper in product((None, *range(1 - q_rows, k_rows)), (None, *range(k_rows))):
+        first = (0 if lower is None else max(0, lower), k_rows - 1 if upper is None else upper)
+        last = 0 if lower is None else q_rows - 1 + lower
+        if first[0] <= first[1] and last <= k_rows - 1 and (None in (lower, upper) or lower <= upper):
+            yield Band(lower, upper)
+
+
+@every_windowed
+def test_windows_of_all_shapes(kernel: Kernel) -> None:
+    """Counted from the other corner, with more rows than keys and the other way round."""
+    for q_rows, k_rows in [(1, 1), (1, 4), (4, 1), (3, 3), (2, 5), (5, 2), (4, 5), (9, 3), (7, 4)]:
+        problem = Problem.draw((q_rows, k_rows), (2, 1), 8, torch.float64)
+        for band in _windows(q_rows, k_rows):
+            agree(kernel, problem, How(band, SCALED))
+
+
+@every_kernel
+def test_gradients_follow_the_lse_that_is_given(kernel: Kernel) -> None:
+    """Two halves of the keys, each with the lse and the out of all, add up."""
+    problem = Problem.draw((16, 24), (4, 2), 8, torch.float64)
+    how = How(FULL, SCALED)
+    out, lse = REFERENCE.forward(*problem[:3], how)
+    queries = Queries(problem.q, problem.dout, out, lse)
+    whole = REFERENCE.backward(queries, *problem[1:3], how)
+    halves = [kernel.backward(queries, *(x[:, part] for x in problem[1:3]), how) for part in (slice(9), slice(9, 24))]
+    torch.testing.assert_close(sum(half.dq for half in halves), whole.dq)
+    for name in ("dk", "dv"):
+        torch.testing.assert_close(torch.cat([getattr(half, name) for half in halves], 1), getattr(whole, name))
+
+
+@every_kernel
+def test_strided_and_unaligned_tensors(kernel: Kernel) -> None:
+    """Rows cut out of the middle, heads first in memory, a last dim that is not dense, and an odd offset."""
+    problem = Problem.draw(24, (4, 2), 8, torch.float64)
+    how = How(FULL, Scores(scale=0.3))
+    q, k, v, dout = problem[:4]
+    loose = [x.transpose(1, 3).contiguous().transpose(1, 3)[:, 8:20] for x in (q, k, v, dout)]
+    shifted = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)[:, 8:20] for x in (q, k, v, dout)]
+    swapped = [x.transpose(1, 2).contiguous().transpose(1, 2)[:, 8:20] for x in (q, k, v, dout)]
+    for tensors in (loose, shifted, swapped, [x.expand(2, -1, -1, -1) for x in (y[:1, 8:20] for y in problem[:4])]):
+        agree(kernel, Problem(*tensors), how)
+
+
+@every_kernel
+def test_16_bit_types_keep_their_lse_in_float32(kernel: Kernel) -> None:
+    problem = Problem.draw(16, (4, 2), 64, torch.bfloat16)
+    out, lse = kernel.forward(*problem[:3], How(CAUSAL, SCALED))
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    grads = kernel.backward(Queries(problem.q, problem.dout, out.float(), lse), *problem[1:3], How(CAUSAL, SCALED))
+    assert all(grad.dtype in (torch.bfloat16, torch.float32) for grad in grads[:3])
+
+
+@pytest.mark.parametrize(
+    "kernel", [n for n, (name, _) in INSTALL.items() if "deterministic" in KERNELS[name].features], indirect=True
+)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_wish_for_determinism_arrives(kernel: Kernel, calls: Calls, wanted: bool) -> None:
+    ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference", deterministic=wanted))
+    problem = Problem.draw(16, (2, 2))
+    inputs = [x.clone().requires_grad_() for x in problem[:3]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+        out, _ = ring.attention(*inputs, mask=Causal())
+    out.backward(problem.dout)
+    assert {call["deterministic"] for call in calls} == {wanted}
+    assert not torch.are_deterministic_algorithms_enabled(), "the switch is put back"
+
+
+def test_the_switch_for_determinism_is_put_back_as_it_was(calls: Calls) -> None:
+    problem = Problem.draw(8, (2, 2))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with INSTALL["torch_flash"][1](calls):
+            for deterministic in (True, False):
+                run("torch_flash", problem, How(FULL, SCALED, deterministic=deterministic))
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
+def test_what_cudnn_has_no_kernel_for_is_written_out(kernel: Kernel, calls: Calls) -> None:
+    for rows in ((1, 5), (5, 1), (1, 1)):
+        agree(kernel, Problem.draw(rows, (2, 1), 8, torch.float64), How(FULL, SCALED))
+    assert not calls
+    agree(kernel, Problem.draw((5, 2), (2, 1), 8, torch.float64), How(FULL, SCALED))
+    assert calls
+
+
+@every_kernel
+def test_a_ring_of_them_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles as the ring makes them: windows whole or in pieces, squares reversed."""
+    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    problem = Problem.draw(64, (4, 2), 8, torch.float64)
+    for mask, backward in product((Causal(), SlidingWindow(7, 3), SlidingWindow(30)), ("q", "kv")):
+        ring = VirtualRing(Topology(2, 2), Strategy(backward=backward))
+        inputs = [x.clone().requires_grad_() for x in problem[:3]]
+        out, _ = ring.attention(*inputs, mask=mask)
+        grads = torch.autograd.grad(out, inputs, problem.dout)
+        truth = reference(problem, mask)
+        for got, expected in zip((out.detach(), *grads), truth[:4], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+# Whether the backward operator has a meta implementation that fits its schema: in PyTorch 2.13 one lacks `out`. The
+# stand-ins are called through the same schemas.
+META = {"torch_cudnn": True, "torch_efficient": False, "torch_flash": True}
+
+
+@pytest.mark.parametrize("name", META)
+@pytest.mark.parametrize("dims", [(64, 64), (20, 12)])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, ANTICAUSAL], ids=["full", "causal", "anticausal"])
+def test_operators_of_this_pytorch_take_the_arguments(name: str, dims: tuple[int, int], band: Band) -> None:
+    """Their meta implementations: schemas, shapes and types of results."""
+    q_rows, k_rows = (40, 72) if band == FULL else (40, 40)
+    q, dout = (torch.empty(2, q_rows, 4, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
+    k, v = (torch.empty(2, k_rows, 2, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
+    kernel, how = KERNELS[name], How(band, SCALED)
+    out, lse = kernel.forward(q, k, v, how)
+    assert (out.shape, out.dtype) == ((2, q_rows, 4, dims[1]), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, q_rows), torch.float32)
+    if not META[name]:
+        return
+    grads = kernel.backward(Queries(q, dout, out, lse), k, v, how)
+    assert [grad.shape for grad in grads[:3]] == [q.shape, k.shape, v.shape]
+    assert all(grad.dtype in (torch.bfloat16, torch.float32) for grad in grads[:3])
+
+
+def test_the_lse_of_cudnn_has_the_shape_that_this_pytorch_has(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    assert torch_cudnn._statistics_have_a_dim()
+    monkeypatch.setattr(torch_cudnn, "_statistics_have_a_dim", lambda: False)
+    problem = Problem.draw(8, (2, 1))
+    with INSTALL["torch_cudnn"][1](calls), pytest.raises(AssertionError):
+        run("torch_cudnn", problem, How(FULL, SCALED))
+
+
+GPU = {"V100": (7, 0), "A100": (8, 0), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
+PLAIN = Case("cuda", torch.bfloat16, 8, 2, 128, 128)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str, cudnn: int = 91501) -> None:
+    """A PyTorch for CUDA on a machine with this GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPU[gpu])
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+
+
+CHOICES = [
+    ("H100", (), {}, "torch_cudnn"),
+    ("H100", ("flash_attn_3",), {}, "flash_attn_3"),
+    ("H100", ("flash_attn_2", "flash_attn_4"), {}, "flash_attn_4"),
+    ("H100", ("flash_attn_2",), {"features": frozenset({"deterministic"})}, "flash_attn_2"),
+    ("H100", (), {"features": frozenset({"deterministic"})}, "torch_flash"),
+    ("H100", (), {"qk_dim": 192, "features": frozenset({"head dims"})}, "torch_cudnn"),
+    ("H100", (), {"qk_dim": 256, "v_dim": 256}, "torch_flash"),
+    (
+        "H100",
+        ("flash_attn_3",),
+        {"qk_dim": 256, "v_dim": 256, "features": frozenset({"deterministic"})},
+        "torch_flash",
+    ),
+    ("H100", ("flash_attn_3",), {"qk_dim": 512, "v_dim": 512}, "torch_efficient"),
+    ("H100", (), {"features": frozenset({"softcap"})}, "reference"),
+    ("H100", ("flash_attn_2",), {"features": frozenset({"softcap"})}, "flash_attn_2"),
+    ("H100", (), {"features": frozenset({"bias"})}, "torch_efficient"),
+    ("H100", ("flash_attn_2",), {"features": frozenset({"alibi"})}, "reference"),
+    ("H100", ("flash_attn_3",), {"dtype": torch.float32}, "torch_efficient"),
+    ("H100", (), {"dtype": torch.float64}, "reference"),
+    ("A100", ("flash_attn_3", "flash_attn_4"), {}, "torch_flash"),
+    ("A100", ("flash_attn_2",), {}, "flash_attn_2"),
+    ("L40", (), {}, "torch_flash"),
+    ("B200", ("flash_attn_3",), {}, "torch_cudnn"),
+    ("RTX 5090", ("flash_attn_4",), {}, "torch_flash"),
+    ("V100", (), {}, "reference"),
+    ("V100", (), {"dtype": torch.float16}, "torch_efficient"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "installed", "changes", "expected"), CHOICES)
+def test_auto_takes_the_fastest_of_this_gpu(
+    gpu: str,
+    installed: tuple[str, ...],
+    changes: dict[str, object],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    pretend(monkeypatch, gpu)
+    library.find.cache_clear()
+    request.addfinalizer(library.find.cache_clear)
+    with ExitStack() as stack:
+        for name in installed:
+            stack.enter_context(INSTALL[name][1](Calls()))
+        assert choose_kernel("auto", PLAIN._replace(**changes)).name == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "changes", "message"),
+    [
+        ("flash_attn_2", "V100", {}, "compute capability 8.0 to 12.1, not 7.0"),
+        ("flash_attn_2", "A100", {}, "flash_attn is not installed"),
+        ("flash_attn_3", "A100", {}, "compute capability 9.0 to 9.0, not 8.0"),
+        ("flash_attn_3", "H100", {}, "flash_attn_interface is not installed"),
+        ("flash_attn_4", "B200", {"qk_dim": 256}, "head dims up to 128 with 128 or 192 with 128"),
+        ("torch_flash", "H100", {"dtype": torch.float32}, "takes bfloat16, float16, not torch.float32"),
+        ("torch_flash", "H100", {"qk_dim": 264}, "up to 256 with 256 .*, not 264 with 128"),
+        ("torch_efficient", "V100", {}, "bfloat16 from compute capability 8.0 on"),
+        ("torch_cudnn", "A100", {}, "compute capability 9.0 to 10.3, not 8.0"),
+    ],
+)
+def test_gpu_kernels_say_why_not(
+    name: str, gpu: str, changes: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, gpu)
+    with pytest.raises(ValueError, match=message):
+        choose_kernel(name, PLAIN._replace(**changes))
+
+
+def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    pretend(monkeypatch, "H100", cudnn=91002)
+    assert "needs cuDNN 91100 or newer, not 91002" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
+    with INSTALL["flash_attn_2"][1](calls):
+        assert KERNELS["flash_attn_2"].refuse(PLAIN) is None
+        monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.6.3")
+        assert "2.7 or newer, not 2.6.3" in str(KERNELS["flash_attn_2"].refuse(PLAIN))
+    with INSTALL["flash_attn_4"][1](calls):
+        monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd", lambda q, k, v, causal: None)
+        assert "_flash_attn_bwd does not take softcap" in str(KERNELS["flash_attn_4"].refuse(PLAIN))
+
+
+def test_without_a_gpu_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert KERNELS["torch_flash"].refuse(PLAIN) == "this PyTorch is not built for CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert KERNELS["torch_flash"].refuse(PLAIN) == "there is no CUDA device"
+
+
+def test_libraries_are_imported_when_needed_and_once(tmp_path: Path) -> None:
+    """They are not where nothing needs them; one that breaks on import is a reason, not an error."""
+    broken = tmp_path / "flash_attn"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("print('imported')\nraise RuntimeError('built for another torch')\n")
+    program = (
+        "import sys, torch, burst_plugin\n"
+        "from burst_plugin.kernels import Case, choose_kernel, library\n"
+        "choose_kernel('auto', Case('cpu', torch.float32, 1, 1, 8, 8))\n"
+        "assert 'flash_attn' not in sys.modules\n"
+        "print(library.find('flash_attn.cute'), library.find('flash_attn.cute'))\n"
+    )
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PYTHONPATH": f"{root}:{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("imported\n") == 1
+    assert done.stdout.count("cannot be imported: RuntimeError: built for another torch") == 2
+    with pytest.raises(RuntimeError, match="no_such_module is not installed"):
+        library.load("no_such_module")
+
+
+def test_versions_compare_as_numbers() -> None:
+    assert library.older("2.6.3.post1", (2, 7))
+    assert not library.older("2.10.0", (2, 7))
+    assert not library.older("2.7", (2, 7))
+    assert library.older("unknown", (2, 7))
+
+
+def test_the_readme_has_the_table_of_kernels() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    found = text.split("<!-- kernels:begin -->\n")[1].split("\n<!-- kernels:end -->")[0]
+    assert found.strip() == table(), "put what burst_plugin.kernels.table.table() gives between the markers"
