@@ -101,7 +101,7 @@ class Call:
         largest = None
         if self.max_logits and direction == "forward":
             largest = torch.full((self.shapes.q_heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
-        how = How(FULL, self.scores, deterministic=self.member.strategy.deterministic)
+        how = How(FULL, self.scores, deterministic=_deterministic(self.member.strategy))
         return TileWork(self.kernel, how, bias, largest)
 
     def blank(self, direction: str, side: str) -> Tensors:
@@ -275,9 +275,17 @@ def _features(shapes: Shapes, scores: Scores, strategy: Strategy, has: tuple[str
         "alibi": scores.alibi_slopes is not None,
         "bias": "bias" in has,
         "dropout": scores.dropout > 0,
-        "deterministic": strategy.deterministic,
+        "deterministic": _deterministic(strategy),
     }
     return frozenset(name for name, needed in wanted.items() if needed)
+
+
+def _deterministic(strategy: Strategy) -> bool:
+    """Asked for here, or by PyTorch's switch for the process."""
+    switch = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return strategy.deterministic or switch
 
 
 def _check_bias_traveller(strategy: Strategy, has: tuple[str, ...]) -> None:

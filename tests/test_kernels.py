@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,29 +15,65 @@ from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
+GPU_BOUNDS = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 CASE = Case("cpu", torch.float32, 4, 2, 8, 8)
 BANDS: dict[Band, Mask] = {FULL: Full(), CAUSAL: Causal(), ANTICAUSAL: SlidingWindow(0, None)}
 RUNNABLE = [name for name, kernel in KERNELS.items() if kernel.refuse(CASE) is None]
 SCALED = Scores(scale=8**-0.5)
 
 
-def run(name: str, problem: Problem, how: How) -> Result:
+class Run(NamedTuple):
+    """A kernel on a device."""
+
+    name: str
+    device: str
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What it takes, widest first."""
+        return tuple(t for t in BOUNDS if t in (KERNELS[self.name].limits.dtypes or BOUNDS))
+
+    def bound(self, dtype: torch.dtype) -> float:
+        """Relative: libraries for GPUs round probabilities, and every part of a sum, to 16 bits before they go on."""
+        return (BOUNDS if self.device == "cpu" else GPU_BOUNDS)[dtype]
+
+
+def runs(*, feature: str = "", dtypes: bool = False) -> list[object]:
+    """Every kernel, with `feature`, where it can run here; for CUDA with the mark gpu, and skipped with a reason."""
+    found = []
+    for name, kernel in KERNELS.items():
+        for device in ("cpu", "cuda") if kernel.limits.device is None else (kernel.limits.device,):
+            if feature and feature not in kernel.features:
+                continue
+            run = Run(name, device)
+            case = CASE._replace(device=device, dtype=run.dtypes[-1])
+            why = kernel.refuse(case) or (None if torch.cuda.is_available() else "there is no CUDA device")
+            gpu = () if device == "cpu" else (pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=f"{name}: {why}"))
+            values = [(run, dtype) for dtype in run.dtypes] if dtypes else [(run,)]
+            found += [pytest.param(*value, marks=gpu, id=" ".join(map(str, (*run, *value[1:])))) for value in values]
+    return found
+
+
+def run(run: Run | str, problem: Problem, how: How) -> Result:
+    """Forward and backward on the run's device; what comes back is on the CPU."""
+    name, device = run if isinstance(run, Run) else (run, "cpu")
     kernel = KERNELS[name]
+    problem = Problem(*(None if x is None else x.to(device) for x in problem))
+    how = how._replace(**{n: x.to(device) for n, x in how._asdict().items() if isinstance(x, torch.Tensor)})
     out, lse = kernel.forward(*problem[:3], how)
     assert lse.dtype == torch.promote_types(problem.q.dtype, torch.float32)
     grads = kernel.backward(Queries(problem.q, problem.dout, out.to(problem.q.dtype), lse), *problem[1:3], how)
-    return Result(out, *grads[:3], None, grads.dbias)
+    return Result(*(None if x is None else x.cpu() for x in (out, *grads[:3], None, grads.dbias)))
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize(("where", "dtype"), runs(dtypes=True))
 @pytest.mark.parametrize("band", BANDS, ids=["full", "causal", "anticausal"])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
-def test_kernels_are_exact(name: str, dtype: torch.dtype, band: Band, heads: tuple[int, int]) -> None:
+def test_kernels_are_exact(where: Run, dtype: torch.dtype, band: Band, heads: tuple[int, int]) -> None:
     problem = Problem.draw(32, heads, dtype=dtype)
-    result = run(name, problem, How(band, SCALED))
+    result = run(where, problem, How(band, SCALED))
     for what, error in errors(result, reference(problem, BANDS[band])).items():
-        assert error < BOUNDS[dtype], what
+        assert error < where.bound(dtype), what
 
 
 FEATURE_CASES = {
@@ -50,19 +87,20 @@ FEATURE_CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "feature"),
-    [(n, f) for n in RUNNABLE for f in KERNELS[n].features if f in FEATURE_CASES],
+    ("where", "feature"),
+    [pytest.param(*p.values, f, marks=p.marks, id=f"{p.id} {f}") for f in FEATURE_CASES for p in runs(feature=f)],
 )
-def test_kernels_can_do_what_they_say(name: str, feature: str) -> None:
+def test_kernels_can_do_what_they_say(where: Run, feature: str) -> None:
     how, mask = FEATURE_CASES[feature]
-    problem = Problem.draw(24, (4, 2), (8, 5) if feature == "head dims" else 8, torch.float64)
+    dtype = where.dtypes[0]
+    problem = Problem.draw(24, (4, 2), (8, 5) if feature == "head dims" else 8, dtype)
     if feature == "bias":
         problem = problem.with_bias((1, 4))
         how = how._replace(bias=problem.bias)
     if how.scores.needs_positions:
         how = how._replace(q_positions=torch.arange(24), k_positions=torch.arange(24))
-    found = errors(run(name, problem, how), reference(problem, mask, how.scores))
-    assert max(found.values()) < 1e-13, found
+    found = errors(run(where, problem, how), reference(problem, mask, how.scores))
+    assert max(found.values()) < (1e-13 if dtype == torch.float64 else where.bound(dtype)), found
     assert ("dbias" in found) == (feature == "bias")
 
 
@@ -72,26 +110,37 @@ def test_every_feature_is_tested() -> None:
     assert KERNELS["reference"].features == set(FEATURES)
 
 
-@pytest.mark.parametrize("name", [name for name in RUNNABLE if "deterministic" in KERNELS[name].features])
-def test_deterministic_kernels_give_the_same_bits(name: str) -> None:
-    problem = Problem.draw(200, (4, 2))
-    one, other = (run(name, problem, How(CAUSAL, SCALED)) for _ in range(2))
+@pytest.mark.parametrize("where", runs(feature="deterministic"))
+def test_deterministic_kernels_give_the_same_bits(where: Run) -> None:
+    problem = Problem.draw(200, (4, 2), dtype=where.dtypes[-1])
+    one, other = (run(where, problem, How(CAUSAL, SCALED, deterministic=True)) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(one[:4], other[:4], strict=True))
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_kernels_take_slices_and_strides(name: str) -> None:
+@pytest.mark.parametrize("where", runs())
+def test_kernels_take_slices_and_strides(where: Run) -> None:
     """Queries cut out of the middle, heads before rows in memory, and a last dim that is not dense."""
-    problem = Problem.draw(24, (4, 2), dtype=torch.float64)
-    strided = problem.q.transpose(1, 3).contiguous().transpose(1, 3)
-    rows, kernel, how = slice(8, 24), KERNELS[name], How(FULL, Scores(scale=0.3))
-    expected = kernel.forward(problem.q[:, rows].contiguous(), *problem[1:3], how)
-    for got in (
-        kernel.forward(problem.q[:, rows], *problem[1:3], how),
-        kernel.forward(strided[:, rows], *problem[1:3], how),
-    ):
+    q, k, v = (x.to(where.device) for x in Problem.draw(24, (4, 2), dtype=where.dtypes[0])[:3])
+    strided = q.transpose(1, 3).contiguous().transpose(1, 3)
+    rows, kernel, how = slice(8, 24), KERNELS[where.name], How(FULL, Scores(scale=0.3))
+    expected = kernel.forward(q[:, rows].contiguous(), k, v, how)
+    for got in (kernel.forward(q[:, rows], k, v, how), kernel.forward(strided[:, rows], k, v, how)):
         torch.testing.assert_close(got[0], expected[0])
         torch.testing.assert_close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("where", runs(feature="windows"))
+@pytest.mark.parametrize("shape", [(200, 300), (300, 200), (130, 40), (40, 130)])
+@pytest.mark.parametrize("seen", [(20, 30), (0, 7), (150, 0)])
+def test_windows_of_unlike_sides(where: Run, shape: tuple[int, int], seen: tuple[int, int]) -> None:
+    """Counted from the top left corner, where rows and keys are not as many."""
+    dtype = where.dtypes[0]
+    rows = min(shape[0], shape[1] + seen[0])  # every query has a key
+    problem = Problem.draw((rows, shape[1]), (4, 2), 16, dtype)
+    found = errors(
+        run(where, problem, How(Band(-seen[0], seen[1]), SCALED)), reference(problem, SlidingWindow(*seen), SCALED)
+    )
+    assert max(found.values()) < (1e-13 if dtype == torch.float64 else where.bound(dtype)), found
 
 
 def test_reference_bands_and_rows_without_a_key() -> None:
