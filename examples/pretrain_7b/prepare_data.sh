@@ -18,7 +18,7 @@ corpus=$1 out=$2
 mkdir -p "$(dirname "$out")"
 if [ "$corpus" = --smoke ]; then
     corpus=$out.jsonl
-    run+=(-m burst_plugin.run --cpu) # Megatron's tools import all of Megatron, which wants a GPU
+    run+=(-m burst_plugin.run --framework megatron --cpu) # Megatron's tools import all of Megatron, which wants a GPU
     "$python" - "$corpus" <<'PYTHON'
 import json, pathlib, sys
 
