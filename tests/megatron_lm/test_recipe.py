@@ -85,13 +85,12 @@ def test_the_command_is_what_the_cost_model_prices(
 
 def test_launchers(shown: dict[str, str]) -> None:
     plain = pretrain("--print", "--exit-interval", "7", **shown, NODES="4", NODE_RANK="2", MASTER_ADDR="head").stdout
-    assert "--nnodes 4 --node-rank 2 --master-addr head --master-port 29500 -m burst_plugin.run --framework megatron " in plain
+    launched = "-m burst_plugin.run --framework megatron"
+    assert f"--nnodes 4 --node-rank 2 --master-addr head --master-port 29500 {launched} " in plain
     assert plain.endswith("--exit-interval 7\n")
     slurm = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NNODES": "4", "SLURM_JOB_ID": "77"}
     shown_by_slurm = pretrain("--print", **shown, LAUNCHER="slurm", NODES="4", MASTER_ADDR="n1", **slurm).stdout
-    assert (
-        "--nnodes 4 --rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n1:29500 -m burst_plugin.run --framework megatron" in shown_by_slurm
-    )
+    assert f"--nnodes 4 --rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n1:29500 {launched}" in shown_by_slurm
     deepspeed = pretrain("--print", **shown, LAUNCHER="deepspeed", NODES="8", HOSTFILE="hosts").stdout
     assert deepspeed.startswith("deepspeed --no_local_rank --num_gpus 8 --hostfile hosts --num_nodes 8 ")
     assert "--module burst_plugin.run --framework megatron " in deepspeed
