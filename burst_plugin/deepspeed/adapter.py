@@ -110,15 +110,19 @@ def install_adapter() -> Adapter:
     return adapter
 
 
-def warn_if_untested(package: str, tested: tuple[str, ...]) -> None:
-    """Warn of a version that the plugin has not been tested with. tested: minor versions, oldest first."""
+def warn_if_untested(package: str, tested: tuple[str, str]) -> None:
+    """Warn of a version that the plugin has not been tested with. tested: the oldest and the newest minor version."""
     found = version(package)
-    if not found.startswith(tuple(f"{minor}." for minor in tested)):
+    if not _minor(tested[0]) <= _minor(found) <= _minor(tested[1]):
         warnings.warn(
-            f"{package} {found} is outside the tested range, {tested[0]} to {tested[-1]}: compare gradients with one "
+            f"{package} {found} is outside the tested range, {tested[0]} to {tested[1]}: compare gradients with one "
             "rank before you trust it",
             stacklevel=3,
         )
+
+
+def _minor(found: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in found.split(".")[:2])
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any], adapter: Adapter) -> None:

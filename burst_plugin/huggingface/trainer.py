@@ -22,7 +22,7 @@ from burst_plugin.deepspeed.groups import Unit
 
 __all__ = ["install_trainer"]
 
-_TESTED = ("5.22", "5.23")
+_TESTED = ("5.20", "5.23")
 
 
 def install_trainer(adapter: Adapter) -> list[str]:

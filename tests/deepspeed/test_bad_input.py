@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import transformers
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
+from burst_plugin.deepspeed import adapter
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Run, build, configuration, draw, llama, start
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -261,12 +263,16 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert problems(build(Run())) == []
 
 
-def test_versions_outside_the_tested_range_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from burst_plugin.deepspeed import adapter
-
-    monkeypatch.setattr(adapter, "version", lambda package: "0.99.1")
-    with pytest.warns(UserWarning, match=r"deepspeed 0.99.1 is outside the tested range, 0\.18 to 0\.19"):
+@pytest.mark.parametrize(
+    ("found", "warns"), [("0.17.9", True), ("0.18.0", False), ("0.19.8", False), ("0.20.0", True)]
+)
+def test_versions_outside_the_tested_range_say_so(monkeypatch: pytest.MonkeyPatch, found: str, warns: bool) -> None:
+    monkeypatch.setattr(adapter, "version", lambda package: found)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         adapter.warn_if_untested("deepspeed", ("0.18", "0.19"))
+    expected = [f"deepspeed {found} is outside the tested range, 0.18 to 0.19"] if warns else []
+    assert [str(each.message).split(":")[0] for each in said] == expected
 
 
 def test_helpers_before_initialize_say_what_is_missing() -> None:
