@@ -34,8 +34,8 @@ class Strategy:
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
-    deterministic: only kernels that give the same bits twice. The ring itself always does: every sum is taken in the
-    order of the schedule.
+    deterministic: only kernels that give the same bits twice; so does `torch.use_deterministic_algorithms(True)`. The
+    ring itself always does: every sum is taken in the order of the schedule.
 
     Raises ValueError naming the option, what was got, and what is valid.
     """

@@ -144,17 +144,22 @@ def test_16_bit_types_keep_their_lse_in_float32(kernel: Kernel) -> None:
 @pytest.mark.parametrize(
     "kernel", [n for n, (name, _) in INSTALL.items() if "deterministic" in KERNELS[name].features], indirect=True
 )
-@pytest.mark.parametrize("wanted", [True, False])
-def test_the_wish_for_determinism_arrives(kernel: Kernel, calls: Calls, wanted: bool) -> None:
-    ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference", deterministic=wanted))
+@pytest.mark.parametrize(("strategy", "switch"), [(True, False), (False, True), (False, False)])
+def test_the_wish_for_determinism_arrives(
+    kernel: Kernel, calls: Calls, strategy: bool, switch: bool, request: pytest.FixtureRequest
+) -> None:
+    """From the strategy, and from PyTorch's switch for the process, which is as it was afterwards."""
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    torch.use_deterministic_algorithms(switch)
+    ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference", deterministic=strategy))
     problem = Problem.draw(16, (2, 2))
     inputs = [x.clone().requires_grad_() for x in problem[:3]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
         out, _ = ring.attention(*inputs, mask=Causal())
     out.backward(problem.dout)
-    assert {call["deterministic"] for call in calls} == {wanted}
-    assert not torch.are_deterministic_algorithms_enabled(), "the switch is put back"
+    assert {call["deterministic"] for call in calls} == {strategy or switch}
+    assert torch.are_deterministic_algorithms_enabled() == switch
 
 
 def test_the_switch_for_determinism_is_put_back_as_it_was(calls: Calls) -> None:

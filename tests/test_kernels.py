@@ -18,7 +18,6 @@ BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch
 GPU_BOUNDS = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 CASE = Case("cpu", torch.float32, 4, 2, 8, 8)
 BANDS: dict[Band, Mask] = {FULL: Full(), CAUSAL: Causal(), ANTICAUSAL: SlidingWindow(0, None)}
-RUNNABLE = [name for name, kernel in KERNELS.items() if kernel.refuse(CASE) is None]
 SCALED = Scores(scale=8**-0.5)
 
 
@@ -45,18 +44,20 @@ def runs(*, feature: str = "", dtypes: bool = False) -> list[object]:
         for device in ("cpu", "cuda") if kernel.limits.device is None else (kernel.limits.device,):
             if feature and feature not in kernel.features:
                 continue
-            run = Run(name, device)
-            case = CASE._replace(device=device, dtype=run.dtypes[-1])
+            where = Run(name, device)
+            case = CASE._replace(device=device, dtype=where.dtypes[-1])
             why = kernel.refuse(case) or (None if torch.cuda.is_available() else "there is no CUDA device")
             gpu = () if device == "cpu" else (pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=f"{name}: {why}"))
-            values = [(run, dtype) for dtype in run.dtypes] if dtypes else [(run,)]
-            found += [pytest.param(*value, marks=gpu, id=" ".join(map(str, (*run, *value[1:])))) for value in values]
+            values = [(where, dtype) for dtype in where.dtypes] if dtypes else [(where,)]
+            found += [
+                pytest.param(*value, marks=gpu, id=" ".join(map(str, (*where, *value[1:])))) for value in values
+            ]
     return found
 
 
-def run(run: Run | str, problem: Problem, how: How) -> Result:
-    """Forward and backward on the run's device; what comes back is on the CPU."""
-    name, device = run if isinstance(run, Run) else (run, "cpu")
+def run(where: Run | str, problem: Problem, how: How) -> Result:
+    """Forward and backward on a device; what comes back is on the CPU."""
+    name, device = where if isinstance(where, Run) else (where, "cpu")
     kernel = KERNELS[name]
     problem = Problem(*(None if x is None else x.to(device) for x in problem))
     how = how._replace(**{n: x.to(device) for n, x in how._asdict().items() if isinstance(x, torch.Tensor)})
@@ -204,7 +205,7 @@ def test_a_fallback_to_something_slow_is_told_of_once(caplog: pytest.LogCaptureF
         assert {choose_kernel("auto", case).name for _ in range(3)} == {"reference"}
     assert len(caplog.messages) == 1
     assert "torch_cpu lacks: bias, dropout, softcap" in caplog.messages[0]
-    assert "several times as long" in caplog.messages[0]
+    assert "5 times as long as torch_cpu, and 10 times for causal masks" in caplog.messages[0]
     caplog.clear()
     choose_kernel("auto", CASE)
     choose_kernel("reference", case)

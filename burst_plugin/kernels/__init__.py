@@ -79,7 +79,8 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
         missing = ", ".join(sorted(case.features - KERNELS[usual].features))
         _tell_once(
             f"attention runs on the reference kernel, because {usual} lacks: {missing}. It multiplies whole score "
-            "matrices, 512 query rows at a time, and takes several times as long"
+            "matrices, 512 query rows at a time: on a CPU it takes 5 times as long as torch_cpu, and 10 times for "
+            "causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32)"
         )
 
 
