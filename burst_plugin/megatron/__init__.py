@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from burst_plugin.megatron.packed import packed_indices
 from burst_plugin.strategy import Strategy
 
 if TYPE_CHECKING:
     from burst_plugin.megatron.adapter import Adapter
 
-__all__ = ["install"]
+__all__ = ["install", "packed_indices"]
 
 
 def install(strategy: Strategy | None = None) -> Adapter:

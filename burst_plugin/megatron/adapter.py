@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.arguments import add_arguments, refuse_flags
+from burst_plugin.megatron.config import rings
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
@@ -97,7 +98,7 @@ def _choose_core_attention(
 ) -> None:
     """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
     kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    if config.context_parallel_size > 1 and "burst" in kinds:
+    if rings(config) and "burst" in kinds:
         submodules = copy.copy(submodules)
         for name in ("self_attention", "cross_attention"):
             setattr(submodules, name, _with_choice(getattr(submodules, name), adapter.registry))

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from burst_plugin.megatron.releases import newer_and_irrelevant
 
-__all__ = ["HONOURED", "REFUSED", "Rule", "is_irrelevant", "problems", "unknown_fields"]
+__all__ = [
+    "HONOURED",
+    "REFUSED",
+    "Rule",
+    "is_hybrid",
+    "is_irrelevant",
+    "problems",
+    "rings",
+    "unknown_fields",
+]
 
 
 class Rule(NamedTuple):
@@ -43,9 +52,14 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "attention_softmax_in_fp32": "always so",
         "masked_softmax_fusion": "without effect: masks become tiles",
         "deterministic_mode": "the order of all sums is fixed, and the kernels at hand are deterministic",
-        "window_attn_skip_freq": "layers without a window are accepted",
+        "window_size": "of self attention, as Transformer Engine has it: causal masks have no right side",
+        "window_attn_skip_freq": "which layers have the window",
+        "softmax_type": "vanilla, off-by-one or learnable",
+        "attention_dropout": "depends on positions alone: the same for any context_parallel_size, and recomputed",
+        "multi_latent_attention": "keys and values may differ in head dim",
         "context_parallel_size": "the ring",
         "hierarchical_context_parallel_sizes": "the two levels of the ring",
+        "hybrid_context_parallel": "a ring for every group that packed_seq_params bring",
         "cp_comm_type": "burst; in lists too",
         "recompute_granularity": "none, selective or full; the ring runs again in recomputation",
         "recompute_method": "see recompute_granularity",
@@ -62,11 +76,8 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
-        "attention_dropout": Rule(_off, "set attention_dropout=0 (--attention-dropout 0)"),
-        "softmax_type": Rule(_one_of("vanilla"), "use softmax_type='vanilla'"),
         "qk_clip": Rule(_off, "switch qk_clip off"),
         "log_max_attention_logit": Rule(_off, "switch log_max_attention_logit off"),
-        "multi_latent_attention": Rule(_off, "use cp_comm_type='p2p' of Transformer Engine for MLA models"),
         "experimental_attention_variant": Rule(_off, "use standard attention"),
         "attention_backend": Rule(
             _one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"
@@ -84,8 +95,6 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         "transformer_impl": Rule(
             _one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
         ),
-        "hybrid_context_parallel": Rule(_off, "use one context_parallel_size for all samples"),
-        "max_seqlen_per_dp_cp_rank": Rule(_off, "it belongs to hybrid_context_parallel, which is refused"),
         "overlap_moe_expert_parallel_comm": Rule(
             _off, "it runs two microbatches at once on two streams; switch it off"
         ),
@@ -128,7 +137,7 @@ _IRRELEVANT = frozenset(
     batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs defer_embedding_wgrad_compute
     wgrad_deferral_limit overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage mtp_standalone
     cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
-    cpu_offloading_double_buffering barrier_with_L1_time
+    cpu_offloading_double_buffering barrier_with_L1_time max_seqlen_per_dp_cp_rank
     """.split()  # noqa: SIM905
 )
 _IRRELEVANT_FAMILIES = ("moe_", "mamba_", "tp_comm_", "dsa_", "linear_")  # the last two only with a refused variant
@@ -139,6 +148,16 @@ def is_irrelevant(name: str) -> bool:
     return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES) or newer_and_irrelevant(name)
 
 
+def is_hybrid(config: Any) -> bool:
+    """Whether every microbatch brings its own context-parallel group."""
+    return bool(getattr(config, "hybrid_context_parallel", False))
+
+
+def rings(config: Any) -> bool:
+    """Whether sequences may be spread over ranks."""
+    return config.context_parallel_size > 1 or is_hybrid(config)
+
+
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
     found = [
@@ -146,16 +165,25 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
         for name, rule in REFUSED.items()
         if hasattr(config, name) and not rule.allowed(getattr(config, name))
     ]
-    if windowed:
-        found.append(f"window_size={config.window_size!r} is not supported: use full causal attention in this layer")
-    if attention_type == "cross":
-        found.append("cross attention is not supported: give these layers another cp_comm_type")
+    if windowed and attention_type == "cross":
+        found.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
+    elif windowed and min(config.window_size) < -1:
+        found.append(f"window_size={config.window_size!r} is not valid: sides are 0 or more, or -1 for no bound")
+    if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
+        found.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
+    if not 0 <= config.attention_dropout < 1:
+        found.append(f"attention_dropout={config.attention_dropout} is not valid: use a share from 0 to below 1")
+    if config.attention_dropout and is_hybrid(config):
+        found.append(
+            f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "
+            "ranks draw unlike numbers: set it to 0"
+        )
     return found
 
 
 def unknown_fields(config: Any) -> list[str]:
     """Fields of a newer Megatron, in none of the tables, that are set to other than their default."""
-    known = {"window_size", *HONOURED, *REFUSED}
+    known = {*HONOURED, *REFUSED}
     return [
         field.name
         for field in dataclasses.fields(config)

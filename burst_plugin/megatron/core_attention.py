@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from megatron.core.utils import divide
 from torch import Tensor
 
 from burst_plugin.attention import burst_attention
-from burst_plugin.mask import Causal, Full, Mask
+from burst_plugin.context import ContextParallel
+from burst_plugin.layout import Tokens
+from burst_plugin.mask import Mask
+from burst_plugin.megatron import masks
 from burst_plugin.megatron.arguments import flag_problems
-from burst_plugin.megatron.config import problems, unknown_fields
+from burst_plugin.megatron.config import problems, rings, unknown_fields
+from burst_plugin.megatron.packed import packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
 
 __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]
-
-_MASKS: dict[str, Mask] = {"causal": Causal(), "no_mask": Full()}
 
 
 class ChosenCoreAttention:
@@ -38,7 +45,7 @@ class ChosenCoreAttention:
         if kind is None:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
-        if config.context_parallel_size > 1 and kind == "burst":
+        if rings(config) and kind == "burst":
             return BurstCoreAttention(*args, registry=registry, **kwargs)
         return build_module(original, *args, **kwargs)
 
@@ -46,8 +53,9 @@ class ChosenCoreAttention:
 class BurstCoreAttention(MegatronModule):
     """Attention over the context-parallel group, in the place of Megatron's DotProductAttention.
 
-    Holds no groups, unless it was given others than Megatron's global ones: these are looked up when it runs. Raises
-    ValueError naming each field of the configuration that cannot be honoured, and what to write instead.
+    Holds no groups, unless it was given others than Megatron's global ones: these are looked up when it runs. With
+    softmax_type="learnable" it has the parameter `softmax_offset` [heads/TP], as Megatron's has. Raises ValueError
+    naming each field of the configuration that cannot be honoured, and what to write instead.
     """
 
     def __init__(
@@ -68,15 +76,16 @@ class BurstCoreAttention(MegatronModule):
         given = getattr(pg_collection, "cp", None)
         usual = parallel_state.get_context_parallel_group(check_initialized=False)
         self._pg_collection = pg_collection if given is not usual else None
-        self._scores = Scores(scale=options.get("softmax_scale"))
-        self._check(config, attention_type, options.get("attention_dropout"))
-
-    def _check(self, config: Any, attention_type: str, dropout: float | None) -> None:
         skip = getattr(config, "window_attn_skip_freq", None)
-        windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
-        found = problems(config, windowed, attention_type) + flag_problems()
-        if dropout:
-            found.append(f"attention_dropout={dropout} is not supported: set it to 0")
+        self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
+        self._check(config, attention_type)
+        dropout = options.get("attention_dropout")
+        dropout = config.attention_dropout if dropout is None else dropout
+        self._scores = Scores(scale=options.get("softmax_scale"), dropout=dropout)
+        self._add_softmax_offset(config)
+
+    def _check(self, config: Any, attention_type: str) -> None:
+        found = problems(config, self._windowed, attention_type) + flag_problems()
         if found:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(found))
         for name in unknown_fields(config):
@@ -86,33 +95,160 @@ class BurstCoreAttention(MegatronModule):
                 stacklevel=2,
             )
 
+    def _add_softmax_offset(self, config: Any) -> None:
+        """A parameter of Megatron's name, shape, type and initialisation, so that checkpoints are interchangeable."""
+        self.softmax_offset: Tensor | None = None
+        if config.softmax_type != "learnable":
+            return
+        heads = divide(config.num_attention_heads, self._tp_group().size())
+        offset = torch.empty(heads, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.softmax_offset = torch.nn.Parameter(offset)
+        # Else Megatron would take it for a copy on all tensor-parallel ranks but the first, in gradient norms.
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def _tp_group(self) -> Any:
+        return getattr(self._pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+
     def forward(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
         **options: Any,
     ) -> Tensor:
-        """q [S/CP, B, H/TP, D], k and v [S/CP, B, groups/TP, D] -> [S/CP, B, H/TP * D], in the type of q.
+        """q [S/CP, B, H/TP, D], k and v [Sk/CP, B, groups/TP, D or Dv] -> [S/CP, B, H/TP * Dv], in the type of q.
 
-        Raises ValueError for masks, biases and packed sequences, naming what was got.
+        With packed sequences ("thd") q [T/CP, H/TP, D], and k and v alike -> [T/CP, H/TP * Dv].
+
+        Args:
+            attention_mask: [B or 1, 1 or H, S/CP, Sk], True where masked; for key padding also [B, 1, 1, Sk], or a
+                pair (for queries, for keys) of such. Padded queries attend to the keys that are real.
+            attention_bias: [1 or B, 1 or H/TP, S/CP, Sk], added to the scaled scores.
+
+        Raises ValueError for what does not fit together, naming what was got.
         """
-        mask_type = (attn_mask_type or self.attn_mask_type).name
-        if mask_type not in _MASKS:
-            raise ValueError(f"attn_mask_type={mask_type} is not supported; burst attention has: {', '.join(_MASKS)}")
-        if attention_bias is not None:
-            raise ValueError("attention_bias is not supported; use rotary or no position embeddings")
-        if packed_seq_params is not None:
-            raise ValueError("packed sequences (packed_seq_params) are not supported; train on unpacked ones")
-        cp = self._registry.context(self.config, self._pg_collection)
-        mask = _MASKS[mask_type]
-        if attention_mask is not None:
-            self._registry.check_mask(cp, attention_mask, mask)
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = burst_attention(q, k, v, cp, mask=mask, scores=self._scores)
-        assert isinstance(out, torch.Tensor)
-        return out.transpose(0, 1).flatten(2)
+        kind = (attn_mask_type or self.attn_mask_type).name
+        cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
+        packed = _is_packed(packed_seq_params)
+        q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
+        mask, tokens = self._mask(kind, q.shape[1] == k.shape[1]), None
+        if packed:
+            documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask)
+            mask = documents & mask
+        elif attention_mask is not None and kind == "arbitrary":
+            attention_bias = masks.with_masked(attention_bias, attention_mask, q.dtype)
+        elif attention_mask is not None:
+            mask = self._with_attention_mask(kind, cp, mask, attention_mask)
+        elif kind in ("padding", "padding_causal", "arbitrary"):
+            raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got neither")
+        out = burst_attention(
+            q,
+            k,
+            v,
+            cp,
+            mask=mask,
+            scores=self._scores_now(),
+            sink=self._sink(q),
+            bias=attention_bias,
+            tokens=tokens,
+        )
+        assert isinstance(out, Tensor)
+        return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _mask(self, kind: str, square: bool) -> Mask:
+        """What mask type and window ask for."""
+        if kind not in masks.BY_TYPE:
+            raise ValueError(
+                f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"
+            )
+        mask = masks.BY_TYPE[kind]
+        if not self._windowed:
+            return mask
+        if not square:
+            raise ValueError(f"window_size={self.config.window_size} needs as many queries as keys")
+        return masks.windowed(mask, self.config.window_size)
+
+    def _documents(
+        self, kind: str, cp: ContextParallel, packed_seq_params: Any, attention_mask: Any
+    ) -> tuple[Mask, tuple[Tokens, Tokens]]:
+        """The documents of packed sequences, and how they are dealt out; nothing of it is read twice."""
+        if attention_mask is not None or kind in ("arbitrary", "causal_bottom_right"):
+            got = f"attn_mask_type={kind}" if attention_mask is None else "an attention_mask"
+            raise ValueError(
+                f"packed sequences have causal, no_mask, padding or padding_causal attention by cu_seqlens; got {got}"
+            )
+
+        def read(tensor: Tensor) -> tuple[int, ...]:
+            return self._registry.seen.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()))
+
+        tokens, documents = packed_documents(packed_seq_params, cp.ranks, read)
+        return documents, tokens
+
+    def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
+        """`mask` without the padded keys of a mask tensor, which may not say more than the mask type does."""
+        if isinstance(attention_mask, (tuple, list)):
+            attention_mask = attention_mask[-1]
+        plain, registry = masks.BY_TYPE[kind], self._registry
+        if kind in ("padding", "padding_causal"):
+            return mask & registry.seen.get(
+                attention_mask, ("keys", plain), lambda: masks.read_key_padding(cp, attention_mask, plain)
+            )
+        registry.check_mask(cp, attention_mask, plain)
+        return mask
+
+    def _sink(self, q: Tensor) -> Tensor | None:
+        """The logit that takes part in every softmax; None for a vanilla one."""
+        if self.config.softmax_type == "off-by-one":
+            return q.new_zeros(q.shape[2])
+        return self.softmax_offset
+
+    def _scores_now(self) -> Scores:
+        """Scores with a new seed for dropout, or without dropout where there is no training."""
+        if not self._scores.dropout:
+            return self._scores
+        return replace(self._scores, seed=self._draw_seed()) if self.training else replace(self._scores, dropout=0.0)
+
+    def _draw_seed(self) -> int:
+        """63 bits from Megatron's generator for tensor-parallel regions, which then moves on.
+
+        Context-parallel ranks draw the same, other tensor-parallel ranks, layers and microbatches others, and
+        recomputation, before which Megatron restores the generator, the same again. The host knows the state of a
+        GPU's generator, so nothing has to be waited for.
+        """
+        # Under sequence parallelism the whole layer runs inside the fork already.
+        with nullcontext() if self.config.sequence_parallel else get_cuda_rng_tracker().fork():
+            state = torch.cuda.get_rng_state()
+            torch.empty(1, device=torch.cuda.current_device()).uniform_()
+        digest = blake2b(state.numpy().tobytes(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """`softmax_offset` cut along its heads over tensor-parallel ranks, as Megatron's."""
+        replicas = (metadata or {}).get("dp_cp_group")
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group(),
+            dp_cp_group=replicas or parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+
+
+def _is_packed(packed_seq_params: Any) -> bool:
+    """Whether tensors are packed. ValueError for a format that is neither thd nor sbhd (hybrid parallelism's)."""
+    if packed_seq_params is None:
+        return False
+    if packed_seq_params.qkv_format not in ("thd", "sbhd"):
+        raise ValueError(
+            f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r} is not supported; use 'thd', or 'sbhd'"
+        )
+    return bool(packed_seq_params.qkv_format == "thd")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
@@ -13,7 +12,8 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.mask import Mask
 from burst_plugin.megatron.arguments import parsed_strategy
-from burst_plugin.region import allowed
+from burst_plugin.megatron.masks import check_same
+from burst_plugin.megatron.seen import Seen
 from burst_plugin.strategy import Strategy
 
 __all__ = ["Registry"]
@@ -22,13 +22,15 @@ __all__ = ["Registry"]
 class Registry:
     """One `ContextParallel` per context-parallel group object, shared by all layers and microbatches.
 
-    Copies, as Megatron makes of module specs, are the same registry.
+    `seen` is what was read off masks and packed sequences. Copies, as Megatron makes of module specs, are the same
+    registry.
     """
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
-        self._contexts: dict[dist.ProcessGroup, ContextParallel] = {}
-        self._checked_mask: tuple[weakref.ref[Tensor], Mask] | None = None
+        self.seen = Seen()
+        self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
+        self._checked: set[Mask] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -41,20 +43,37 @@ class Registry:
         """Forget all groups; Megatron has destroyed them."""
         self._contexts.clear()
 
-    def context(self, config: Any, pg_collection: Any) -> ContextParallel:
-        """That of a layer's group, created if this is its first use, which is then collective."""
-        group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+    def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
+        """That of a layer's group, created if this is its first use, which is then collective.
+
+        `packed_seq_params` may bring a group for one microbatch: hybrid context parallelism. ValueError if it names
+        a size without a group.
+        """
+        group = getattr(packed_seq_params, "cp_group", None)
+        size = getattr(packed_seq_params, "local_cp_size", None)
+        if group is None and size is not None and int(size) != 1:
+            raise ValueError(f"packed_seq_params has local_cp_size={int(size)} without a cp_group; give both")
+        if group is not None or size is not None:
+            if group not in self._contexts:
+                self.add(group, None, part=True)
+            return self._contexts[group]
+        group, hierarchy = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group(), None
         if group not in self._contexts:
-            hierarchy = None
             if config.hierarchical_context_parallel_sizes:
                 hierarchy = getattr(pg_collection, "hcp", None)
                 hierarchy = hierarchy or parallel_state.get_hierarchical_context_parallel_groups()
             self.add(group, hierarchy)
         return self._contexts[group]
 
-    def add(self, group: dist.ProcessGroup, hierarchy: Any) -> None:
-        """Make the ring of a group; collective. `hierarchy` is Megatron's list of groups, innermost first."""
+    def add(self, group: dist.ProcessGroup | None, hierarchy: Any, *, part: bool = False) -> None:
+        """Make the ring of a group, None for one rank; collective. `hierarchy` is Megatron's list, innermost first.
+
+        `part`: the group may be smaller than a node.
+        """
         strategy = self.strategy or parsed_strategy() or Strategy()
+        size = 1 if group is None else group.size()
+        if part and isinstance(strategy.ranks_per_node, int):
+            strategy = replace(strategy, ranks_per_node=min(size, strategy.ranks_per_node))
         cp = ContextParallel(group, hierarchy=hierarchy, strategy=strategy)
         cp.connect()
         self._contexts[group] = cp
@@ -65,22 +84,7 @@ class Registry:
         Megatron passes a mask that is merely causal along with the mask type; one that is more must not be ignored.
         Each mask is looked at once; on GPUs, where looking stalls the host, only the first one.
         """
-        seen = self._checked_mask
-        if seen and ((seen[0]() is attention_mask and seen[1] == mask) or attention_mask.is_cuda):
+        if attention_mask.is_cuda and mask in self._checked:
             return
-        cp.agree({"attention_mask": "to be checked"}, _mask_problem(cp, attention_mask, mask))
-        self._checked_mask = (weakref.ref(attention_mask), mask)
-
-
-def _mask_problem(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> str:
-    """How a mask differs from what the mask type says; empty if it does not."""
-    rows, columns = attention_mask.shape[-2:]
-    queries = cp.positions(columns, attention_mask.device)
-    keys = torch.arange(columns, device=attention_mask.device)
-    expected = ~allowed(mask, (columns, columns), queries, keys)
-    if rows == len(queries) and bool((attention_mask.bool() == expected).all()):
-        return ""
-    return (
-        f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; drop "
-        "--reset-attention-mask, or pass no mask (--no-create-attention-mask-in-dataloader)"
-    )
+        self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
+        self._checked.add(mask)

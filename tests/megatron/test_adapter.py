@@ -104,9 +104,9 @@ def _build_with(rank: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported: set attention_dropout=0"),
-        ({"window_size": (7, 0)}, "window_size=(7, 0) is not supported"),
-        ({"softmax_type": "learnable"}, "softmax_type='learnable' is not supported: use softmax_type='vanilla'"),
+        ({"qk_clip": True}, "qk_clip=True is not supported: switch qk_clip off"),
+        ({"window_size": (-2, 0)}, "window_size=(-2, 0) is not valid: sides are 0 or more, or -1 for no bound"),
+        ({"attention_dropout": 1.0}, "attention_dropout=1.0 is not valid: use a share from 0 to below 1"),
     ],
     ids=str,
 )
@@ -141,7 +141,7 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         "documents": lambda: core(q, k, k, documents[rows].view(1, 1, 32, 64)),
         "whole mask": lambda: core(q, k, k, causal.view(1, 1, 64, 64)),
         "padding": lambda: core(q, k, k, None, attn_mask_type=AttnMaskType.padding),
-        "bias": lambda: core(q, k, k, None, attention_bias=torch.zeros(1)),
+        "bias": lambda: core(q, k, k, None, attention_bias=torch.zeros(1, 1, 32, 32)),
         "packed": lambda: core(q, k, k, None, packed_seq_params=PackedSeqParams()),
         "inference": lambda: layer(
             torch.zeros(32, 1, 64), None, inference_context=StaticInferenceContext(1, run.seq_length)
@@ -163,9 +163,12 @@ def _forward_with(rank: int, kind: str) -> list[str]:
     [
         ("documents", "is not the Causal() that attn_mask_type says; drop --reset-attention-mask"),
         ("whole mask", "attention_mask [1, 1, 64, 64] is not the Causal()"),
-        ("padding", "attn_mask_type=padding is not supported; burst attention has: causal, no_mask"),
-        ("bias", "attention_bias is not supported"),
-        ("packed", "packed sequences (packed_seq_params) are not supported"),
+        ("padding", "attn_mask_type=padding needs an attention_mask, or packed_seq_params; got neither"),
+        (
+            "bias",
+            "bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here [1, 8, 32, 64]",
+        ),
+        ("packed", "packed_seq_params.qkv_format=None is not supported; use 'thd', or 'sbhd'"),
         (
             "inference",
             "context_parallel_size=2 with cp_comm_type='burst' is for training; use",

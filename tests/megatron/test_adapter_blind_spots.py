@@ -74,11 +74,6 @@ def _core(**options: Any) -> BurstCoreAttention:
     return BurstCoreAttention(config(), 1, AttnMaskType.causal, "self", registry=Registry(None), **options)
 
 
-def test_dropout_by_argument_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"attention_dropout=0\.1 is not supported"):
-        _core(attention_dropout=0.1)
-
-
 def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_attention, "unknown_fields", lambda config: ["num_layers"])
     with pytest.warns(UserWarning, match="does not know Megatron's option num_layers=2"):

@@ -1,0 +1,93 @@
+"""Megatron's packed sequences ("thd"): documents one after another, each cut over the ranks on its own.
+
+8 + 4 tokens over 2 ranks, in documents 0 ... 7 and 8 ... 11:
+
+    rank 0: 0 1 6 7  8 11        rank 1: 2 3 4 5  9 10
+
+Of a document's 2 * ranks chunks a rank holds `rank` and its mirror, as in Transformer Engine's
+`thd_get_partitioned_indices`; Megatron's rotary embedding counts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from burst_plugin.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
+from burst_plugin.mask import Documents
+
+__all__ = ["packed_documents", "packed_indices"]
+
+
+def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Which tokens of a packed sequence a rank holds: cut a batch with `batch[name].index_select(1, indices)`.
+
+    This is `transformer_engine_torch.thd_get_partitioned_indices` for any device.
+
+    Args:
+        cu_seqlens: where documents begin, 0 first and the number of tokens last; of padded documents their
+            `cu_seqlens_padded`.
+        cp_size, cp_rank: of the context-parallel group.
+
+    Returns:
+        int64 [tokens / cp_size], on the device of `cu_seqlens`.
+
+    Raises:
+        ValueError: cu_seqlens that decrease, or a document whose length does not divide by 2 * cp_size.
+    """
+    device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
+    listed = cu_seqlens.flatten().tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    offsets = _divisible(check_cu_seqlens(listed), cp_size)
+    runs = LAYOUTS["zigzag"].runs(cp_rank, cp_size, Tokens(offsets[-1], offsets))
+    return positions(runs, device)
+
+
+def packed_documents(
+    params: Any, ranks: int, read: Callable[[Tensor], Sequence[int]]
+) -> tuple[tuple[Tokens, Tokens], Documents]:
+    """The tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
+
+    Its lengths are those of the whole sequence; `*_padded` say where documents begin, the others how long they really
+    are. `read` makes ints of a tensor. Raises ValueError for what does not fit together.
+    """
+    q, q_lengths = _side(params, "q", ranks, read)
+    kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", ranks, read)
+    documents = (
+        Documents(q, q_lengths) if (q, q_lengths) == (kv, kv_lengths) else Documents(q, q_lengths, kv, kv_lengths)
+    )
+    return (Tokens(q[-1], q), Tokens(kv[-1], kv)), documents
+
+
+def _side(
+    params: Any, side: str, ranks: int, read: Callable[[Tensor], Sequence[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Where documents begin, and their real lengths if they are padded."""
+    name = f"cu_seqlens_{side}"
+    plain, padded = getattr(params, name), getattr(params, f"{name}_padded")
+    if plain is None:
+        raise ValueError(f"packed_seq_params.{name} is None; packed sequences need it")
+    real = check_cu_seqlens(read(plain))
+    offsets = real if padded is None else check_cu_seqlens(read(padded))
+    if offsets[-1] < 1:
+        raise ValueError(f"packed_seq_params.{name} ends at 0; a packed sequence has 1 token or more")
+    if len(offsets) != len(real):
+        raise ValueError(
+            f"packed_seq_params.{name} has {len(real) - 1} documents and {name}_padded {len(offsets) - 1}; give both "
+            "for the same documents"
+        )
+    lengths = tuple(stop - start for start, stop in pairwise(real))
+    room = tuple(stop - start for start, stop in pairwise(_divisible(offsets, ranks)))
+    return offsets, None if lengths == room else lengths
+
+
+def _divisible(offsets: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    for number, (start, stop) in enumerate(pairwise(offsets)):
+        if ranks > 1 and (stop - start) % (2 * ranks):
+            raise ValueError(
+                f"packed document {number} has {stop - start} tokens, expected a multiple of 2 * "
+                f"context_parallel_size = {2 * ranks}: pad it, and pass cu_seqlens_padded besides cu_seqlens"
+            )
+    return offsets
