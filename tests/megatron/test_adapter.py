@@ -166,7 +166,7 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         ("padding", "attn_mask_type=padding needs an attention_mask, or packed_seq_params; got neither"),
         (
             "bias",
-            "bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here [1, 8, 32, 64]",
+            "bias must be floating point [1 or batch, 1 or query heads, local queries, all keys]",
         ),
         ("packed", "packed_seq_params.qkv_format=None is not supported; use 'thd', or 'sbhd'"),
         (

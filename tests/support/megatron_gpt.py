@@ -50,7 +50,9 @@ class GptRun:
     ep: int = 1
     """Expert-parallel ranks; experts come with num_moe_experts in config."""
     config: dict[str, Any] = field(default_factory=dict)
-    """More fields of TransformerConfig, such as window_size or softmax_type."""
+    """More fields of TransformerConfig or, with multi_latent_attention, of MLATransformerConfig."""
+    core: Any = None
+    """A core attention for every layer, in the place of Megatron's own."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,10 @@ def join(run: GptRun) -> None:
     cpu.enable(force=True)  # the test ranks are joined by gloo, on machines with GPUs too
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import multi_latent_attention
 
+    if not isinstance(multi_latent_attention.TELinear, type):  # without Transformer Engine a mock, or None
+        multi_latent_attention.TELinear = type("TELinear", (), {})  # type: ignore[misc]
     if run.cp_comm_type == "burst":
         from burst_plugin import megatron as burst_megatron
 
@@ -108,29 +113,30 @@ def leave() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def one_step(run: GptRun, tokens: torch.Tensor) -> StepResult:
+def one_step(run: GptRun, tokens: torch.Tensor, step: Any = None) -> StepResult:
     """Build the model of ``run``, run one forward and backward over ``tokens``, take the groups down.
 
     Args:
         run: shape and cutting; dp follows from the world size.
         tokens: what ``random_tokens`` gives, the same on every rank.
+        step: another function than ``forward_step``.
     """
     model = build(run)
     try:
-        loss = forward_backward(model, run, tokens)
+        loss = forward_backward(model, run, tokens, step)
         return StepResult(loss, full_grads(model, run))
     finally:
         leave()
 
 
-def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor) -> float:
+def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor, step: Any = None) -> float:
     """One forward and backward by Megatron's schedule, gradients in ``main_grad``. Returns the mean loss."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad_buffer()
     losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
+        forward_step_func=step or forward_step,
         data_iterator=batches(tokens),
         model=[model],
         num_microbatches=len(tokens),
@@ -154,7 +160,7 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
 
     batch = get_batch_on_this_cp_rank(next(data))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return output, partial(_loss, batch["loss_mask"])
+    return output, partial(loss_of, batch["loss_mask"])
 
 
 def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
@@ -169,7 +175,8 @@ def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
         }
 
 
-def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What schedules call on a model's output: (sum to differentiate, tokens, sum and tokens to report)."""
     total = (output.float() * mask).sum()
     count = mask.sum().to(torch.int)
     return total, count, torch.stack([total.detach(), count.to(total.dtype)])
@@ -177,8 +184,9 @@ def _loss(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def transformer_config(run: GptRun) -> Any:
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    kind = MLATransformerConfig if run.config.get("multi_latent_attention") else TransformerConfig
     recompute: dict[str, Any] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -211,16 +219,19 @@ def transformer_config(run: GptRun) -> Any:
     }
     if run.cp_comm_type is not None:
         options["cp_comm_type"] = run.cp_comm_type
-    return TransformerConfig(**{**options, **recompute, **run.config})
+    return kind(**{**options, **recompute, **run.config})
 
 
 def _gpt_model(run: GptRun, config: Any) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
+    spec = _block_spec(run, config)
     return GPTModel(
         config,
-        _block_spec(config),
+        spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None,
         vocab_size=run.vocab,
         max_sequence_length=run.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -229,12 +240,18 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
     )
 
 
-def _block_spec(config: Any) -> Any:
+def _block_spec(run: GptRun, config: Any) -> Any:
     """Megatron's local spec; for sequence parallelism with a norm of ours, as Megatron refuses torch's."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import transformer_block
 
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization="RMSNorm")
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        multi_latent_attention=config.multi_latent_attention,
+        normalization="RMSNorm",
+    )
+    if run.core is not None:
+        layer.submodules.self_attention.submodules.core_attention = run.core
     if not config.sequence_parallel:
         return layer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
