@@ -12,6 +12,7 @@ import argparse
 import importlib
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -110,6 +111,9 @@ def _leave() -> None:
     """End all ranks together and at once: gloo's threads now and then abort an orderly exit."""
     if dist.is_initialized():
         dist.barrier()
+    for child in multiprocessing.active_children():  # such as what Megatron writes checkpoints with
+        child.terminate()
+        child.join(10)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

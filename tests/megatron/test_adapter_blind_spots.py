@@ -94,3 +94,21 @@ def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "burst_plugin.run", str(tmp_path / "train.py"), "--x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines()[-1] == "found ['--x']", done.stderr
+
+
+def test_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
+    """On CPUs it ends at once, without what Python does at exit; Megatron's checkpoints start a manager."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import multiprocessing\n"
+        "manager = multiprocessing.get_context('spawn').Manager()\n"
+        "print('manager', manager._process.pid)"
+    )
+    command = [sys.executable, "-m", "burst_plugin.run", "--cpu", str(script)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=root
+    )  # ends with the last process
+    assert done.returncode == 0
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("manager")]
+    assert not Path(f"/proc/{line.split()[1]}").exists()
