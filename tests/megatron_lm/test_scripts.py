@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.megatron_lm import ROOT, TAGS, checkout, losses, train
 
-pytestmark = [pytest.mark.megatron, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CP2 = ["--context-parallel-size", "2", "--cp-comm-type", "burst"]
 CP4 = ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2", "--cp-comm-type", "burst"]

@@ -69,7 +69,7 @@ def checkout(tag: str, directory: Path) -> Path:
 
 
 def train(
-    script: Path, ranks: int, *flags: str, launcher: bool = True, timeout_s: float = 120
+    script: Path, ranks: int, *flags: str, launcher: bool = True, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
     """Run a training script of a checkout on so many ranks: by the launcher, or by its own patched tree."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
