@@ -1,0 +1,281 @@
+"""The core attention by itself: biases, mask tensors, other lengths of keys, seeds of dropout, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+
+from burst_plugin.layout import LAYOUTS, Tokens
+from tests.support.core_attentions import allowed_pairs
+from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+RUN = GptRun(layers=2, cp=4, hierarchical=(2, 2), cp_comm_type="burst")
+S, SK, B, HEADS, GROUPS, DIM = 32, 48, 2, 8, 4, 8
+
+
+def _cut(x: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    """A rank's part of a whole tensor, as Megatron deals it out."""
+    return LAYOUTS["zigzag"].shard(x, dim, (rank, ranks), Tokens(x.shape[dim]))
+
+
+def _tensors(keys: int = S) -> list[torch.Tensor]:
+    """q, k, v, and the gradient of out, whole, in Megatron's order [S, B, H, D]."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((S, B, HEADS, DIM), (keys, B, GROUPS, DIM), (keys, B, GROUPS, DIM), (S, B, HEADS * DIM))
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def _defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Attention with a bias [B, H, S, Sk], in float64."""
+    k, v = (x.double().repeat_interleave(HEADS // GROUPS, dim=2) for x in (k, v))
+    scores = torch.einsum("ibhd,jbhd->bhij", q.double(), k) * DIM**-0.5 + bias
+    dead = (bias == -torch.inf).all(-1, keepdim=True)
+    p = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return torch.einsum("bhij,jbhd->ibhd", p, v).flatten(2)
+
+
+def _compare(
+    rank: int,
+    whole: list[torch.Tensor],
+    bias: torch.Tensor,
+    live: torch.Tensor | None,
+    call: Callable[..., torch.Tensor],
+) -> None:
+    """`call(q, k, v)` on this rank's tensors against the definition: out and gradients."""
+    q, k, v, dout = whole
+    if live is not None:  # queries whose output nobody reads
+        dout = dout * live.t().unsqueeze(-1)
+    reference = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = _defined(*reference, bias)
+    expected.backward(dout.double())
+    local = [_cut(x, 0, rank, 4).requires_grad_() for x in (q, k, v)]
+    out = call(*local)
+    out.backward(_cut(dout, 0, rank, 4))
+    read = torch.ones(S, B) if live is None else live.t()
+    torch.testing.assert_close(
+        *(_cut(x.float() * read.unsqueeze(-1), 0, rank, 4) for x in (expected, _whole(out, rank)))
+    )
+    for got, x in zip(local, reference, strict=True):
+        torch.testing.assert_close(got.grad, _cut(x.grad, 0, rank, 4).float(), rtol=1e-4, atol=1e-5)
+
+
+def _whole(out: torch.Tensor, rank: int) -> torch.Tensor:
+    """A whole tensor that has this rank's rows and nothing else."""
+    full = torch.zeros(out.shape[0] * 4, *out.shape[1:])
+    rows = torch.cat([torch.arange(r.start, r.start + r.length) for r in LAYOUTS["zigzag"].runs(rank, 4, Tokens(S))])
+    full[rows] = out.detach()
+    return full
+
+
+def _core(run: GptRun = RUN) -> Any:
+    return build(run).module.decoder.layers[0].self_attention.core_attention
+
+
+def _added(allowed: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+
+
+# ------------------------------------------------------------------------------------------------- biases and masks
+
+
+def _bias(rank: int) -> None:
+    core, whole = _core(), _tensors()
+    bias = torch.randn(1, HEADS, S, S, generator=torch.Generator().manual_seed(4))
+    reference = bias.double().requires_grad_()
+    causal = _added(allowed_pairs(S, S, causal=True))
+    _defined(*whole[:3], reference + causal).backward(whole[3].double())
+    mine = _cut(bias, 2, rank, 4).requires_grad_()
+    _compare(rank, whole, bias + causal, None, lambda q, k, v: core(q, k, v, None, attention_bias=mine))
+    torch.testing.assert_close(mine.grad, _cut(reference.grad, 2, rank, 4).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_bias_is_added_after_the_scale() -> None:
+    run_ranks(_bias, 4)
+
+
+VALID = torch.ones(B, S, dtype=torch.bool)
+VALID[0, 20:] = False
+VALID[1, :3] = False  # padded on the left, and in the middle
+VALID[1, 9] = False
+
+
+def _padded(causal: bool, keys_only: bool) -> torch.Tensor:
+    """Megatron's mask of a padded batch, True where masked: [B, 1, S, S], or [B, 1, 1, S]."""
+    if keys_only:
+        return ~VALID.view(B, 1, 1, S)
+    pairs = allowed_pairs(S, S, causal=causal) & VALID.view(B, 1, 1, S)
+    return ~(pairs & VALID.view(B, 1, S, 1))
+
+
+def _masked(rank: int, kind: AttnMaskType, keys_only: bool) -> None:
+    core = _core()
+    causal = kind is AttnMaskType.padding_causal
+    mask = _padded(causal, keys_only)
+    local = mask if keys_only else _cut(mask, 2, rank, 4)
+    added = _added(allowed_pairs(S, S, causal=causal) & VALID.view(B, 1, 1, S))
+    if kind is AttnMaskType.arbitrary:
+        added = _added(~mask)  # to the letter: padded queries attend to nothing
+    live = None if kind is AttnMaskType.arbitrary else VALID
+    for given in (local, (local, local)) if keys_only else (local,):
+        _compare(rank, _tensors(), added, live, lambda q, k, v, g=given: core(q, k, v, g, attn_mask_type=kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys_only"),
+    [
+        (AttnMaskType.padding, False),
+        (AttnMaskType.padding, True),
+        (AttnMaskType.padding_causal, False),
+        (AttnMaskType.arbitrary, False),
+    ],
+    ids=["padding", "padding_keys", "padding_causal", "arbitrary"],
+)
+def test_mask_tensors_are_honoured(kind: AttnMaskType, keys_only: bool) -> None:
+    run_ranks(_masked, 4, kind, keys_only)
+
+
+def _cross(rank: int, kind: AttnMaskType) -> None:
+    core, pairs = _core(), torch.ones(S, SK, dtype=torch.bool)
+    if kind is AttnMaskType.causal_bottom_right:
+        pairs = torch.ones(S, SK, dtype=torch.bool).tril(SK - S)
+    _compare(
+        rank,
+        _tensors(SK),
+        _added(pairs).view(1, 1, S, SK),
+        None,
+        lambda q, k, v: core(q, k, v, None, attn_mask_type=kind),
+    )
+
+
+@pytest.mark.parametrize("kind", [AttnMaskType.no_mask, AttnMaskType.causal_bottom_right], ids=lambda kind: kind.name)
+def test_queries_and_keys_of_other_lengths(kind: AttnMaskType) -> None:
+    run_ranks(_cross, 4, kind)
+
+
+def _no_key_padding(rank: int) -> tuple[str, str]:
+    core = _core()
+    q, k, v = (_cut(x, 0, rank, 4) for x in _tensors()[:3])
+    mask = _padded(False, False)
+    mask[0, 0, 5, 7] = True  # on one rank only
+    errors = []
+    for given in (_cut(mask, 2, rank, 4), mask[:, 0]):
+        with pytest.raises(ValueError, match="attention_mask") as error:
+            core(q, k, v, given, attn_mask_type=AttnMaskType.padding)
+        errors.append(str(error.value))
+    return errors[0], errors[1]
+
+
+def test_masks_that_are_no_key_padding_are_refused_on_every_rank() -> None:
+    for no_padding, three_dims in run_ranks(_no_key_padding, 4):
+        assert "does not mask whole keys" in no_padding
+        assert "use attn_mask_type=arbitrary" in no_padding
+        assert three_dims == "attention_mask must be [1 or batch, 1, queries, keys], got [2, 32, 32]"
+
+
+def _windowed_cross(rank: int) -> str:
+    core = _core(replace(RUN, config={"window_size": (4, 0)}))
+    with pytest.raises(ValueError, match="window_size") as error:
+        core(*(_cut(x, 0, rank, 4) for x in _tensors(SK)[:3]), None, attn_mask_type=AttnMaskType.no_mask)
+    return str(error.value)
+
+
+def test_windows_need_as_many_queries_as_keys() -> None:
+    assert run_ranks(_windowed_cross, 4) == ["window_size=(4, 0) needs as many queries as keys"] * 4
+
+
+def _size_without_group(rank: int) -> str:
+    core, params = _core(), PackedSeqParams("sbhd", local_cp_size=2)
+    with pytest.raises(ValueError, match="local_cp_size") as error:
+        core(*(_cut(x, 0, rank, 4) for x in _tensors()[:3]), None, packed_seq_params=params)
+    return str(error.value)
+
+
+def test_a_size_without_a_group_is_refused() -> None:
+    wanted = "packed_seq_params has local_cp_size=2 without a cp_group; give both"
+    assert run_ranks(_size_without_group, 4) == [wanted] * 4
+
+
+# ------------------------------------------------------------------------------------------------------------ dropout
+
+
+def _seeds(rank: int) -> tuple[list[list[int]], bool]:
+    """The seeds of two layers in two microbatches, under tensor and context parallelism; and of an evaluation."""
+    run = replace(RUN, cp=2, tp=2, hierarchical=None, config={"attention_dropout": 0.1})
+    model = build(run)
+    cores = [layer.self_attention.core_attention for layer in model.module.decoder.layers]
+    drawn: list[list[int]] = []
+    for core in cores:
+        seeds: list[int] = []
+        drawn.append(seeds)
+        core._draw_seed = lambda draw=core._draw_seed, seeds=seeds: seeds.append(draw()) or seeds[-1]
+    data = batches(random_tokens(run))
+    for _ in range(2):
+        forward_step(data, model)
+    model.eval()
+    forward_step(batches(random_tokens(run)), model)
+    return drawn, all(len(seeds) == 2 for seeds in drawn)
+
+
+def test_seeds_differ_between_layers_microbatches_and_tensor_ranks_only() -> None:
+    results = run_ranks(_seeds, 4)
+    assert all(evaluated_without for _, evaluated_without in results)
+    seeds = [seeds for seeds, _ in results]
+    assert seeds[0] == seeds[2]  # tensor-parallel rank 0 of both context-parallel ranks
+    assert seeds[1] == seeds[3]
+    flat = [seed for rank in seeds[:2] for layer in rank for seed in layer]
+    assert len(set(flat)) == 8
+    assert all(0 <= seed < 2**63 for seed in flat)
+
+
+# -------------------------------------------------------------------------------- checkpoints
+
+
+def _checkpoint(rank: int, burst: bool) -> dict[str, Any]:
+    run = GptRun(layers=2, tp=2, cp=1, config={"softmax_type": "learnable"})
+    if burst:
+        run = replace(run, cp=2, cp_comm_type="burst")
+    model = build(run)
+    sharded = model.module.sharded_state_dict(metadata=None)
+    found = {key: x for key, x in sharded.items() if "softmax_offset" in key}
+    core = model.module.decoder.layers[0].self_attention.core_attention
+    return {
+        "parameter": (tuple(core.softmax_offset.shape), core.softmax_offset.dtype),
+        **{
+            key: (x.key, x.global_shape, x.global_offset, x.axis_fragmentations, x.local_shape)
+            for key, x in found.items()
+        },
+    }
+
+
+def test_sinks_are_saved_as_megatrons() -> None:
+    megatrons = run_ranks(_checkpoint, 2, False)
+    assert len(megatrons[0]) == 3
+    for rank, found in enumerate(run_ranks(_checkpoint, 4, True)):
+        assert found == megatrons[rank % 2]
+
+
+def _refused_packed(rank: int) -> list[str]:
+    core = _core()
+    q, k, v = (torch.zeros(4, heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+    params = PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 16]))
+    errors = []
+    for options in ({"attention_mask": torch.zeros(1, 1, 4, 16)}, {"attn_mask_type": AttnMaskType.arbitrary}):
+        with pytest.raises(ValueError, match="by cu_seqlens") as error:
+            core(q, k, v, packed_seq_params=params, **options)
+        errors.append(str(error.value))
+    return errors
+
+
+def test_packed_sequences_take_no_other_masks() -> None:
+    for with_tensor, with_type in run_ranks(_refused_packed, 4):
+        assert with_tensor.endswith("got an attention_mask")
+        assert with_type.endswith("got attn_mask_type=arbitrary")

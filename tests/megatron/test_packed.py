@@ -1,0 +1,83 @@
+"""Megatron's packed sequences as tokens and documents, without a model; and what is remembered of tensors."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from burst_plugin.layout import Tokens
+from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron.packed import packed_documents
+from burst_plugin.megatron.seen import Seen
+
+pytestmark = pytest.mark.megatron
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_indices_deal_out_every_document_in_zigzag(ranks: int) -> None:
+    starts = [0, 2 * ranks, 2 * ranks, 8 * ranks]
+    dealt = []
+    for rank in range(ranks):
+        expected = []
+        for start, stop in ((0, 2 * ranks), (2 * ranks, 8 * ranks)):
+            chunk = (stop - start) // (2 * ranks)
+            for number in (rank, 2 * ranks - 1 - rank):
+                expected += range(start + number * chunk, start + (number + 1) * chunk)
+        for given in (starts, torch.tensor(starts), torch.tensor([starts])):
+            assert packed_indices(given, ranks, rank).tolist() == expected
+        dealt += expected
+    assert sorted(dealt) == list(range(8 * ranks))
+
+
+def _packed(**tensors: list[int]) -> PackedSeqParams:
+    return PackedSeqParams("thd", **{name: torch.tensor(x) for name, x in tensors.items()})
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (_packed(), "packed_seq_params.cu_seqlens_q is None"),
+        (_packed(cu_seqlens_q=[0, 6, 8]), "packed document 0 has 6 tokens, expected a multiple of 2"),
+        (_packed(cu_seqlens_q=[0, 8, 4]), "cu_seqlens must not decrease"),
+        (_packed(cu_seqlens_q=[0, 0]), "cu_seqlens_q ends at 0"),
+        (_packed(cu_seqlens_q=[0, 4], cu_seqlens_q_padded=[0, 4, 8]), "has 1 documents and cu_seqlens_q_padded 2"),
+        (_packed(cu_seqlens_q=[0, 5], cu_seqlens_q_padded=[0, 4]), "do not fit into documents of"),
+    ],
+)
+def test_packed_sequences_that_do_not_fit_are_refused(params: PackedSeqParams, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        packed_documents(params, 2, lambda tensor: tensor.tolist())
+
+
+def test_documents_of_queries_and_keys() -> None:
+    params = _packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 4, 8], cu_seqlens_kv=[0, 8, 12])
+    (q, kv), documents = packed_documents(params, 2, lambda tensor: tensor.tolist())
+    assert (q, kv) == (Tokens(8, (0, 4, 8)), Tokens(12, (0, 8, 12)))
+    assert (documents.lengths, documents.kv_cu_seqlens, documents.kv_lengths) == ((3, 4), (0, 8, 12), None)
+    (q, kv), documents = packed_documents(_packed(cu_seqlens_q=[0, 8]), 2, lambda tensor: tensor.tolist())
+    assert q == kv
+    assert documents.kv_cu_seqlens is None
+
+
+def test_tensors_are_read_once_while_they_live_unchanged() -> None:
+    seen, reads = Seen(), []
+
+    def read(x: torch.Tensor) -> list[int]:
+        return seen.get(x, "numbers", lambda: reads.append(1) or x.tolist())
+
+    x = torch.arange(4)
+    assert read(x) == read(x.detach()) == [0, 1, 2, 3]
+    assert len(reads) == 1
+    assert read(x[1:]) == [1, 2, 3]  # another part of the same memory
+    assert seen.get(x, "length", lambda: 4) == 4
+    x[0] = 7
+    assert read(x) == [7, 1, 2, 3]
+    assert len(reads) == 3
+    del x
+    gc.collect()
+    assert len(seen._known) == 0
+    for n in range(20):  # memory and numbers of objects are used again
+        assert read(torch.tensor([n])) == [n]
