@@ -6,7 +6,6 @@ A repair is applied by `install()` if the version at hand is one that has the fa
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from burst_plugin.megatron.packed import packed_indices
 from burst_plugin.megatron.releases import Version
 
-__all__ = ["REPAIRS", "Repair", "apply_repairs", "packed_rows"]
+__all__ = ["REPAIRS", "Repair", "apply_repairs"]
 
 
 @dataclass(frozen=True)
@@ -101,35 +101,9 @@ def _forget_hierarchical_groups() -> None:
 # ------------------------------------------------------------------------------------------------- packed sequences
 
 
-def packed_rows(offsets: Tensor, ranks: int, rank: int) -> Tensor:
-    """The tokens of packed documents that a rank holds: of each document's 2 * ranks chunks, `rank` and its mirror.
-
-    Args:
-        offsets: where documents start and, last, where the last one stops, int [documents + 1] or [1, documents + 1].
-
-    Returns:
-        int64 [tokens / ranks], on the device of `offsets`.
-
-    Raises:
-        ValueError: a document's length does not divide by 2 * ranks.
-    """
-    bounds = offsets.flatten().tolist()
-    rows = []
-    for start, stop in itertools.pairwise(bounds):
-        chunk, rest = divmod(stop - start, 2 * ranks)
-        if rest:
-            raise ValueError(
-                f"a packed document has {stop - start} tokens, expected a multiple of 2 * context_parallel_size = "
-                f"{2 * ranks}: pad it in the data set, or change --context-parallel-size"
-            )
-        for number in (rank, 2 * ranks - 1 - rank):
-            rows.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
-    return torch.cat(rows).to(offsets.device)
-
-
 def _take_rows(batch: dict[str, Any], offsets: Tensor, ranks: int, rank: int) -> None:
     """Cut everything in a packed batch that has one row per token, [1, tokens]."""
-    rows = packed_rows(offsets, ranks, rank)
+    rows = packed_indices(offsets, ranks, rank)
     for name in ("tokens", "labels", "loss_mask", "position_ids"):
         if batch.get(name) is not None:
             batch[name] = batch[name].index_select(1, rows)

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.megatron import repairs
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
-from burst_plugin.megatron.repairs import REPAIRS, apply_repairs, packed_rows
+from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
 from tests.megatron.test_parity import _step
 from tests.support.megatron_gpt import GptRun, build, leave
@@ -128,14 +128,6 @@ ROWS = [
     [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23, 24, 25, 26, 27, 36, 37, 38, 39],
     [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19, 28, 29, 30, 31, 32, 33, 34, 35],
 ]
-
-
-@pytest.mark.parametrize("offsets", [OFFSETS, [OFFSETS]], ids=["1d", "2d"])
-def test_every_document_is_dealt_out_in_zigzag(offsets: Any) -> None:
-    for rank in (0, 1):
-        assert packed_rows(torch.tensor(offsets), 2, rank).tolist() == ROWS[rank]
-    with pytest.raises(ValueError, match=r"a packed document has 8 tokens, expected a multiple of .* = 6"):
-        packed_rows(torch.tensor(offsets), 3, 0)
 
 
 def packed_batch() -> dict[str, Any]:
