@@ -51,7 +51,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "them back in float32; here scores never leave float32",
         "attention_softmax_in_fp32": "always so",
         "masked_softmax_fusion": "without effect: masks become tiles",
-        "deterministic_mode": "the order of all sums is fixed, and the kernels at hand are deterministic",
+        "deterministic_mode": "with PyTorch's switch for it, or Strategy(deterministic=True); refused without",
         "window_size": "of self attention, as Transformer Engine has it: causal masks have no right side",
         "window_attn_skip_freq": "which layers have the window",
         "softmax_type": "vanilla, off-by-one or learnable",

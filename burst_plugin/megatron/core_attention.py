@@ -23,11 +23,12 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Mask
 from burst_plugin.megatron import masks
-from burst_plugin.megatron.arguments import flag_problems
+from burst_plugin.megatron.arguments import flag_problems, parsed_strategy
 from burst_plugin.megatron.config import problems, rings, unknown_fields
 from burst_plugin.megatron.packed import packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
+from burst_plugin.strategy import Strategy
 
 __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]
 
@@ -86,6 +87,12 @@ class BurstCoreAttention(MegatronModule):
 
     def _check(self, config: Any, attention_type: str) -> None:
         found = problems(config, self._windowed, attention_type) + flag_problems()
+        strategy = self._registry.strategy or parsed_strategy() or Strategy()
+        if config.deterministic_mode and not (strategy.deterministic or torch.are_deterministic_algorithms_enabled()):
+            found.append(
+                "deterministic_mode=True needs torch.use_deterministic_algorithms(True), as --deterministic-mode sets, "
+                "or install(Strategy(deterministic=True))"
+            )
         if found:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(found))
         for name in unknown_fields(config):

@@ -74,6 +74,18 @@ def _core(**options: Any) -> BurstCoreAttention:
     return BurstCoreAttention(config(), 1, AttnMaskType.causal, "self", registry=Registry(None), **options)
 
 
+def test_deterministic_mode_needs_deterministic_kernels() -> None:
+    options = {"config": config(deterministic_mode=True), "layer_number": 1, "attn_mask_type": AttnMaskType.causal}
+    with pytest.raises(ValueError, match=r"deterministic_mode=True needs torch\.use_deterministic_algorithms"):
+        BurstCoreAttention(**options, attention_type="self", registry=Registry(None))
+    BurstCoreAttention(**options, attention_type="self", registry=Registry(Strategy(deterministic=True)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        BurstCoreAttention(**options, attention_type="self", registry=Registry(None))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_attention, "unknown_fields", lambda config: ["num_layers"])
     with pytest.warns(UserWarning, match="does not know Megatron's option num_layers=2"):

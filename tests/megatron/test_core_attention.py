@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from burst_plugin.layout import LAYOUTS, Tokens
+from burst_plugin.megatron import packed_indices
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -261,6 +262,30 @@ def test_sinks_are_saved_as_megatrons() -> None:
     assert len(megatrons[0]) == 3
     for rank, found in enumerate(run_ranks(_checkpoint, 4, True)):
         assert found == megatrons[rank % 2]
+
+
+def _packed(rank: int) -> None:
+    """Both ways of saying "no mask", of documents of 16 tokens, 13 and 16 of them real."""
+    core, starts, lengths = _core(), (0, 16, 32), (13, 16)
+    q, k, v, dout = (x[:, :1] for x in _tensors())
+    pairs = allowed_pairs(S, S, causal=False, packed=(starts, lengths))
+    reference = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = _defined(*reference, _added(pairs).view(1, 1, S, S)).squeeze(1)
+    expected.backward(dout.double().squeeze(1))
+    rows = packed_indices(starts, 4, rank)
+    real, padded = torch.tensor([0, 13, 29]), torch.tensor(starts)
+    params = PackedSeqParams("thd", real, real, padded, padded)
+    for kind in (AttnMaskType.no_mask, AttnMaskType.padding):
+        local = [x.squeeze(1)[rows].requires_grad_() for x in (q, k, v)]
+        out = core(*local, attn_mask_type=kind, packed_seq_params=params)
+        out.backward(dout.squeeze(1)[rows])
+        torch.testing.assert_close(out, expected[rows].float())
+        for got, x in zip(local, reference, strict=True):
+            torch.testing.assert_close(got.grad, x.grad.squeeze(1)[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_of_documents_neither_attends_nor_is_attended_to() -> None:
+    run_ranks(_packed, 4)
 
 
 def _refused_packed(rank: int) -> list[str]:
