@@ -90,7 +90,7 @@ class BurstCoreAttention(MegatronModule):
         strategy = self._registry.strategy or parsed_strategy() or Strategy()
         if config.deterministic_mode and not (strategy.deterministic or torch.are_deterministic_algorithms_enabled()):
             found.append(
-                "deterministic_mode=True needs torch.use_deterministic_algorithms(True), as --deterministic-mode sets, "
+                "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
             )
         if found:
