@@ -142,6 +142,12 @@ def demand_flash(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> None:
     assert q.shape[-1] == v.shape[-1] or (q.shape[-1], v.shape[-1]) == (192, 128)
 
 
+def demand_dims_4(q: Tensor, v: Tensor) -> None:
+    """What flash-attention 4 has kernels for on Blackwell."""
+    dims = (q.shape[-1], v.shape[-1])
+    assert max(dims) <= 128 or dims == (192, 128), dims
+
+
 def demand_lse(lse: Tensor, q: Tensor) -> None:
     """[B, Hq, Sq], contiguous."""
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
@@ -257,6 +263,7 @@ def flash_attn_4(calls: Calls, returned: int) -> Iterator[None]:
         assert not causal
         assert return_lse
         demand_flash(q, k, v)
+        demand_dims_4(q, v)
         allowed = window_4(q, k, window_size_left, window_size_right)
         found = attend(q, k, v, Terms(allowed, softmax_scale, softcap or 0.0))
         return (*found, None, None)[:returned]
@@ -268,6 +275,7 @@ def flash_attn_4(calls: Calls, returned: int) -> Iterator[None]:
         assert not causal
         calls.append({"deterministic": deterministic})
         demand_flash(q, k, v, dout, out)
+        demand_dims_4(q, v)
         demand_lse(lse, q)
         terms = Terms(window_4(q, k, window_size_left, window_size_right), softmax_scale, softcap)
         return gradients((dout, q, out, lse), k, v, terms)[:3]
