@@ -57,6 +57,8 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "softmax_type": "vanilla, off-by-one or learnable",
         "attention_dropout": "depends on positions alone: the same for any context_parallel_size, and recomputed",
         "multi_latent_attention": "keys and values may differ in head dim",
+        "qk_clip": "largest scores per head, in current_max_attn_logits",
+        "log_max_attention_logit": "see qk_clip",
         "context_parallel_size": "the ring",
         "hierarchical_context_parallel_sizes": "the two levels of the ring",
         "hybrid_context_parallel": "a ring for every group that packed_seq_params bring",
@@ -76,8 +78,6 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
-        "qk_clip": Rule(_off, "switch qk_clip off"),
-        "log_max_attention_logit": Rule(_off, "switch log_max_attention_logit off"),
         "experimental_attention_variant": Rule(_off, "use standard attention"),
         "attention_backend": Rule(
             _one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"

@@ -84,6 +84,8 @@ class BurstCoreAttention(MegatronModule):
         dropout = config.attention_dropout if dropout is None else dropout
         self._scores = Scores(scale=options.get("softmax_scale"), dropout=dropout)
         self._add_softmax_offset(config)
+        self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
+        self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
 
     def _check(self, config: Any, attention_type: str) -> None:
         found = problems(config, self._windowed, attention_type) + flag_problems()
@@ -164,8 +166,12 @@ class BurstCoreAttention(MegatronModule):
             sink=self._sink(q),
             bias=attention_bias,
             tokens=tokens,
+            return_max_logits=self._clips,
         )
-        assert isinstance(out, Tensor)
+        if isinstance(out, tuple):
+            out, largest = out
+            known = self.current_max_attn_logits
+            self.current_max_attn_logits = largest if known is None else largest.maximum(known)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
     def _mask(self, kind: str, square: bool) -> Mask:

@@ -40,8 +40,6 @@ def test_a_usual_config_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("qk_clip", True),
-        ("log_max_attention_logit", True),
         ("experimental_attention_variant", "dsa"),
         ("attention_backend", AttnBackend.flash),
         ("attention_backend", AttnBackend.local),

@@ -304,3 +304,23 @@ def test_packed_sequences_take_no_other_masks() -> None:
     for with_tensor, with_type in run_ranks(_refused_packed, 4):
         assert with_tensor.endswith("got an attention_mask")
         assert with_type.endswith("got attn_mask_type=arbitrary")
+
+
+def _largest_scores(rank: int) -> torch.Tensor:
+    """Of two microbatches, over all ranks, as Megatron's `clip_qk` takes them."""
+    core = build(replace(RUN, config={"qk_clip": True})).module.decoder.layers[0].self_attention.core_attention
+    assert core.current_max_attn_logits is None
+    for scale in (1.0, 0.5):
+        q, k, v = (_cut(x, 0, rank, 4) for x in _tensors()[:3])
+        core(q * scale, k, v, None, attn_mask_type=AttnMaskType.causal)
+    torch.distributed.all_reduce(core.current_max_attn_logits, torch.distributed.ReduceOp.MAX)
+    return core.current_max_attn_logits
+
+
+def test_largest_scores_for_qk_clip() -> None:
+    q, k = _tensors()[:2]
+    scores = torch.einsum("ibhd,jbhd->hbij", q, k.repeat_interleave(HEADS // GROUPS, dim=2)) * DIM**-0.5
+    scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+    expected = torch.maximum(scores.amax((1, 2, 3)), 0.5 * scores.amax((1, 2, 3)))
+    for largest in run_ranks(_largest_scores, 4):
+        torch.testing.assert_close(largest, expected)

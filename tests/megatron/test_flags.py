@@ -41,8 +41,8 @@ def test_without_megatrons_parser_nothing_is_looked_at() -> None:
         {},
         {"burst_backward": "q"},
         {"attention_dropout": 0.1, "softmax_type": "learnable", "multi_latent_attention": True},
-        {"cp_comm_type": ["p2p"], "qk_clip": True},
-        {"context_parallel_size": 1, "qk_clip": True, "burst_backward": "q"},
+        {"cp_comm_type": ["p2p"], "batch_invariant_mode": True},
+        {"context_parallel_size": 1, "batch_invariant_mode": True, "burst_backward": "q"},
         {"cp_comm_type": ["p2p", "burst"]},
     ],
     ids=str,
@@ -56,7 +56,10 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
     ("changes", "message"),
     [
         ({"cache_mla_latents": True}, "--cache-mla-latents is not supported: it is for inference"),
-        ({"cp_comm_type": ["p2p", "burst"], "qk_clip": True}, "--qk-clip is not supported: switch qk_clip off"),
+        (
+            {"cp_comm_type": ["p2p", "burst"], "batch_invariant_mode": True},
+            "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
+        ),
         ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
         ({"sft": True}, "--sft is not supported: it packs documents; train on unpacked ones"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
@@ -83,14 +86,14 @@ def test_every_refused_flag_is_tried_above() -> None:
 
 
 def test_all_flags_are_told_of_at_once() -> None:
-    _parse(fp8_dot_product_attention=True, qk_clip=True, sft=True)
+    _parse(fp8_dot_product_attention=True, batch_invariant_mode=True, sft=True)
     with pytest.raises(ValueError, match="--fp8-dot-product-attention") as caught:
         refuse_flags()
     assert len(str(caught.value).splitlines()) == 4
 
 
 def _start(rank: int) -> None:
-    _parse(qk_clip=True)
+    _parse(batch_invariant_mode=True)
     build(GptRun(layers=2, cp=2, cp_comm_type="burst"))
 
 
@@ -98,7 +101,7 @@ def test_every_rank_stops_before_groups_are_made() -> None:
     for outcome in run_ranks_outcomes(_start, 2):
         assert outcome.error is not None
         assert "refuse_flags()" in outcome.error
-        assert "--qk-clip is not supported" in outcome.error
+        assert "--batch-invariant-mode is not supported" in outcome.error
 
 
 def test_the_version_of_a_tree(tmp_path: Path) -> None:
