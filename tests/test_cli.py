@@ -39,7 +39,7 @@ def test_doctor_says_what_is_there_changed_and_refused() -> None:
         assert f"repaired {name}: " in megatron
     assert "repair packed_batch_without_te: not needed here" in megatron
     assert 'layers with cp_comm_type="burst"' in megatron
-    assert "attention_dropout: set attention_dropout=0" in megatron
+    assert "cuda_graph_impl: use cuda_graph_impl='none'" in megatron
     assert "reset_attention_mask: documents would attend to each other" in megatron
 
 
