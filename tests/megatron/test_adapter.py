@@ -104,7 +104,7 @@ def _build_with(rank: int, config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"cache_mla_latents": True}, "cache_mla_latents=True is not supported: it is for inference"),
+        ({"flash_decode": True}, "flash_decode=True is not supported: it is for inference"),
         ({"window_size": (-2, 0)}, "window_size=(-2, 0) is not valid: sides are 0 or more, or -1 for no bound"),
         ({"attention_dropout": 1.0}, "attention_dropout=1.0 is not valid: use a share from 0 to below 1"),
     ],
