@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import add_arguments, refuse_flags
+from burst_plugin.megatron.arguments import add_arguments, mend_help, refuse_flags
 from burst_plugin.megatron.config import rings
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
@@ -154,4 +154,4 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
 
 def _add_flags(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`add_megatron_arguments`."""
-    return add_arguments(original(*args, **kwargs))
+    return add_arguments(mend_help(original(*args, **kwargs)))

@@ -13,7 +13,7 @@ from burst_plugin.megatron.config import REFUSED, Rule
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
 
-__all__ = ["REFUSED_FLAGS", "add_arguments", "flag_problems", "parsed_strategy", "refuse_flags"]
+__all__ = ["REFUSED_FLAGS", "add_arguments", "flag_problems", "mend_help", "parsed_strategy", "refuse_flags"]
 
 # What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
@@ -65,6 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default=default.check,
         help="when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
     )
+    return parser
+
+
+def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Make `--help` work again where a help text has a bare percent sign, as in Megatron-LM 0.18.2."""
+    for action in parser._actions:
+        try:
+            str(action.help) % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = str(action.help).replace("%", "%%")
     return parser
 
 

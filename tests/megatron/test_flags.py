@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, refuse_flags
+from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build
 from tests.support.ranks import run_ranks_outcomes
@@ -114,3 +114,15 @@ def test_the_version_of_a_tree(tmp_path: Path) -> None:
     info.write_text("MAJOR = 0\n")
     with pytest.raises(ValueError, match="does not set MAJOR, MINOR and PATCH"):
         tree_version(tmp_path)
+
+
+def test_help_works_where_megatrons_own_is_broken() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", default=3, help="%(default)s by default")
+    parser.add_argument("--share", default=0)
+    parser._actions[-1].help = "half (50%) of it"  # newer versions of Python refuse it when it is added
+    with pytest.raises((TypeError, ValueError)):
+        parser.format_help()
+    shown = mend_help(parser).format_help()
+    assert "3 by default" in shown
+    assert "half (50%) of it" in shown
