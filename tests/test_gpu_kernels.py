@@ -70,7 +70,10 @@ def test_arguments_mean_what_they_should(kernel: Kernel, band: Band, heads: tupl
 )
 def test_features_mean_what_they_should(kernel: Kernel, feature: str) -> None:
     how, mask = FEATURE_CASES[feature]
-    dims = [(8, 5), (5, 8), (130, 100)] if feature == "head dims" else [(8, 8)]
+    largest = kernel.limits.dims or ((512, 512),)
+    unlike = [(8, 5), (5, 8), (130, 100), (200, 100), (250, 250)]
+    unlike = [(qk, v) for qk, v in unlike if any(qk <= most[0] and v <= most[1] for most in largest)]
+    dims = unlike if feature == "head dims" else [(8, 8)]
     for problem in (Problem.draw(24, (4, 2), dim, torch.float64) for dim in dims):
         shapes = [(1, 1), (1, 4), (2, 1), (2, 4)] if feature == "bias" else [None]
         for case in (problem if shape is None else problem.with_bias(shape) for shape in shapes):
