@@ -47,6 +47,8 @@ COMBINED = [
     Causal() & BLOCKS,
     SlidingWindow(4) & Keys(((2, 9),)) & BLOCKS,
     DOCUMENTS & Keys(((1, 12),)),
+    Documents((0, 4, 11), (3, 6), (0, 5, 13)) & Full(),
+    Full() & Documents((0, 4, 11), None, (0, 5, 13), (2, 8)),
     PrefixLM(3) & SlidingWindow(5, None),
     PerRow((Causal(), SlidingWindow(2))) & BLOCKS,
     key_padding(torch.rand(2, KV_LEN) > 0.5) & CausalBottomRight(),
@@ -97,6 +99,9 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
         (lambda: Documents((0, 8), (9,)), "do not fit into documents of"),
         (lambda: Documents((0, 8), None, (0, 4, 8)), "1 documents of queries and 2 of keys"),
         (lambda: Documents((0, 4, 8), None, (0, 2, 8)) & Causal(), "have no common positions"),
+        (lambda: Causal() & PerRow((Full(), Documents((0, 4, 8), None, (0, 2, 8)))), "have no common positions"),
+        (lambda: PerRow((Full(), Causal())) & Documents((0, 4, 8), None, (0, 2, 8)), "have no common positions"),
+        (lambda: Keys(((-2, 4),)), "from 0 on"),
         (lambda: Keys(((4, 2),)), "in ascending order"),
         (lambda: Keys(((0, 9),)).regions(8, 8), "beyond the 8 keys"),
         (lambda: BlockMask.of(torch.ones(2, 2), 4), "bool tensor .*, got torch.float32"),
@@ -112,3 +117,13 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
 def test_what_is_no_mask_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_documents_are_known_wherever_they_stand() -> None:
+    documents = Documents((0, 4, 8))
+    for mask in (documents, documents & Causal(), Causal() & documents, Full() & (Causal() & documents)):
+        assert mask.documents == (0, 4, 8)
+    assert Causal().documents is None
+    assert Documents((0, 4, 8), None, (0, 2, 8)).documents is None, "keys are dealt out otherwise"
+    assert not Documents((0, 4, 8), None, (0, 4, 8)).shifts
+    assert (Documents((0, 4, 8), None, (0, 4, 8)) & Causal()).documents == (0, 4, 8)

@@ -7,8 +7,8 @@ import torch
 
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
 from burst_plugin.layout import LAYOUTS, Run, positions
-from burst_plugin.region import allowed
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Tile, cut, row_spans, tiles
+from burst_plugin.region import Region, allowed
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, cut, row_spans, tiles
 
 
 def painted_tiles(found: tuple[Tile, ...], rows: int, columns: int) -> torch.Tensor:
@@ -110,6 +110,34 @@ def test_rows_that_are_read() -> None:
     found = [Tile(0, 4, 2, 6), Tile(2, 8, 5, 9, CAUSAL), Tile(12, 16, 20, 22)]
     assert row_spans(found, "q") == ((0, 8), (12, 16))
     assert row_spans(found, "kv") == ((2, 9), (20, 22))
+    assert row_spans([Tile(0, 9, 0, 1), Tile(2, 4, 0, 1), Tile(9, 11, 0, 1)], "q") == ((0, 11),)
+
+
+def test_regions_are_found_whatever_their_order_and_length() -> None:
+    """A long region, short ones that end before it, and one that starts where the queries do."""
+    long, short, late = Region(0, 20, 0, 2), Region(4, 6, 5, 9), Region(12, 14, 5, 9)
+    regions = Regions([late, short, long])
+    assert list(regions.at(0, 3)) == [long]
+    assert list(regions.at(5, 5)) == [long, short]
+    assert list(regions.at(6, 12)) == [long, late]
+    assert list(regions.at(14, 19)) == [long]
+    assert list(regions.at(20, 30)) == []
+
+
+def test_a_band_that_just_holds_everything_is_full() -> None:
+    runs = ((Run(4, 3),), (Run(1, 3),))
+    assert tiles(SlidingWindow(5), (8, 8), *runs) == (Tile(0, 3, 0, 3),)
+    assert tiles(SlidingWindow(4), (8, 8), *runs) == (
+        Tile(0, 1, 0, 3),
+        Tile(1, 3, 0, 2, ANTICAUSAL),
+        Tile(1, 3, 2, 3),
+    )
+    assert tiles(SlidingWindow(3), (8, 8), *runs) == (Tile(0, 3, 0, 3, ANTICAUSAL),)
+
+
+def test_pieces_stay_in_their_batch_rows() -> None:
+    window = Tile(0, 16, 0, 16, Band(-4, 0), batch=(1, 3))
+    assert {piece.batch for piece in cut(window)} == {(1, 3)}
 
 
 def test_unlike_strides_are_refused() -> None:
