@@ -42,6 +42,8 @@ SINGLE = [
     Keys(()),
     BLOCKS,
     DOCUMENTS,
+    Documents((0, 4, 4, 11), (3, 0, 7), (0, 2, 5, 13)),
+    Documents((0, 4, 4, 11), None, (0, 2, 5, 13), (2, 3, 6)),
 ]
 COMBINED = [
     Causal() & BLOCKS,
@@ -82,6 +84,13 @@ def _pairs_by_region(mask: Mask) -> list[int]:
     return found
 
 
+def test_keys_with_the_documents_of_the_queries_are_padded_like_them() -> None:
+    one, other = Documents((0, 4, 11), (3, 5)), Documents((0, 4, 11), (3, 5), (0, 4, 11))
+    assert one.regions(11, 11) == other.regions(11, 11)
+    assert (Causal() & other).documents == (other & Causal()).documents == (0, 4, 11)
+    assert Documents((0, 4, 11), None, (0, 5, 11)).documents is None
+
+
 def test_masks_are_compared_by_value_and_read_well() -> None:
     assert Causal() & Keys(((0, 4),)) == Causal() & Keys(((0, 4),))
     assert hash(Documents((0, 4, 8))) == hash(Documents([0, 4, 8]))  # type: ignore[arg-type]
@@ -99,10 +108,12 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
         (lambda: Documents((0, 8), (9,)), "do not fit into documents of"),
         (lambda: Documents((0, 8), None, (0, 4, 8)), "1 documents of queries and 2 of keys"),
         (lambda: Documents((0, 4, 8), None, (0, 2, 8)) & Causal(), "have no common positions"),
-        (lambda: Causal() & PerRow((Full(), Documents((0, 4, 8), None, (0, 2, 8)))), "have no common positions"),
-        (lambda: PerRow((Full(), Causal())) & Documents((0, 4, 8), None, (0, 2, 8)), "have no common positions"),
-        (lambda: Keys(((-2, 4),)), "from 0 on"),
+        (lambda: Documents((0, 8), None, (0, 9)) & PerRow((Full(), Causal())), "have no common positions"),
+        (lambda: Causal() & PerRow((Full(), Documents((0, 8), None, (0, 9)))), "have no common positions"),
+        (lambda: Full() & Documents((0, 8), None, (0, 9)) & Causal(), "have no common positions"),
+        (lambda: Documents((0, 8), None, (0, 9)) & (Full() & Causal()), "have no common positions"),
         (lambda: Keys(((4, 2),)), "in ascending order"),
+        (lambda: Keys(((-1, 2),)), "from 0 on"),
         (lambda: Keys(((0, 9),)).regions(8, 8), "beyond the 8 keys"),
         (lambda: BlockMask.of(torch.ones(2, 2), 4), "bool tensor .*, got torch.float32"),
         (lambda: BlockMask.of(torch.ones(2, dtype=torch.bool), 4), r"got torch.bool \[2\]"),

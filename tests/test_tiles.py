@@ -23,6 +23,7 @@ def painted_tiles(found: tuple[Tile, ...], rows: int, columns: int) -> torch.Ten
         if tile.band.upper is not None:
             inside &= ahead <= tile.band.upper
         assert inside.any(1).all(), f"{tile} has a row that attends to nothing"
+        assert inside.any(0).all(), f"{tile} has a column that nothing attends to"
         assert int(inside.sum()) * tile.pieces == tile.work
         for piece in range(tile.pieces):
             q, k = tile.q_start + piece * height, tile.k_start + piece * width
@@ -84,6 +85,11 @@ def test_a_window_is_cut_into_two_staircases() -> None:
         Tile(4, 16, 0, 12, ANTICAUSAL, pieces=3),
         Tile(0, 16, 0, 16, CAUSAL, pieces=4),
     ]
+
+
+@pytest.mark.parametrize("band", [Band(-4, 0), Band(-4, 3), Band(2, 2)])
+def test_pieces_are_of_the_same_batch_rows(band: Band) -> None:
+    assert {piece.batch for piece in cut(Tile(0, 18, 0, 17, band, batch=(1, 3)))} == {(1, 3)}
 
 
 @pytest.mark.parametrize("length", [1 << 14, 1 << 20])
