@@ -7,7 +7,18 @@ import random
 import pytest
 import torch
 
-from burst_plugin import Causal, ContextParallel, Documents, Full, Mask, SlidingWindow, Strategy, Tokens, Topology
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+)
 from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Routes
@@ -111,6 +122,37 @@ def test_auto_keeps_the_ring_where_everything_is_needed() -> None:
     for mask in (Causal(), Full()):
         attending = Attending(Tokens(256), Tokens(256), mask)
         assert routes.route(0, attending, "kv", True).schedule == "two_level_ring"
+
+
+def test_auto_keeps_the_ring_where_a_block_would_cross_many_times() -> None:
+    routes = Routes(Topology(2, 4), Strategy(layout="contiguous"))
+    attending = Attending(Tokens(256), Tokens(256), Causal())
+    assert routes.pairs(attending).needs("kv") is not None
+    assert routes.route(0, attending, "kv", True).schedule == "two_level_ring"
+
+
+def test_half_of_all_blocks_is_not_everything() -> None:
+    routes, mask = Routes(Topology(1, 4), Strategy(layout="contiguous")), Documents((0, 32, 64))
+    needs = routes.pairs(Attending(Tokens(64), Tokens(64), mask)).needs("kv")
+    assert needs is not None
+    assert [sorted(owners) for owners in needs] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_imbalance_is_that_of_the_worse_side() -> None:
+    """Every query attends to as many keys, but all of them are at the first rank."""
+    routes, mask = Routes(Topology(1, 4), Strategy(layout="contiguous")), Keys(((0, 16),))
+    attending = Attending(Tokens(32), Tokens(64), mask)
+    assert work_by_rank(routes, attending, "q") == [128] * 4
+    assert work_by_rank(routes, attending, "kv") == [512, 0, 0, 0]
+    assert imbalance(routes, attending) == 4.0
+
+
+def test_what_is_remembered_of_calls_is_bounded() -> None:
+    routes = Routes(Topology(1, 2), Strategy())
+    for window in range(150):
+        routes.route(0, Attending(Tokens(16), Tokens(16), SlidingWindow(window)), "kv", True)
+    remembered = (routes._pairs, routes._schedules, routes._routes)
+    assert all(len(known) <= 2 * 64 for known in remembered)
 
 
 def test_many_ranks_are_not_looked_through_pair_by_pair() -> None:
