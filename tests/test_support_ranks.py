@@ -188,8 +188,12 @@ def test_an_interrupted_parent_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) 
         return pid
 
     monkeypatch.setattr(os, "fork", interrupted_fork)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(lambda rank: time.sleep(60), 2, init=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs deaf to it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(lambda rank: time.sleep(60), 2, init=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_killed_parent_leaves_no_ranks(tmp_path: Path) -> None:
