@@ -38,6 +38,9 @@ class Request:
 def check_extras(inputs: Inputs, shapes: Shapes, kv_length: int) -> None:
     """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
     q = inputs.q
+    for name, extra in (("sink", inputs.sink), ("bias", inputs.bias)):
+        if extra is not None and extra.device != q.device:
+            raise ValueError(f"{name} is on {extra.device}, but q, k, v are on {q.device}; move it there")
     if inputs.sink is not None and (inputs.sink.shape != (shapes.q_heads,) or not inputs.sink.is_floating_point()):
         raise ValueError(
             f"sink must be floating point [{shapes.q_heads}], one logit per query head, got {inputs.sink.dtype} "

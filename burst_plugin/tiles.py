@@ -136,7 +136,10 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
     """
     strides = {run.stride for run in (*q_runs, *k_runs)}
     if len(strides) > 1:
-        raise ValueError(f"runs of unlike strides do not make tiles: {sorted(strides)}")
+        raise ValueError(
+            f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
+            "striped or neither (layout= of Strategy or Tokens)"
+        )
     k_first = [run.start for run in k_runs]
     k_last = [run.start + (run.length - 1) * run.stride for run in k_runs]
     k_offsets = [0, *accumulate(run.length for run in k_runs)]

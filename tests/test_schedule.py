@@ -115,6 +115,14 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
         steps = schedule.plan(rank).steps
         orders.append([list(dict.fromkeys((t.due, kind, t.link) for kind, t in step.issue)) for step in steps])
     assert all(order == orders[0] for order in orders)
+    for posted in orders[0]:
+        assert [due for due, *_ in posted] == sorted(due for due, *_ in posted), "what is needed first goes first"
+
+
+def test_load_counts_the_rows_of_the_blocks_that_are_sent() -> None:
+    """In a flat ring a rank sends all blocks but that of the rank after it."""
+    assert flat_ring(Topology(1, 4)).load([1, 2, 3, 4]) == (0, 9)
+    assert flat_ring(Topology(4, 1)).load([1, 2, 3, 4]) == (9, 0)
 
 
 def test_links_need_own_communicators_only_with_two_levels() -> None:

@@ -123,6 +123,13 @@ def test_what_is_not_a_mask_is_refused(cp: ContextParallel) -> None:
         burst_attention(*Problem.draw(8, (2, 2))[:3], cp, mask="causal")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("name", "shape"), [("sink", (2,)), ("bias", (1, 1, 8, 8))])
+def test_sink_and_bias_are_where_the_queries_are(cp: ContextParallel, name: str, shape: tuple[int, ...]) -> None:
+    elsewhere = {name: torch.zeros(shape, device="meta")}
+    with pytest.raises(ValueError, match=f"{name} is on meta, but q, k, v are on cpu"):
+        burst_attention(*Problem.draw(8, (2, 2))[:3], cp, **elsewhere)
+
+
 @pytest.mark.parametrize("backward", ["q", "kv"])
 @pytest.mark.parametrize("kernel", ["torch_cpu", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,202 @@
+"""One rank's call: what is remembered of it, what ranks compare, and what a kernel is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+    VirtualRing,
+    burst_attention,
+)
+from burst_plugin.call import Call, _features, prepare
+from burst_plugin.kernels import FEATURES
+from burst_plugin.request import Inputs, Request
+from burst_plugin.strategy import Shapes
+from tests.support.reference import Problem, Result, errors, reference
+
+SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
+SLOPES = (0.5, 0.25, 0.1, 0.0)
+
+
+def calls(ring: VirtualRing, inputs: list[Inputs], request: Request) -> list[Call]:
+    """What every rank of a ring makes of its tensors."""
+    each = zip(ring.members, inputs, strict=True)
+    return [prepare(member, mine, request, {}) for member, mine in each]
+
+
+def call_of(request: Request, **changes: Any) -> Call:
+    """That of the first of two ranks; `changes` are those of `Inputs`."""
+    q, k, v = Problem.draw(8, (4, 2))[:3]
+    ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference"))
+    return calls(ring, [Inputs(q, k, v)._replace(**changes)] * 2, request)[0]
+
+
+def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
+    """One `ContextParallel` for calls that differ in one thing each, there and back again."""
+    cp, scaled = ContextParallel(), Scores(softcap=1.0)
+    cases: list[tuple[Problem, Scores]] = [
+        (Problem.draw(12, (4, 2)), Scores()),
+        (Problem.draw(12, (4, 2)).with_sink(), Scores()),
+        (Problem.draw(12, (4, 2)).with_bias((2, 4)), Scores()),
+        (Problem.draw(12, (4, 2)).with_bias((2, 4)).with_sink(), Scores()),
+        (Problem.draw(12, (4, 2), dtype=torch.float64), Scores()),
+        (Problem(*(x[:1] for x in Problem.draw(12, (4, 2))[:4])), Scores()),
+        (Problem.draw(12, (4, 4)), Scores()),
+        (Problem.draw(12, (4, 2), (8, 6)), Scores()),
+        (Problem.draw(12, (4, 2)), scaled),
+        (Problem.draw(12, (4, 2)), replace(scaled, scale=0.0)),
+        (Problem.draw(12, (4, 2)), Scores(alibi_slopes=SLOPES)),
+        (Problem.draw(12, (4, 2)), Scores(dropout=0.4, seed=1)),
+        (Problem.draw(12, (4, 2)), Scores(dropout=0.4, seed=2)),
+    ]
+    for problem, scores in [*cases, *cases[::-1]]:
+        inputs = [None if x is None else x.clone().requires_grad_() for x in (*problem[:3], *problem[4:])]
+        q, k, v, sink, bias = inputs
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        out = burst_attention(q, k, v, cp, scores=scores, sink=sink, bias=bias)
+        assert isinstance(out, Tensor)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], problem.dout, allow_unused=True))
+        result = Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+        truth = reference(problem, Causal(), scores)
+        for name, x, y in zip(Result._fields, result, truth, strict=True):
+            if x is not None and y is not None:
+                torch.testing.assert_close(x.double(), y, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+    assert len(cp.calls) == len(cases) - 1, "a seed makes no new kind of call"
+
+
+def test_sequences_dealt_out_otherwise_are_not_mixed_up() -> None:
+    ring, problem, starts = VirtualRing(Topology(1, 2)), Problem.draw(16, (2, 2)), (0, 6, 16)
+    mask = Causal() & Documents(starts)
+    for tokens in (None, Tokens(16, starts), Tokens(16, layout="striped"), None):
+        out, _ = ring.attention(*problem[:3], mask=mask, tokens=tokens)
+        torch.testing.assert_close(out.double(), reference(problem, mask).out, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("forward", ["q", "kv"])
+def test_what_is_asked_for_is_what_is_returned(forward: str) -> None:
+    cp, (q, k, v) = ContextParallel(strategy=Strategy(forward=forward)), Problem.draw(12, (4, 2))[:3]
+    mask = Documents((0, 3, 12))
+    scores = torch.einsum("bihd,bjhd->hbij", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    inside = torch.block_diag(torch.ones(3, 3), torch.ones(9, 9)).bool()
+    largest = scores.masked_fill(~inside, -torch.inf).amax((1, 2, 3))
+    for _ in range(2):
+        out = burst_attention(q, k, v, cp, mask=mask)
+        assert isinstance(out, Tensor)
+        one, lse = burst_attention(q, k, v, cp, mask=mask, return_lse=True)
+        other, found = burst_attention(q, k, v, cp, mask=mask, return_max_logits=True)
+        all_three = burst_attention(q, k, v, cp, mask=mask, return_lse=True, return_max_logits=True)
+        torch.testing.assert_close(found, largest)
+        for x, y in zip((one, other, *all_three), (out, out, out, lse, found), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_calls_are_forgotten_after_many_kinds() -> None:
+    cp, x = ContextParallel(), torch.zeros(1, 4, 1, 4)
+    for window in range(150):
+        burst_attention(x, x, x, cp, mask=SlidingWindow(window))
+    assert len(cp.calls) <= 64
+
+
+def test_a_bias_keeps_the_queries_at_home() -> None:
+    """Queries would be the cheaper side to send, but the rows of a bias belong to them."""
+    problem = Problem.draw(24, (2, 2), dtype=torch.float64).with_bias((2, 2))
+    ring = VirtualRing(Topology(2, 2), Strategy(forward="auto"))
+    q, k, v, bias = (x.clone().requires_grad_() for x in (*problem[:3], problem.bias) if x is not None)
+    out, _ = ring.attention(q, k, v, bias=bias)
+    dq, dk, dv, dbias = torch.autograd.grad(out, (q, k, v, bias), problem.dout)
+    found = errors(Result(out.detach(), dq, dk, dv, None, dbias), reference(problem, Causal()))
+    assert max(found.values()) < 1e-13, found
+    assert ring.members[0].choices["backward"] == "kv"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_bias_may_have_a_type_of_its_own(dtype: torch.dtype) -> None:
+    problem = Problem.draw(24, (2, 2)).with_bias((1, 1))
+    assert problem.bias is not None
+    bias = problem.bias.to(dtype).requires_grad_()
+    out, _ = VirtualRing(Topology(1, 2)).attention(*problem[:3], bias=bias)
+    (dbias,) = torch.autograd.grad(out, bias, problem.dout)
+    assert dbias.dtype is dtype
+    truth = reference(problem._replace(bias=bias.detach().float()), Causal())
+    assert truth.dbias is not None
+    torch.testing.assert_close(dbias.double(), truth.dbias, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("scores", [Scores(), Scores(alibi_slopes=SLOPES), Scores(dropout=0.3)], ids=str)
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(1, 2)], ids=str)
+def test_a_narrow_window_in_a_long_sequence(scores: Scores, topology: Topology) -> None:
+    """Cut into many squares on a diagonal for kernels that need it, and left whole for those that do not."""
+    problem, mask = Problem.draw(80, (4, 2), dtype=torch.float64), SlidingWindow(3, 2)
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out, _ = VirtualRing(topology).attention(q, k, v, mask=mask, scores=scores)
+    grads = torch.autograd.grad(out, (q, k, v), problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, mask, scores))
+    assert max(found.values()) < 1e-13, found
+
+
+def test_every_rank_chooses_from_the_same_shapes() -> None:
+    """Ranks of uneven lengths: one with more queries than keys must not choose another side to send."""
+    ring, tokens = VirtualRing(Topology(1, 4), Strategy(forward="auto", layout="contiguous")), (Tokens(6), Tokens(7))
+    routes, inputs = ring.members[0].routes, []
+    for rank in range(4):
+        q, k = (sum(run.length for run in routes.runs(t)[rank]) for t in tokens)
+        inputs.append(Inputs(torch.zeros(1, q, 2, 4), *(torch.zeros(1, k, 2, 4) for _ in range(2))))
+    made = calls(ring, inputs, Request(mask=Full(), tokens=tokens))
+    assert len({x.q.shape[1] for x in inputs}) > 1
+    assert all(call.shapes == made[0].shapes and call.travellers == made[0].travellers for call in made)
+    assert len({call._digest for call in made}) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "changes"),
+    [
+        (Request(mask=Full()), {}),
+        (Request(scores=Scores(softcap=1.0)), {}),
+        (Request(scores=Scores(seed=1)), {}),
+        (Request(tokens=(Tokens(16, (0, 4, 16)), None)), {}),
+        (Request(tokens=(None, Tokens(16, (0, 4, 16)))), {}),
+        (Request(), {"sink": torch.zeros(4)}),
+        (Request(), {"bias": torch.zeros(1, 1, 8, 16)}),
+    ],
+    ids=str,
+)
+def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
+    request_: Request, changes: dict[str, Any]
+) -> None:
+    one, other = call_of(Request()), call_of(request_, **changes)
+    assert one.signature() != other.signature()
+    labels = [call._label("forward", 1) for call in (one, other, call_of(Request()))]
+    assert labels[0] is not None
+    assert labels[1] is not None
+    assert labels[2] is not None
+    assert not torch.equal(labels[0], labels[1])
+    assert torch.equal(labels[0], labels[2])
+
+
+def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
+    call = call_of(Request())
+    labels = [call._label(direction, number) for number in (1, 2, 3) for direction in ("forward", "backward")]
+    assert len({bytes(label.tolist()) for label in labels if label is not None}) == 6
+
+
+def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
+    everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
+    strategy = Strategy(deterministic=True)
+    assert _features(SHAPES._replace(v_dim=4), everything, strategy, ("bias",)) == set(FEATURES) - {"windows"}
+    assert _features(SHAPES, Scores(), Strategy(), ("sink",)) == frozenset()
