@@ -161,7 +161,7 @@ class ContextParallel:
         self.member.expected_bytes.clear()
 
     def allocated_bytes(self) -> int:
-        """Bytes of all communication buffers; does not grow once every kind of call has been made."""
+        """Bytes of all communication buffers; does not grow once every kind of call has been made twice."""
         return self._transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:

@@ -98,6 +98,15 @@ def test_different_head_dims_with_a_kernel_that_has_them() -> None:
     torch.testing.assert_close(four, one)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_out_and_gradients_have_the_type_of_the_inputs(dtype: torch.dtype) -> None:
+    q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2), dtype=dtype)[:3])
+    out, lse = VirtualRing(Topology(1, 2)).attention(q, k, v)
+    out.sum().backward()
+    assert {x.dtype for x in (out, q.grad, k.grad, v.grad) if x is not None} == {dtype}
+    assert lse.dtype is torch.promote_types(dtype, torch.float32)
+
+
 def test_cross_attention_without_a_mask_may_have_other_lengths() -> None:
     q, kv = torch.randn(1, 16, 2, 8), torch.randn(1, 48, 2, 8)
     one, _ = VirtualRing(Topology(1, 1)).attention(q, kv, kv, mask=Full())
@@ -114,6 +123,7 @@ def test_cross_attention_without_a_mask_may_have_other_lengths() -> None:
         (((1, 8, 4, 8), (1, 8, 4, 8), (1, 6, 4, 8)), "do not fit together"),
         (((1, 8, 4, 8), (1, 8, 4, 16), (1, 8, 4, 8)), "do not fit together"),
         (((2, 8, 4, 8), (1, 8, 4, 8), (1, 8, 4, 8)), "do not fit together"),
+        (((2, 8, 4, 8), (2, 8, 4, 8), (1, 8, 4, 8)), "do not fit together"),
         (((1, 8, 0, 8), (1, 8, 4, 8), (1, 8, 4, 8)), "without batch, heads or head dim"),
     ],
 )

@@ -106,6 +106,12 @@ def test_what_is_asked_for_is_what_is_returned(forward: str) -> None:
             assert torch.equal(x, y)
 
 
+def test_the_largest_score_may_be_negative() -> None:
+    x = torch.ones(1, 6, 2, 4)
+    _, largest = burst_attention(x, -x, x, ContextParallel(), return_max_logits=True)
+    assert largest.tolist() == [-2.0, -2.0]
+
+
 def test_calls_are_forgotten_after_many_kinds() -> None:
     cp, x = ContextParallel(), torch.zeros(1, 4, 1, 4)
     for window in range(150):

@@ -7,12 +7,13 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from burst_plugin import Link, RingError, Topology, Traffic, VirtualRing
+from burst_plugin import Link, Mask, RingError, SlidingWindow, Strategy, Topology, Traffic, VirtualRing, routes
 from burst_plugin.executor import Ring, lockstep
 from burst_plugin.in_process import InProcessNetwork, InProcessTransport
 from burst_plugin.mask import Causal
+from burst_plugin.schedule import SCHEDULES
 from burst_plugin.transport import BufferPool, Channel, Message
-from tests.support.reference import Problem, reference, relative
+from tests.support.reference import Problem, Result, errors, reference, relative
 
 CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
 CPU = torch.device("cpu")
@@ -121,3 +122,34 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     monkeypatch.setattr(Ring, "_is_ours", lambda ring, buffer: True)
     out, _ = VirtualRing(Topology(2, 2)).attention(*problem[:3])
     assert bool(out.isnan().any())
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5)], ids=str)
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_buffer_is_given_back(schedule: str, traveller: str, mask: Mask) -> None:
+    strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
+    ring, allocated = VirtualRing(Topology(2, 2), strategy), []
+    for _ in range(3):
+        q, k, v = (x.requires_grad_() for x in Problem.draw(32, (2, 2))[:3])
+        ring.attention(q, k, v, mask=mask)[0].sum().backward()
+        pools = [member.transport._pool for member in ring.members]  # type: ignore[attr-defined]
+        assert not any(pool._leased for pool in pools)
+        allocated.append([pool.allocated_bytes for pool in pools])
+    assert allocated[1] == allocated[2]
+
+
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sums_that_nothing_was_added_to_travel_as_nothing(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, traveller: str
+) -> None:
+    """With more ranks than are looked through, blocks go to all, and what has no work on them sends sums too."""
+    monkeypatch.setattr(routes, "_MOST_PAIRS", 0)
+    problem = Problem.draw(24, (2, 2), dtype=torch.float64)
+    strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out, _ = VirtualRing(Topology(2, 2), strategy).attention(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, Causal()))
+    assert max(found.values()) < 1e-13, found

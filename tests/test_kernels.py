@@ -159,9 +159,11 @@ def test_reference_bands_and_rows_without_a_key() -> None:
 
 
 @pytest.mark.parametrize("scores", [SCALED, Scores(scale=8**-0.5, dropout=0.2, alibi_slopes=(0.1, 0.01))], ids=str)
-def test_reference_has_the_same_result_in_slices(scores: Scores) -> None:
+@pytest.mark.parametrize("bias", [None, (1, 1), (2, 2)], ids=str)
+def test_reference_has_the_same_result_in_slices(scores: Scores, bias: tuple[int, int] | None) -> None:
     problem = Problem.draw(700, (2, 1), dtype=torch.float64)
-    how = How(CAUSAL, scores, None, torch.arange(700), torch.arange(700))
+    problem = problem if bias is None else problem.with_bias(bias)
+    how = How(CAUSAL, scores, problem.bias, torch.arange(700), torch.arange(700))
     found = errors(run("reference", problem, how), reference(problem, Causal(), scores))
     assert all(error < 1e-13 for error in found.values())
 
@@ -178,7 +180,8 @@ def test_dropout_drops_its_share_and_depends_on_places_alone() -> None:
         assert abs(float((dropped[0] * dropped[other]).mean())) < 0.002
     assert abs(float((dropped[:, 1:] * dropped[:, :-1]).mean())) < 0.002
     assert abs(float((dropped[:, :, 1:] * dropped[:, :, :-1]).mean())) < 0.002
-    assert not torch.equal(whole, keep(Scores(dropout=0.25, seed=1), (0, 2, 3), places, places))
+    for seed in (0, 1, 1 << 39, 1 + (1 << 40)):
+        assert not torch.equal(whole, keep(Scores(dropout=0.25, seed=seed), (0, 2, 3), places, places)), seed
 
 
 @pytest.mark.parametrize(

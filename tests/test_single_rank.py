@@ -124,6 +124,12 @@ def test_what_is_not_a_mask_is_refused(cp: ContextParallel) -> None:
 
 
 @pytest.mark.parametrize(("name", "shape"), [("sink", (2,)), ("bias", (1, 1, 8, 8))])
+def test_sink_and_bias_are_floating_point(cp: ContextParallel, name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be floating point .*, got torch.int64"):
+        burst_attention(*Problem.draw(8, (2, 2))[:3], cp, **{name: torch.zeros(shape, dtype=torch.int64)})
+
+
+@pytest.mark.parametrize(("name", "shape"), [("sink", (2,)), ("bias", (1, 1, 8, 8))])
 def test_sink_and_bias_are_where_the_queries_are(cp: ContextParallel, name: str, shape: tuple[int, ...]) -> None:
     elsewhere = {name: torch.zeros(shape, device="meta")}
     with pytest.raises(ValueError, match=f"{name} is on meta, but q, k, v are on cpu"):

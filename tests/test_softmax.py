@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_plugin.softmax import merge_, project, row_delta
+from burst_plugin.softmax import add_sink, merge_, project, row_delta, sink_grad
 
 
 def _attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,3 +60,13 @@ def test_projection_on_a_zero_gradient_is_zero() -> None:
     shadow = project(dout, torch.tensor([[[0.0, 2.0]]]))
     assert torch.equal(shadow[:, 0], torch.zeros(1, 1, 4))
     assert torch.equal(shadow[:, 1], torch.full((1, 1, 4), 0.5))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    """Not even where a query attends to nothing else."""
+    out, lse, sink = torch.randn(1, 2, 1, 4), torch.tensor([[[0.5, -torch.inf]]]), torch.tensor([-torch.inf])
+    out[:, 1] = 0.0
+    same, both = add_sink(out, lse, sink)
+    assert torch.equal(same, out)
+    assert torch.equal(both, lse)
+    assert torch.equal(sink_grad(sink, out, torch.randn_like(out), both), torch.zeros(1))

@@ -117,7 +117,7 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_row: int) -> tuple[Tensor, 
         apart = (how.q_positions.unsqueeze(1) - how.k_positions).abs()
         scores = scores - slopes.view(-1, 1, 1) * apart
     if how.bias is not None:
-        scores = scores + how.bias
+        scores = scores + how.bias.to(scores.dtype)
     if how.band == FULL:
         return scores, slope
     rows = torch.arange(first_row, first_row + q.shape[1], device=q.device).unsqueeze(1)
