@@ -338,7 +338,7 @@ for batch in loader:
     loss = engine(**batch).loss
     engine.backward(loss)
     engine.step()
-    print("loss", engine.global_rank, f"{loss.item():.5f}", flush=True)
+    print(f"loss {engine.global_rank} {loss.item():.5f}\\n", end="", flush=True)  # one write: ranks share the pipe
 """
 
 
