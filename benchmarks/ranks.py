@@ -14,11 +14,12 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -167,17 +168,13 @@ class _Crew:
     def fork(self, rank: int, body: Callable[[int], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)  # an exception here would lose the process
-        try:
-            with warnings.catch_warnings():
-                # Python 3.12 warns if the parent has threads; the ranks use nothing that those might hold
-                warnings.simplefilter("ignore", DeprecationWarning)
-                pid = os.fork()
+        with _interrupts_deferred(), warnings.catch_warnings():
+            # Python 3.12 warns if the parent has threads; the ranks use nothing that those might hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
             if pid == 0:
                 _run_rank(self, rank, body)
             self.running[rank] = pid
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def reap_until(self, enough: Callable[[], bool], limit_s: float) -> None:
         """Take note of the ranks that end, until there are none left, or `enough`, or time is up."""
@@ -228,6 +225,31 @@ class _Crew:
     def _stack_written(self, rank: int) -> bool:
         """Whether the stack has reached `_run_rank`, near the root of the main thread, which comes last."""
         return "in _run_rank" in _read(self.directory / f"stack.{rank}")
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Keep exceptions of signal handlers until the end, since one between a fork and its note loses the process.
+
+    The mask is for the forked process. Here it is not enough: the system may give a signal to any thread, and Python
+    then runs its handler in the main one.
+    """
+    caught: list[int] = []
+    handlers = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in _INTERRUPTS}
+        handlers = {number: handler for number, handler in handlers.items() if handler is not None}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _INTERRUPTS)
+    for number in handlers:
+        signal.signal(number, lambda number, frame: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in caught:
+            signal.raise_signal(number)
 
 
 def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,13 +179,17 @@ def test_an_expected_death_has_to_happen() -> None:
     assert sorted(caught.value.errors) == [1]
 
 
-def test_an_interrupted_parent_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork = os.fork
+@pytest.mark.parametrize("threads", [0, 4])  # the system may give the signal to any of them
+def test_an_interrupted_parent_leaves_no_ranks(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, over = os.fork, threading.Event()
+    for _ in range(threads):
+        threading.Thread(target=over.wait, daemon=True).start()
 
     def interrupted_fork() -> int:
         pid = fork()
         if pid:
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
         return pid
 
     monkeypatch.setattr(os, "fork", interrupted_fork)
@@ -194,6 +199,7 @@ def test_an_interrupted_parent_leaves_no_ranks(monkeypatch: pytest.MonkeyPatch) 
             run_ranks(lambda rank: time.sleep(60), 2, init=False)
     finally:
         signal.signal(signal.SIGINT, before)
+        over.set()
 
 
 def test_a_killed_parent_leaves_no_ranks(tmp_path: Path) -> None:
