@@ -9,7 +9,7 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -27,6 +27,8 @@ from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
 from burst_plugin.request import Inputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
+from burst_plugin.sums import in_parts
+from burst_plugin.tile_work import bias_grad
 
 _CAUSAL = Causal()
 _PLAIN = Scores()
@@ -43,51 +45,59 @@ __all__ = [
 ]
 
 
-def attend(call: Call, work: Pass, number: int) -> Generator[None, None, dict[str, Tensors]]:
+def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
-    `number` is that of the call, the same on every rank.
+    `works` are the pass over each part of the heads; `number` is that of the call, the same on every rank.
     """
-    away = call.travellers[work.direction]
+    direction = works[0].direction
+    away = call.travellers[direction]
     home = "kv" if away == "q" else "q"
-    ring = call.ring(work, number)
-    at_home = work.sums(home, call.blank(work.direction, home), False)
+    own = {side: call.own_sums(works, side) for side in (home, away)}
+    ring = call.ring(works, own[away], number)
 
     for visit in ring.visits():
-        here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
-        site = call.site(work.direction, visit.owner)
-        for tile in call.tiles(work.direction, visit.owner):
-            parts = work.visit(here["q"], here["kv"], tile, site)
-            if parts[home]:
-                at_home.add(tile, home, parts[home])
-            if parts[away]:
-                visit.sums.add(tile, away, parts[away])
+        if visit is not None:
+            work, at_home = works[visit.part], own[home].parts[visit.part]
+            here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
+            site = call.site(direction, visit.owner)
+            for tile in call.tiles(direction, visit.owner):
+                found = work.visit(here["q"], here["kv"], tile, site)
+                if found[home]:
+                    at_home.add(tile, home, found[home])
+                if found[away]:
+                    visit.sums.add(tile, away, found[away])
         yield
 
-    at_home.settle()
-    back = yield from ring.homecoming()
-    return {home: at_home.tensors, away: back}
+    yield from ring.homecoming()
+    for sums in own.values():
+        sums.settle()
+    return {side: sums.tensors for side, sums in own.items()}
 
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program for its outputs, float32 or wider."""
-    work = call.work("forward", inputs.bias)
-    sums = yield from attend(call, ForwardPass(work, *inputs[:3]), number)
+    works, heads = call.works("forward", inputs.bias), in_parts(inputs[:3], call.parts)
+    passes = [ForwardPass(work, *qkv) for work, qkv in zip(works, heads, strict=True)]
+    sums = yield from attend(call, passes, number)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
-    return Outputs(out, lse, work.max_logits)
+    largest = [work.max_logits for work in works if work.max_logits is not None]
+    return Outputs(out, lse, torch.cat(largest) if largest else None)
 
 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
-    work = call.work("backward", inputs.bias)
-    sums = yield from attend(call, BackwardPass(work, call.shapes, queries, (inputs.k, inputs.v)), number)
+    works, heads = call.works("backward", inputs.bias), in_parts((*queries, *inputs[1:3]), call.parts)
+    passes = [
+        BackwardPass(work, call.shapes, Queries(*mine[:4]), mine[4:]) for work, mine in zip(works, heads, strict=True)
+    ]
+    sums = yield from attend(call, passes, number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
-    dbias = work.dbias if inputs.bias is None or work.dbias is not None else torch.zeros_like(inputs.bias)
-    return (*sums["q"], *sums["kv"], dsink, dbias)
+    return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
 
 
 class Outputs(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
@@ -11,17 +11,18 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from burst_plugin.cargo import CallCargo
 from burst_plugin.executor import Packing, Ring
 from burst_plugin.kernels import Case, How, Kernel, choose_kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
-from burst_plugin.passes import Pass, Tensors
+from burst_plugin.passes import Pass
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Shapes, Strategy, choose_traveller
-from burst_plugin.sums import TileSums, take_rows
+from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import FULL, Tile, cut
 from burst_plugin.topology import Traffic
@@ -85,40 +86,52 @@ class Call:
             for direction in _DIRECTIONS
         }
 
-    def tiles(self, direction: str, owner: int | None) -> tuple[Tile, ...]:
+    def tiles(self, direction: str, owner: int) -> tuple[Tile, ...]:
         """The work of a visit, in tiles that the kernel has."""
-        return () if owner is None else self._tiles[direction][owner]
+        return self._tiles[direction][owner]
 
-    def site(self, direction: str, owner: int | None) -> Site:
+    def site(self, direction: str, owner: int) -> Site:
         """Which tokens meet in a visit, if anything depends on them."""
-        if owner is None or not (self.scores.needs_positions or "bias" in self.has):
+        if not (self.scores.needs_positions or "bias" in self.has):
             return Site()
         runs = self.route(direction).runs
         return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
 
-    def work(self, direction: str, bias: Tensor | None) -> TileWork:
-        """The kernel, ready to work on the tiles of a pass."""
-        largest = None
-        if self.max_logits and direction == "forward":
-            largest = torch.full((self.shapes.q_heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
-        how = How(FULL, self.scores, deterministic=_deterministic(self.member.strategy))
-        return TileWork(self.kernel, how, bias, largest)
+    @property
+    def parts(self) -> int:
+        """How many parts the heads are cut into."""
+        return self.member.strategy.parts
 
-    def blank(self, direction: str, side: str) -> Tensors:
-        """Uninitialised tensors for the sums of a side that stays at home."""
-        _, sums = self._of_block(self.member.rank, None).side(direction, side)
-        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in sums)
+    def works(self, direction: str, bias: Tensor | None) -> list[TileWork]:
+        """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
+        heads, found = self.shapes.q_heads // self.parts, []
+        for part in range(self.parts):
+            largest = None
+            if self.max_logits and direction == "forward":
+                largest = torch.full((heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
+            mine = slice(part * heads, (part + 1) * heads)
+            how = How(FULL, self.scores.of_heads(mine), first_head=mine.start)
+            how = how._replace(deterministic=_deterministic(self.member.strategy))
+            bias_of_part = bias if bias is None or bias.shape[1] == 1 else bias[:, mine]
+            found.append(TileWork(self.kernel, how, bias_of_part, largest))
+        return found
 
-    def ring(self, work: Pass, number: int) -> Ring[TileSums]:
-        """The ring of this pass."""
-        cargo = _Cargo(self, work, self.travellers[work.direction])
-        self.member.expected_bytes.update(self._expected_bytes[work.direction])
+    def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
+        """The sums of a side of this rank's block, uninitialised."""
+        _, sums = self._of_block(self.member.rank, None).side(works[0].direction, side)
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in sums)
+        return OwnSums(tensors, self.parts, lambda part, views: works[part].sums(side, views, False))
+
+    def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
+        """The ring of this pass; what travels is summed up in `own` when it is home."""
+        direction = works[0].direction
+        self.member.expected_bytes.update(self._expected_bytes[direction])
         return Ring(
-            self.route(work.direction).plan,
+            self.route(direction).plan,
             self.member.transport,
-            cargo,
-            direction=work.direction,
-            label=self._label(work.direction, number),
+            CallCargo(self, works, self.travellers[direction], own),
+            direction=direction,
+            label=self._label(direction, number),
             trace=self.member.trace,
         )
 
@@ -128,10 +141,11 @@ class Call:
         return {self.route(direction).plan.separate_links for direction in _DIRECTIONS}
 
     def packing(self, direction: str, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
-        """How rows of a block, or of its sums, travel."""
+        """How rows of a part of a rank's block, or of its sums, travel."""
         key = (direction, traffic, owner, rows)
         if key not in self._packings:
-            operands, sums = self._of_block(owner, rows).side(direction, self.travellers[direction])
+            part = self._of_block(owner, rows).of_part(self.parts)
+            operands, sums = part.side(direction, self.travellers[direction])
             tensors = operands if traffic is Traffic.GATHER else sums
             self._packings[key] = Packing(tensors, labelled=self.device.type == "cpu")
         return self._packings[key]
@@ -161,7 +175,7 @@ class Call:
             plan = self.route(direction).plan
             counts[direction] = Counter()
             for traffic, t in plan.sends:
-                nbytes = self.packing(direction, traffic, t.owner, t.rows).nbytes
+                nbytes = self.packing(direction, traffic, t.block % plan.ranks, t.rows).nbytes
                 counts[direction][Channel(traffic, t.link, plan.separate_links)] += nbytes
         return counts
 
@@ -176,36 +190,6 @@ class Call:
             return None
         which = 2 * number + _DIRECTIONS.index(direction)
         return torch.frombuffer(bytearray(self._digest + which.to_bytes(8, "little")), dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class _Cargo:
-    """What travels in one pass, for the executor."""
-
-    call: Call
-    work: Pass
-    away: str
-
-    @property
-    def device(self) -> torch.device:
-        return self.call.device
-
-    @cached_property
-    def operands(self) -> Tensors:
-        return self.work.outgoing(self.away)
-
-    @property
-    def reduces(self) -> bool:
-        return bool(self.call.shapes.side(self.work.direction, self.away)[1])
-
-    def packing(self, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
-        return self.call.packing(self.work.direction, traffic, owner, rows)
-
-    def take(self, rows: Rows) -> Tensors:
-        return tuple(take_rows(x, rows) for x in self.operands)
-
-    def sums(self, tensors: Tensors, filled: bool) -> TileSums:
-        return self.work.sums(self.away, tensors, filled)
 
 
 def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
@@ -256,6 +240,12 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     shapes = shapes._replace(q_len=longest["q"], kv_len=longest["kv"])
     if request.mask.rows not in (None, shapes.batch):
         raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
+    if shapes.kv_heads % member.strategy.parts:
+        valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
+        raise ValueError(
+            f"parts={member.strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use "
+            f"one of {valid}"
+        )
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
     routes.pairs(attending)  # raises ValueError if the mask does not fit the lengths
     scores = request.scores.resolved(shapes.qk_dim, shapes.q_heads)

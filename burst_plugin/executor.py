@@ -83,26 +83,20 @@ class Cargo(Protocol[Sco]):
         """Where tensors are."""
         ...
 
-    @property
-    def operands(self) -> tuple[Tensor, ...]:
-        """Those of this rank, as they travel; asked for when they leave."""
-        ...
-
-    @property
-    def reduces(self) -> bool:
-        """Whether there are sums."""
-        ...
-
-    def packing(self, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
+    def packing(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How operands (gather) or sums (reduce) of these rows of a block are laid out."""
         ...
 
-    def take(self, rows: Rows) -> tuple[Tensor, ...]:
-        """Some rows of this rank's operands."""
+    def operands(self, block: int, rows: Rows | None) -> tuple[Tensor, ...]:
+        """Some or all rows of a block of this rank, as they travel; asked for when they leave."""
         ...
 
-    def sums(self, tensors: tuple[Tensor, ...], filled: bool) -> Sco:
-        """Tensors as sums; `filled` says whether they hold values already."""
+    def sums(self, block: int, tensors: tuple[Tensor, ...], filled: bool) -> Sco:
+        """Tensors as sums of a block; `filled` says whether they hold values already."""
+        ...
+
+    def own_sums(self, block: int) -> Sco:
+        """Those of a block of this rank; the same ones whenever they are asked for."""
         ...
 
 
@@ -121,10 +115,6 @@ class Packing:
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors, as views of the buffer."""
         return tuple(buffer[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._sections)
-
-    def blank(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Such tensors by themselves, uninitialised."""
-        return tuple(torch.empty(shape, dtype=dtype, device=device) for _, _, shape, dtype in self._sections)
 
 
 class Event(NamedTuple):
@@ -148,12 +138,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Visit(Generic[S]):
-    """The block of `owner` is here: read its `operands`, add to its `sums`. None: no block, no work at this step.
+    """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
     A rank's own block (`is_own`) has no operands: it did not travel.
     """
 
-    owner: int | None
+    owner: int
+    part: int
     is_own: bool
     operands: tuple[Tensor, ...]
     _sums: Callable[[], S]
@@ -187,37 +178,32 @@ class Ring(Generic[S]):
         self._direction, self._trace = direction, trace
         self._device = cargo.device
         self._operands: dict[int, tuple[Tensor, ...]] = {}
-        self._buffers: dict[int, Tensor] = {}  # leased for operands, by owner
-        self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by owner
-        self._own: S | None = None
+        self._buffers: dict[int, Tensor] = {}  # leased for operands, by block
+        self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by block
         self._due: dict[int, list[Pending]] = {}
         self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
         self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
 
-    def visits(self) -> Iterator[Visit[S]]:
-        """The blocks as they come by."""
+    def visits(self) -> Iterator[Visit[S] | None]:
+        """The blocks as they come by; None at a step at which there is none to work on."""
         for number, step in enumerate(self._plan.steps[: self._plan.visit_steps]):
             self._advance(number, step)
-            owner = step.visit
-            if owner is None:
-                yield Visit(None, True, (), self._nothing)
+            block = step.visit
+            if block is None:
+                yield None
                 continue
             start = time.perf_counter() if self._trace else 0.0
-            with _nvtx_range(f"burst {self._direction} step {number}, block {owner}", self._device):
-                is_own = owner == self._plan.rank
-                yield Visit(owner, is_own, () if is_own else self._operands[owner], partial(self._bag, owner))
+            part, owner = divmod(block, self._plan.ranks)
+            with _nvtx_range(f"burst {self._direction} step {number}, block {block}", self._device):
+                operands = () if self._is_own(block) else self._operands[block]
+                yield Visit(owner, part, self._is_own(block), operands, partial(self._bag, block))
             self._record("kernel", number, "", start)
 
-    def homecoming(self) -> Generator[None, None, tuple[Tensor, ...]]:
-        """The steps after the last visit; returns the rank's own sums, () if nothing is reduced."""
+    def homecoming(self) -> Generator[None, None, None]:
+        """The steps after the last visit; then the rank's own sums are complete."""
         for number in range(self._plan.visit_steps, len(self._plan.steps)):
             self._advance(number, self._plan.steps[number])
             yield
-        if not self._cargo.reduces:
-            return ()
-        own = self._bag(self._plan.rank)
-        own.settle()
-        return own.tensors
 
     def _advance(self, number: int, step: Step) -> None:
         for pending in self._due.pop(number, ()):
@@ -232,9 +218,9 @@ class Ring(Generic[S]):
         for traffic, transfer in step.due:
             if transfer.dst == self._plan.rank:
                 self._arrive(number, traffic, transfer, self._arriving.pop((traffic, transfer)))
-        for owner in step.drop:
-            if owner in self._buffers:
-                self._transport.release(self._buffers.pop(owner))
+        for block in step.drop:
+            if block in self._buffers:
+                self._transport.release(self._buffers.pop(block))
         self._post(number, step)
 
     def _post(self, number: int, step: Step) -> None:
@@ -246,7 +232,7 @@ class Ring(Generic[S]):
             if transfer.src == self._plan.rank:
                 sends.append(Message(transfer.dst, channel, self._outgoing(traffic, transfer)))
             else:
-                packing = self._cargo.packing(traffic, transfer.owner, transfer.rows)
+                packing = self._cargo.packing(traffic, transfer.block, transfer.rows)
                 buffer = self._transport.lease(packing.nbytes, self._device)
                 self._arriving[traffic, transfer] = buffer
                 recvs.append(Message(transfer.src, channel, buffer))
@@ -262,27 +248,27 @@ class Ring(Generic[S]):
 
     def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Tensor:
         """The bytes of a block or of its sums, on their way out."""
+        block = transfer.block
         if traffic is Traffic.REDUCE:
-            sums = self._bag(transfer.owner)
+            sums = self._bag(block)
             sums.settle()
-            buffer, _ = self._bags.pop(transfer.owner)
+            buffer, _ = self._bags.pop(block)
             self._sent.setdefault(transfer.due, []).append(buffer)
             return buffer
         if transfer.rows is not None:
-            buffer = self._pack(transfer.rows)
+            buffer = self._pack(block, transfer.rows)
             self._sent.setdefault(transfer.due, []).append(buffer)
             return buffer
-        if transfer.owner not in self._buffers:  # the rank's own block, sent for the first time
-            self._buffers[transfer.owner] = self._pack(None)
-        return self._buffers[transfer.owner]
+        if block not in self._buffers:  # the rank's own block, sent for the first time
+            self._buffers[block] = self._pack(block, None)
+        return self._buffers[block]
 
-    def _pack(self, rows: Rows | None) -> Tensor:
+    def _pack(self, block: int, rows: Rows | None) -> Tensor:
         """Operands of this rank in a leased buffer."""
-        packing = self._cargo.packing(Traffic.GATHER, self._plan.rank, rows)
+        packing = self._cargo.packing(Traffic.GATHER, block, rows)
         buffer = self._transport.lease(packing.nbytes, self._device)
         self._mark(buffer)
-        tensors = self._cargo.operands if rows is None else self._cargo.take(rows)
-        for view, tensor in zip(packing.views(buffer), tensors, strict=True):
+        for view, tensor in zip(packing.views(buffer), self._cargo.operands(block, rows), strict=True):
             view.copy_(tensor)
         return buffer
 
@@ -292,33 +278,32 @@ class Ring(Generic[S]):
                 transfer.src, "what it sent belongs to another call, or to one with other shapes, types or options"
             )
             self._give_up(number, lost)
-        packing = self._cargo.packing(traffic, transfer.owner, transfer.rows)
+        block = transfer.block
+        packing = self._cargo.packing(traffic, block, transfer.rows)
         if traffic is Traffic.GATHER:
-            self._buffers[transfer.owner] = buffer
-            self._operands[transfer.owner] = packing.views(buffer)
+            self._buffers[block] = buffer
+            self._operands[block] = packing.views(buffer)
             return
-        arrived = self._cargo.sums(packing.views(buffer), True)
-        if transfer.owner in self._bags or transfer.owner == self._plan.rank:
-            self._bag(transfer.owner).join(arrived, transfer.rows)
+        arrived = self._cargo.sums(block, packing.views(buffer), True)
+        if block in self._bags or self._is_own(block):
+            self._bag(block).join(arrived, transfer.rows)
             self._transport.release(buffer)
         else:
-            self._bags[transfer.owner] = (buffer, arrived)
+            self._bags[block] = (buffer, arrived)
 
-    def _bag(self, owner: int) -> S:
-        """The sums of a block's owner that this rank holds; fresh ones if it holds none."""
-        assert self._cargo.reduces, "this direction reduces nothing"
-        packing = self._cargo.packing(Traffic.REDUCE, owner, self._rows.get(owner))
-        if owner == self._plan.rank:  # these outlive the ring
-            self._own = self._own or self._cargo.sums(packing.blank(self._device), False)
-            return self._own
-        if owner not in self._bags:
+    def _bag(self, block: int) -> S:
+        """The sums of a block that this rank holds; fresh ones if it holds none."""
+        if self._is_own(block):  # these outlive the ring
+            return self._cargo.own_sums(block)
+        if block not in self._bags:
+            packing = self._cargo.packing(Traffic.REDUCE, block, self._rows.get(block))
             buffer = self._transport.lease(packing.nbytes, self._device)
             self._mark(buffer)
-            self._bags[owner] = (buffer, self._cargo.sums(packing.views(buffer), False))
-        return self._bags[owner][1]
+            self._bags[block] = (buffer, self._cargo.sums(block, packing.views(buffer), False))
+        return self._bags[block][1]
 
-    def _nothing(self) -> S:
-        raise LookupError("no block is visited at this step")
+    def _is_own(self, block: int) -> bool:
+        return block % self._plan.ranks == self._plan.rank
 
     def _mark(self, buffer: Tensor) -> None:
         if self._label is not None:

@@ -154,9 +154,9 @@ class Routes:
         key = (rank, attending, away, reduces)
         if key not in self._routes:
             schedule = self._schedule(attending, away, reduces)
-            plan = schedule.plan(rank)
+            plan = schedule.in_parts(self._strategy.parts).plan(rank)
             home = "kv" if away == "q" else "q"
-            owners = [step.visit for step in plan.steps if step.visit is not None]
+            owners = list(dict.fromkeys(s.visit % plan.ranks for s in plan.steps if s.visit is not None))
             runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
             tiles = {}
             for owner in owners:

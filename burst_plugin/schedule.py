@@ -1,7 +1,8 @@
 """Ring schedules as data: who visits which block when, and what travels over which link meanwhile.
 
 Pure Python, no torch. At every step each rank visits the block of one *owner*. What a schedule is made of is in
-`burst_plugin.transfers`; a new one is a function here and a line at the end.
+`burst_plugin.transfers`, and how any of them is run in parts (`Schedule.in_parts`); a new one is a function here and
+a line at the end.
 
 `flat_ring`, 4 ranks; rows are ranks, columns steps, entries the owner of the block visited:
 
@@ -66,6 +67,7 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
         gather=tuple(hop(b, d, d) for b in range(ranks) for d in range(ranks - 1)),
         reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)) if reduces else (),
         reduces=reduces,
+        phases=tuple(range(ranks)),
     ).pruned(needs)
 
 
@@ -124,6 +126,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         reduce=tuple(transfer for place in places for transfer in reduce(*place)) if reduces else (),
         reduces=reduces,
         separate_links=topology.levels == 2,
+        phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
     ).pruned(needs)
 
 
@@ -160,6 +163,7 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
         if reduces
         else (),
         reduces=reduces,
+        phases=tuple(range(len(distances))),
     )
 
 

@@ -46,6 +46,10 @@ class Scores:
             )
         return self if self.scale is not None else replace(self, scale=1.0 / math.sqrt(qk_dim))
 
+    def of_heads(self, heads: slice) -> Scores:
+        """Those of some of the query heads."""
+        return self if self.alibi_slopes is None else replace(self, alibi_slopes=self.alibi_slopes[heads])
+
     @property
     def needs_positions(self) -> bool:
         """Whether a kernel has to know which tokens it works on."""

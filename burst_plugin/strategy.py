@@ -31,6 +31,9 @@ class Strategy:
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
     kernel: by name, or auto: the fastest that can.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
+    parts: into how many parts blocks are cut, by heads, that travel one behind the other (`Schedule.in_parts`): where
+    links are what everybody waits for, more parts keep them busy; otherwise they only make more and smaller kernel
+    calls. Must divide the number of key/value heads of a rank. `planner` says what it gives.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
@@ -46,6 +49,7 @@ class Strategy:
     backward: str = AUTO
     kernel: str = AUTO
     ranks_per_node: int | str = AUTO
+    parts: int = 1
     check: str = AUTO
     deterministic: bool = False
 
@@ -58,6 +62,8 @@ class Strategy:
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
+        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
+            raise ValueError(f"parts={self.parts!r} is not valid; use a positive number")
         per_node = self.ranks_per_node
         if per_node != AUTO and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
             raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")
@@ -101,6 +107,10 @@ class Shapes(NamedTuple):
     qk_dim: int
     v_dim: int
     dtype: torch.dtype
+
+    def of_part(self, parts: int) -> Shapes:
+        """Those of one part of the heads."""
+        return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     @property
     def sum_dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
 
-__all__ = ["PlainSums", "SoftmaxSums", "TileSums", "take_rows"]
+__all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts", "take_rows"]
 
 
 class TileSums:
@@ -86,6 +86,30 @@ class SoftmaxSums(TileSums):
     def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
         out, lse = self.tensors
         merge_(out[batch, rows], lse[batch, :, rows], *parts)
+
+
+class OwnSums:
+    """The sums of a rank's own block: `tensors` whole, and `parts`, sums of their own, one per part of the heads.
+
+    `make` makes sums, of a part whose number it is given, out of tensors that hold no values yet.
+    """
+
+    def __init__(self, tensors: tuple[Tensor, ...], parts: int, make: Callable[[int, tuple[Tensor, ...]], TileSums]):
+        self.tensors = tensors
+        self.parts = [make(part, views) for part, views in enumerate(in_parts(tensors, parts))]
+
+    def settle(self) -> None:
+        """See `Sums.settle`."""
+        for sums in self.parts:
+            sums.settle()
+
+
+def in_parts(tensors: Sequence[Tensor], parts: int) -> list[tuple[Tensor, ...]]:
+    """Each part's heads of tensors [B, S, H, D] or [B, H, S], as views."""
+    if parts == 1:
+        return [tuple(tensors)]
+    cut = [x.chunk(parts, 2 if x.dim() == 4 else 1) for x in tensors]
+    return [tuple(x[part] for x in cut) for part in range(parts)]
 
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:

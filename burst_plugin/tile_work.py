@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.tiles import Tile
 
-__all__ = ["Site", "TileWork"]
+__all__ = ["Site", "TileWork", "bias_grad"]
 
 
 class Site(NamedTuple):
@@ -67,6 +68,15 @@ class TileWork:
         if self.dbias is None:
             self.dbias = torch.zeros_like(bias, dtype=part.dtype)
         self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, site.k[tile.k], part)
+
+
+def bias_grad(bias: Tensor, works: Sequence[TileWork]) -> Tensor:
+    """The gradient of a whole bias, from the work on each part of the heads."""
+    found = [torch.zeros_like(bias[:, :1]) if work.dbias is None else work.dbias for work in works]
+    if bias.shape[1] == 1:
+        return torch.stack(found).sum(0) if len(found) > 1 else found[0]
+    heads = bias.shape[1] // len(found)
+    return torch.cat([grad.expand(-1, heads, -1, -1) for grad in found], 1)
 
 
 def _batch(tile: Tile) -> slice:

@@ -1,8 +1,11 @@
 """A schedule as data: visits and transfers, and what can be asked of them.
 
-Pure Python, no torch. A *block* is one rank's share of whatever travels; `owner` is the rank that it belongs
-to. At every step each rank *visits* one block, that is, works on it together with what it has at home.
+Pure Python, no torch. A *block* is one rank's share of whatever travels; the rank that it belongs to is its
+*owner*. At every step each rank *visits* one block, that is, works on it together with what it has at home.
 Operands move ahead of the work (*gather*), sums follow one step behind and end at the owner (*reduce*).
+
+Blocks have the numbers of their owners. In `parts`, each is cut into as many, by heads: part p of the block of rank
+r has the number `r + p * ranks` and takes the way of the whole, one behind the other (`Schedule.in_parts`).
 
 Time: a transfer with `issue=s, due=d` is posted before the work of step s and waited for before the work of
 step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s can leave from step s+1 on.
@@ -13,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from burst_plugin.topology import Link, Topology, Traffic
@@ -30,9 +34,9 @@ Needs = Sequence[Mapping[int, Rows | None]]
 
 
 class Transfer(NamedTuple):
-    """One block (gather) or one sum (reduce) of `owner` going from `src` to `dst`; all its rows, or `rows` only."""
+    """One block (gather) or the sums of one (reduce) going from `src` to `dst`; all its rows, or `rows` only."""
 
-    owner: int
+    block: int
     src: int
     dst: int
     link: Link
@@ -47,13 +51,14 @@ class Step(NamedTuple):
     visit: int | None
     due: tuple[tuple[Traffic, Transfer], ...]
     issue: tuple[tuple[Traffic, Transfer], ...]
-    drop: tuple[int, ...]  # owners whose operands nobody needs here from this step on
+    drop: tuple[int, ...]  # blocks whose operands nobody needs here from this step on
 
 
 class RankPlan(NamedTuple):
     """A schedule as one rank sees it."""
 
     rank: int
+    ranks: int
     steps: tuple[Step, ...]
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
     separate_links: bool
@@ -67,15 +72,16 @@ class RankPlan(NamedTuple):
     def rows(self) -> dict[int, Rows | None]:
         """The rows of which blocks come here; None for all."""
         arrivals = (pair for step in self.steps for pair in step.due if pair[1].dst == self.rank)
-        return {t.owner: t.rows for traffic, t in arrivals if traffic is Traffic.GATHER}
+        return {t.block: t.rows for traffic, t in arrivals if traffic is Traffic.GATHER}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Visits and transfers of all ranks: `visits[rank][step]` is the owner of the block visited, None for no visit.
+    """Visits and transfers of all ranks: `visits[rank][step]` is the block visited, None for no visit.
 
     `reduces` is whether sums are brought home; `separate_links` whether transfers on both links are under way at
-    once for unlike times, so that each link needs communicators of its own.
+    once for unlike times, so that each link needs communicators of its own; `phases` the steps at which the ring
+    around a node begins anew; `parts` how many parts blocks are cut into.
     """
 
     name: str
@@ -85,6 +91,8 @@ class Schedule:
     reduce: tuple[Transfer, ...]
     reduces: bool = True
     separate_links: bool = False
+    phases: tuple[int, ...] = (0,)
+    parts: int = 1
 
     @property
     def ranks(self) -> int:
@@ -110,46 +118,91 @@ class Schedule:
         last = max([len(self.visits[rank]) + 1, *(t.due + 1 for _, t in mine)])
         due: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
         issue: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
-        needed = {owner: step + 1 for step, owner in enumerate(self.visits[rank]) if owner is not None}
+        needed = {block: step + 1 for step, block in enumerate(self.visits[rank]) if block is not None}
         for kind, t in mine:
             issue[t.issue].append((kind, t))
             due[t.due].append((kind, t))
             if kind is Traffic.GATHER and t.src == rank and t.rows is None:
-                needed[t.owner] = max(needed.get(t.owner, 0), t.due)
+                needed[t.block] = max(needed.get(t.block, 0), t.due)
         visits = [*self.visits[rank], *[None] * (last - len(self.visits[rank]))]
-        drop = [tuple(o for o, end in needed.items() if end == step) for step in range(last)]
+        drop = [tuple(b for b, end in needed.items() if end == step) for step in range(last)]
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
-        return RankPlan(rank, steps, len(self.visits[rank]), self.separate_links)
+        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links)
+
+    def in_parts(self, parts: int) -> Schedule:
+        """The same for blocks cut into `parts`, which take turns in every phase; steps are as much shorter.
+
+        Two parts, and a phase of two visits (`a` before: the second part of block a):
+
+            steps of the whole    | 0       1       | 2       3       |
+            visits                | a       b       | c       d       |
+            in two parts          | a   b   a'  b'  | c   d   c'  d'  |
+
+        What crosses between nodes goes out part by part, so that links are never idle while they are what everybody
+        waits for, and what comes last is worked on in 1 / parts of the time.
+        """
+        if parts == 1:
+            return self
+        last = max([len(self.visits[0]), *(t.due for t in (*self.gather, *self.reduce))]) + 1
+        bounds = [*self.phases, len(self.visits[0]), last + 1]
+        at = [
+            (parts * start, stop - start, step - start)
+            for start, stop in pairwise(bounds)
+            for step in range(start, stop)
+        ]
+
+        def when(step: int, part: int) -> int:
+            before, length, offset = at[step]
+            return before + part * length + offset
+
+        def moved(t: Transfer, part: int, behind: int) -> Transfer:
+            """Operands are there before the work of a step, sums (`behind` 1) after it."""
+            issue, due = (when(step - behind, part) + behind for step in (t.issue, t.due))
+            return t._replace(block=t.block + part * self.ranks, issue=issue, due=due)
+
+        visits: list[list[int | None]] = [[None] * (parts * len(self.visits[0])) for _ in self.visits]
+        for found, whole in zip(visits, self.visits, strict=True):
+            for step, block in enumerate(whole):
+                for part in range(parts):
+                    found[when(step, part)] = None if block is None else block + part * self.ranks
+        return replace(
+            self,
+            parts=parts,
+            phases=tuple(when(start, 0) for start in self.phases),
+            visits=tuple(map(tuple, visits)),
+            gather=tuple(moved(t, part, 0) for t in self.gather for part in range(parts)),
+            reduce=tuple(moved(t, part, 1) for t in self.reduce for part in range(parts)),
+        )
 
     def pruned(self, needs: Needs | None) -> Schedule:
         """Without the visits that `needs` leaves out, and without what then travels in vain; for None, unchanged."""
         if needs is None:
             return self
         visits = tuple(
-            tuple(owner if owner in needs[rank] else None for owner in visits)
+            tuple(block if block in needs[rank] else None for block in visits)
             for rank, visits in enumerate(self.visits)
         )
-        useful = {(rank, owner) for rank, found in enumerate(visits) for owner in found if owner is not None}
-        at = {(rank, owner): step for rank, found in enumerate(visits) for step, owner in enumerate(found)}
+        useful = {(rank, block) for rank, found in enumerate(visits) for block in found if block is not None}
+        at = {(rank, block): step for rank, found in enumerate(visits) for step, block in enumerate(found)}
         gather, reduce = [], []
         for t in sorted(self.gather, key=lambda t: -t.due):
-            if (t.dst, t.owner) in useful:
+            if (t.dst, t.block) in useful:
                 gather.append(t)
-                useful.add((t.src, t.owner))
+                useful.add((t.src, t.block))
         summed: dict[tuple[int, int | None], int] = {key: step + 1 for key, step in at.items()}
         for t in sorted(self.reduce, key=lambda t: (t.issue, t.due)):
-            if summed.get((t.src, t.owner), t.issue + 1) <= t.issue:
+            if summed.get((t.src, t.block), t.issue + 1) <= t.issue:
                 reduce.append(t)
-                summed[t.dst, t.owner] = min(t.due, summed.get((t.dst, t.owner), t.due))
+                summed[t.dst, t.block] = min(t.due, summed.get((t.dst, t.block), t.due))
         return replace(self, visits=visits, gather=tuple(gather), reduce=tuple(reduce))
 
     def load(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The most rows that any rank sends to gather blocks of these lengths: (between nodes, inside a node)."""
         sent: Counter[tuple[int, Link]] = Counter()
         for t in self.gather:
-            rows = lengths[t.owner] if t.rows is None else sum(stop - start for start, stop in t.rows)
+            rows = lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows)
             sent[t.src, t.link] += rows
         inter, intra = (max((n for (_, link), n in sent.items() if link is of), default=0) for of in reversed(Link))
         return inter, intra
@@ -163,8 +216,9 @@ class Schedule:
         Raises ScheduleError naming the first rank, step and block for which this fails.
         """
         for rank, visits in enumerate(self.visits):
-            wanted = range(self.ranks) if needs is None else needs[rank]
-            if sorted(owner for owner in visits if owner is not None) != sorted(wanted):
+            owners = range(self.ranks) if needs is None else needs[rank]
+            wanted = [owner + part * self.ranks for part in range(self.parts) for owner in owners]
+            if sorted(block for block in visits if block is not None) != sorted(wanted):
                 raise ScheduleError(f"{self.name}: rank {rank} does not visit every block exactly once: {visits}")
         for t in (*self.gather, *self.reduce):
             if t.src == t.dst or t.issue >= t.due or t.link is not self.topology.link(t.src, t.dst):
@@ -176,20 +230,21 @@ class Schedule:
         return self
 
     def _rows_needed(self, t: Transfer, needs: Needs) -> Rows | None:
-        return needs[t.src if t.dst == t.owner else t.dst].get(t.owner)
+        owner = t.block % self.ranks
+        return needs[t.src if t.dst == owner else t.dst].get(owner)
 
     def _validate_gather(self) -> None:
-        held_from = {(rank, rank): 0 for rank in range(self.ranks)}
+        held_from = {(block % self.ranks, block): 0 for block in range(self.ranks * self.parts)}
         for t in sorted(self.gather, key=lambda t: (t.issue, t.due)):
-            if held_from.get((t.src, t.owner), t.issue + 1) > t.issue:
-                raise ScheduleError(f"{self.name}: rank {t.src} sends block {t.owner} before it has it: {t}")
-            if (t.dst, t.owner) in held_from:
-                raise ScheduleError(f"{self.name}: rank {t.dst} is sent block {t.owner} twice: {t}")
-            held_from[t.dst, t.owner] = t.due
+            if held_from.get((t.src, t.block), t.issue + 1) > t.issue:
+                raise ScheduleError(f"{self.name}: rank {t.src} sends block {t.block} before it has it: {t}")
+            if (t.dst, t.block) in held_from:
+                raise ScheduleError(f"{self.name}: rank {t.dst} is sent block {t.block} twice: {t}")
+            held_from[t.dst, t.block] = t.due
         for rank, visits in enumerate(self.visits):
-            for step, owner in enumerate(visits):
-                if owner is not None and held_from.get((rank, owner), step + 1) > step:
-                    raise ScheduleError(f"{self.name}: rank {rank} visits block {owner} at step {step} without it")
+            for step, block in enumerate(visits):
+                if block is not None and held_from.get((rank, block), step + 1) > step:
+                    raise ScheduleError(f"{self.name}: rank {rank} visits block {block} at step {step} without it")
 
     def _validate_reduce(self) -> None:
         """Follow the sums; a set of contributing ranks is one integer, a bit per rank."""
@@ -199,16 +254,16 @@ class Schedule:
         expected: Counter[int] = Counter()
         events: list[tuple[int, int, Transfer | tuple[int, int]]] = []
         for rank, visits in enumerate(self.visits):
-            events += [(step + 1, 0, (rank, owner)) for step, owner in enumerate(visits) if owner is not None]
-            for owner in visits:
-                if owner is not None:
-                    expected[owner] |= 1 << rank
+            events += [(step + 1, 0, (rank, block)) for step, block in enumerate(visits) if block is not None]
+            for block in visits:
+                if block is not None:
+                    expected[block] |= 1 << rank
         for t in self.reduce:
             events += [(t.due, 1, t), (t.issue, 2, t)]
         cargo: dict[Transfer, int] = {}
         for _, kind, what in sorted(events, key=lambda event: event[:2]):
             if isinstance(what, Transfer):
-                here = (what.dst if kind == 1 else what.src, what.owner)
+                here = (what.dst if kind == 1 else what.src, what.block)
                 if kind == 2:
                     cargo[what] = bags.pop(here, 0)
                     if not cargo[what]:
@@ -220,18 +275,18 @@ class Schedule:
             if bags[here] & piece:
                 raise ScheduleError(f"{self.name}: a contribution to block {here[1]} is counted twice: {what}")
             bags[here] |= piece
-        for (rank, owner), piece in bags.items():
-            if rank != owner or piece != expected[owner]:
-                raise ScheduleError(f"{self.name}: the sum of block {owner} ends incomplete at rank {rank}")
+        for (rank, block), piece in bags.items():
+            if rank != block % self.ranks or piece != expected[block]:
+                raise ScheduleError(f"{self.name}: the sum of block {block} ends incomplete at rank {rank}")
 
     def format(self) -> str:
         """The schedule as a grid: rows are ranks, columns steps, `*` a block that came from another node."""
-        crossed = {(t.dst, t.owner) for t in self.gather if t.link is Link.INTER}
+        crossed = {(t.dst, t.block) for t in self.gather if t.link is Link.INTER}
         width = len(str(self.ranks)) + 2
         lines = [f"{self.name}, {self.topology}"]
         for rank, visits in enumerate(self.visits):
             cells = [f"{'*' if (rank, o) in crossed else ''}{'.' if o is None else o}".rjust(width) for o in visits]
-            nodes = [self.topology.node(rank if owner is None else owner) for owner in visits]
+            nodes = [self.topology.node(rank if block is None else block % self.ranks) for block in visits]
             for step in range(len(visits) - 1, 0, -1):  # a bar where the visits turn to another node's blocks
                 if nodes[step] != nodes[step - 1]:
                     cells.insert(step, " |")

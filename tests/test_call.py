@@ -206,3 +206,9 @@ def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     strategy = Strategy(deterministic=True)
     assert _features(SHAPES._replace(v_dim=4), everything, strategy, ("bias",)) == set(FEATURES) - {"windows"}
     assert _features(SHAPES, Scores(), Strategy(), ("sink",)) == frozenset()
+
+
+def test_parts_have_to_divide_the_heads() -> None:
+    ring, (q, k, v, *_) = VirtualRing(Topology(1, 2), Strategy(parts=3)), Problem.draw(16, (8, 4))
+    with pytest.raises(ValueError, match=r"parts=3 does not divide the 4 key/value heads .* use one of \[1, 2, 4\]"):
+        ring.attention(q, k, v)

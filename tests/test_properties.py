@@ -96,7 +96,7 @@ def cases(draw: st.DrawFn) -> Drawn:
     topology = draw(st.builds(Topology, st.integers(1, 3), st.integers(1, 3)))
     q_len = draw(st.integers(1, 40))
     kv_len = draw(st.one_of(st.just(q_len), st.just(q_len), st.integers(1, 40)))
-    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    kv_heads, group = draw(st.sampled_from([1, 2, 2, 4])), draw(st.integers(1, 2))
     heads = (kv_heads * group, kv_heads)
     dims = draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5)]))
     dtype = draw(st.sampled_from([torch.float64, torch.float32]))
@@ -118,6 +118,7 @@ def cases(draw: st.DrawFn) -> Drawn:
         forward=draw(sides),
         backward=draw(sides),
         kernel=draw(st.sampled_from(RUNNABLE)) if plain else "auto",
+        parts=draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads % n == 0])),
     )
     tokens = (
         draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None

@@ -24,6 +24,26 @@ def test_every_schedule_is_exact_on_every_topology(name: str, nodes: int, ranks_
         assert len(schedule.reduce) == (len(schedule.gather) if reduces else 0)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES[:-2])
+def test_every_schedule_is_exact_in_parts(name: str, nodes: int, ranks_per_node: int, parts: int) -> None:
+    for reduces in (True, False):
+        whole = SCHEDULES[name](Topology(nodes, ranks_per_node), reduces)
+        cut = whole.in_parts(parts).validate()
+        for rank in range(whole.ranks):
+            for link, sent in whole.hops(rank).items():
+                assert cut.hops(rank)[link] == {traffic: parts * hops for traffic, hops in sent.items()}
+
+
+def test_parts_take_turns_in_every_phase() -> None:
+    assert flat_ring(Topology(1, 2)).in_parts(2).visits == ((0, 2, 1, 3), (1, 3, 0, 2))
+    found = two_level_ring(Topology(2, 2)).in_parts(2)
+    assert found.visits[0] == (0, 4, 2, 3, 6, 7, 1, 5)
+    assert [t[1:] for t in found.gather if t.block == 4 and t.link is Link.INTER] == [(0, 2, Link.INTER, 1, 4, None)]
+    assert [t[1:] for t in found.reduce if t.block == 4 and t.link is Link.INTER] == [(3, 1, Link.INTER, 6, 8, None)]
+
+
 def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
     start = time.process_time()
     two_level_ring(Topology(nodes=64, ranks_per_node=8)).validate()
@@ -57,15 +77,15 @@ def test_the_rings_of_the_docstring() -> None:
 
 def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
     schedule = two_level_ring(Topology(2, 2))
-    assert [t for t in schedule.gather if t.owner == 0] == [
-        Transfer(owner=0, src=0, dst=1, link=Link.INTRA, issue=2, due=3),
-        Transfer(owner=0, src=0, dst=2, link=Link.INTER, issue=0, due=1),
-        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=1, due=2),
+    assert [t for t in schedule.gather if t.block == 0] == [
+        Transfer(block=0, src=0, dst=1, link=Link.INTRA, issue=2, due=3),
+        Transfer(block=0, src=0, dst=2, link=Link.INTER, issue=0, due=1),
+        Transfer(block=0, src=2, dst=3, link=Link.INTRA, issue=1, due=2),
     ]
-    assert [t for t in schedule.reduce if t.owner == 0] == [
-        Transfer(owner=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
-        Transfer(owner=0, src=3, dst=1, link=Link.INTER, issue=3, due=4),
-        Transfer(owner=0, src=1, dst=0, link=Link.INTRA, issue=4, due=5),
+    assert [t for t in schedule.reduce if t.block == 0] == [
+        Transfer(block=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
+        Transfer(block=0, src=3, dst=1, link=Link.INTER, issue=3, due=4),
+        Transfer(block=0, src=1, dst=0, link=Link.INTRA, issue=4, due=5),
     ]
 
 
@@ -85,7 +105,7 @@ def test_only_one_hop_inside_the_node_comes_after_all_work() -> None:
     for topology in (Topology(2, 2), Topology(4, 8), Topology(3, 5)):
         late = [t for t in two_level_ring(topology).reduce if t.due > topology.ranks]
         assert {(t.issue, t.link) for t in late} == {(topology.ranks, Link.INTRA)}
-        assert [t.dst for t in late] == [t.owner for t in late]
+        assert [t.dst for t in late] == [t.block for t in late]
 
 
 def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
@@ -107,9 +127,10 @@ def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2), Topology(3, 3)], ids=str)
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("reduces", [True, False])
-def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool) -> None:
-    schedule = two_level_ring(topology, reduces)
+def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool, parts: int) -> None:
+    schedule = two_level_ring(topology, reduces).in_parts(parts)
     orders = []
     for rank in range(schedule.ranks):
         steps = schedule.plan(rank).steps

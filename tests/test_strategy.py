@@ -24,6 +24,8 @@ GQA = MHA._replace(kv_heads=8)
         ({"ranks_per_node": "two"}, "ranks_per_node='two' is not valid"),
         ({"ranks_per_node": 2.5}, "ranks_per_node=2.5 is not valid"),
         ({"ranks_per_node": None}, "ranks_per_node=None is not valid"),
+        ({"parts": 0}, "parts=0 is not valid; use a positive number"),
+        ({"parts": 1.5}, "parts=1.5 is not valid"),
         ({"check": "never"}, "check='never' .* use one of: auto, always, sparse"),
     ],
 )

@@ -17,18 +17,17 @@ __all__ = ["keep"]
 _BITS = 0xFFFFFFFF
 
 
-def keep(scores: Scores, batch: tuple[int, int, int], q_positions: Tensor, k_positions: Tensor) -> Tensor:
+def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_positions: Tensor) -> Tensor:
     """0 or 1 / (1 - dropout) for every probability, [B, H, Sq, Sk], float32.
 
-    `batch` is (first batch row, batch rows, heads).
+    For these batch rows and query heads.
     """
-    first_row, rows, heads = batch
     device = q_positions.device
     seed = torch.tensor(scores.seed & _BITS, device=device) ^ _mixed(
         torch.tensor(scores.seed >> 32 & _BITS, device=device)
     )
-    row = _mixed(seed ^ torch.arange(first_row, first_row + rows, device=device)).view(-1, 1, 1)
-    head = _mixed(row + 0x9E3779B9 * torch.arange(1, heads + 1, device=device).view(1, -1, 1))
+    row = _mixed(seed ^ torch.arange(rows.start, rows.stop, device=device)).view(-1, 1, 1)
+    head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
     query = _mixed(head ^ _mixed(q_positions))
     drawn = _mixed(query.unsqueeze(-1) + _mixed(k_positions + 0x85EBCA6B))
     return (drawn >= int(scores.dropout * (_BITS + 1))).to(torch.float32) / (1 - scores.dropout)

@@ -142,4 +142,6 @@ def _kept(p: Tensor, how: How) -> Tensor | None:
         return None
     assert how.q_positions is not None
     assert how.k_positions is not None
-    return keep(how.scores, (how.first_row, *p.shape[:2]), how.q_positions, how.k_positions).to(p.dtype)
+    rows = range(how.first_row, how.first_row + p.shape[0])
+    heads = range(how.first_head, how.first_head + p.shape[1])
+    return keep(how.scores, rows, heads, how.q_positions, how.k_positions).to(p.dtype)

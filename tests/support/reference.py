@@ -150,7 +150,7 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
         logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
     p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
     if scores.dropout:
-        p = p * keep(scores, (0, *p.shape[:2]), torch.arange(q_len), torch.arange(kv_len)).double()
+        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), torch.arange(q_len), torch.arange(kv_len)).double()
     out = torch.einsum("bhij,bjhd->bihd", p, values)
     wanted = [x for x in inputs if x is not None]
     grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))

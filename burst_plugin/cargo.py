@@ -1,0 +1,58 @@
+"""What travels in one pass of a call, for the executor: operands of one side, and its sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from burst_plugin.executor import Packing
+from burst_plugin.passes import Pass, Tensors
+from burst_plugin.sums import OwnSums, TileSums, take_rows
+from burst_plugin.topology import Traffic
+from burst_plugin.transfers import Rows
+
+if TYPE_CHECKING:
+    from burst_plugin.call import Call
+
+__all__ = ["CallCargo"]
+
+
+class CallCargo:
+    """See `executor.Cargo`. `works` are the passes over the parts of the heads, `own` this rank's sums."""
+
+    def __init__(self, call: Call, works: Sequence[Pass], away: str, own: OwnSums) -> None:
+        self._call, self._works, self._away, self._own = call, works, away, own
+        self._outgoing: dict[int, Tensors] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are."""
+        return self._call.device
+
+    def packing(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+        """See `executor.Cargo`."""
+        return self._call.packing(self._works[0].direction, traffic, block % self._ranks, rows)
+
+    def operands(self, block: int, rows: Rows | None) -> Tensors:
+        """See `executor.Cargo`."""
+        if block not in self._outgoing:
+            self._outgoing[block] = self._work(block).outgoing(self._away)
+        whole = self._outgoing[block]
+        return whole if rows is None else tuple(take_rows(x, rows) for x in whole)
+
+    def sums(self, block: int, tensors: Tensors, filled: bool) -> TileSums:
+        """See `executor.Cargo`."""
+        return self._work(block).sums(self._away, tensors, filled)
+
+    def own_sums(self, block: int) -> TileSums:
+        """See `executor.Cargo`."""
+        return self._own.parts[block // self._ranks]
+
+    def _work(self, block: int) -> Pass:
+        return self._works[block // self._ranks]
+
+    @property
+    def _ranks(self) -> int:
+        return self._call.member.topology.ranks
