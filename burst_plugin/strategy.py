@@ -13,7 +13,17 @@ from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.topology import Topology
 
-__all__ = ["AUTO", "CHECKS", "TRAVELLERS", "Shapes", "Strategy", "TensorSpecs", "choose_traveller", "hop_bytes"]
+__all__ = [
+    "AUTO",
+    "CHECKS",
+    "TRAVELLERS",
+    "Shapes",
+    "Strategy",
+    "TensorSpecs",
+    "choose_traveller",
+    "hop_bytes",
+    "hop_bytes_by_traffic",
+]
 
 AUTO = "auto"
 TRAVELLERS = ("q", "kv")
@@ -146,11 +156,16 @@ class Shapes(NamedTuple):
 
 def hop_bytes(shapes: Shapes, direction: str, traveller: str) -> int:
     """Bytes of gather and reduce per block and hop, without alignment."""
-    return sum(
-        torch.Size(shape).numel() * dtype.itemsize
+    return sum(hop_bytes_by_traffic(shapes, direction, traveller))
+
+
+def hop_bytes_by_traffic(shapes: Shapes, direction: str, traveller: str) -> tuple[int, int]:
+    """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
+    gather, reduce = (
+        sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
         for tensors in shapes.side(direction, traveller)
-        for shape, dtype in tensors
     )
+    return gather, reduce
 
 
 def choose_traveller(strategy: Strategy, direction: str, shapes: Shapes) -> str:

@@ -1,0 +1,96 @@
+"""What schedules cost: against formulas worked out by hand, and one rank standing for all against all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from burst_plugin import Link, Topology, flat_ring, planner, two_level_ring
+from burst_plugin.planner import Links, Load, candidates, price
+from burst_plugin.schedule import SCHEDULES
+from burst_plugin.strategy import Shapes
+
+FAST = 1e12
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(2, 2), (2, 4), (4, 2), (4, 4), (3, 5)])
+@pytest.mark.parametrize("block_s", [0.01, 0.03, 0.1, 0.3])
+def test_forward_passes_take_what_the_formulas_say(nodes: int, width: int, block_s: float) -> None:
+    topology, visit_s = Topology(nodes, width), 0.03
+    load, links = Load(1e6, 0, visit_s), Links(FAST, 1e6 / block_s)
+    flat = price(flat_ring(topology, reduces=False), load, links)
+    assert flat.time_s == pytest.approx((nodes * width - 1) * max(visit_s, block_s) + visit_s, rel=1e-3)
+    two = price(two_level_ring(topology, reduces=False), load, links)
+    assert two.time_s == pytest.approx((nodes - 1) * max(width * visit_s, block_s) + width * visit_s, rel=1e-3)
+    assert two.compute_s == pytest.approx(nodes * width * visit_s)
+    assert two.link_s[Link.INTER] == pytest.approx((nodes - 1) * block_s)
+    per_node = price(two_level_ring(topology, reduces=False), load, Links(FAST, 1e6 / block_s, nic="node"))
+    outer_s = width * max(visit_s, block_s)
+    assert per_node.time_s == pytest.approx((nodes - 1) * outer_s + width * visit_s, rel=1e-3)
+    assert per_node.link_s[Link.INTER] == pytest.approx((nodes - 1) * width * block_s)
+
+
+def test_gather_and_reduce_share_a_nic() -> None:
+    """2 ranks: dq of the other's block leaves when its work is done, and nothing is left to hide behind."""
+    load, links = Load(1e6, 2e6, 0.5), Links(FAST, 1e6)
+    assert price(flat_ring(Topology(2, 1)), load, links).time_s == pytest.approx(1 + 0.5 + 2, rel=1e-3)
+
+
+def test_parts_hide_what_comes_last() -> None:
+    """4 nodes of 2 whose links are busy all the time: the last block is worked on in 1 / parts of 2 visits."""
+    load, links = Load(1e6, 0, 0.030), Links(FAST, 1e6 / 0.088)
+    schedule = two_level_ring(Topology(4, 2), reduces=False)
+    for parts in (1, 2, 4, 8):
+        found = price(schedule.in_parts(parts), load, links)
+        assert found.time_s == pytest.approx(3 * 0.088 + 2 * 0.030 / parts, rel=1e-3)
+        assert found.bound_s == pytest.approx(3 * 0.088)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_one_rank_stands_for_all_where_all_are_alike(name: str, parts: int) -> None:
+    for topology, reduces in itertools.product((Topology(1, 4), Topology(2, 3), Topology(4, 1)), (True, False)):
+        schedule = SCHEDULES[name](topology, reduces, None).in_parts(parts)
+        load, links = Load(3e6, 2e6 if reduces else 0, 0.02), Links(1e9, 5e7)
+        found = price(schedule, load, links)
+        with mock.patch.object(planner, "_all_ranks_are_alike", return_value=False):
+            assert price(schedule, load, links).time_s == pytest.approx(found.time_s, rel=1e-6)
+        assert found.time_s >= found.bound_s * (1 - 1e-9)
+
+
+def test_ranks_that_are_not_alike_are_all_looked_at() -> None:
+    """In a flat ring over nodes only the ranks at the edges use a NIC; everybody waits for them."""
+    found = price(flat_ring(Topology(2, 4), reduces=False), Load(1e6, 0, 0.01), Links(FAST, 1e7))
+    assert found.time_s == pytest.approx(7 * 0.1 + 0.01, rel=1e-3)
+
+
+def test_candidates_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
+    shapes = Shapes(1, 8192, 8192, 32, 8, 128, 128, torch.bfloat16)
+    topology = Topology(4, 4)
+    busy = candidates(topology, shapes, "backward", 0.002, Links(450e9, 5e9))
+    assert busy[0].schedule == "two_level_ring"
+    assert busy[0].traveller == "kv", "8 of 32 heads travel cheaper than 32"
+    assert busy[0].parts > 1
+    idle = candidates(topology, shapes, "backward", 0.1, Links(450e9, 50e9))
+    assert idle[0].parts == 1
+    times = [each.price.time_s for each in busy]
+    assert min(times) * 1.01 >= times[0]
+
+
+def test_512_ranks_are_priced_in_seconds() -> None:
+    start = time.process_time()
+    price(two_level_ring(Topology(64, 8)), Load(1e6, 1e6, 0.01), Links(1e9, 1e8))
+    assert time.process_time() - start < 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [((0, 1), r"Links\(intra_bytes_per_s=0\)"), ((1, -1), "inter_bytes_per_s=-1"), ((1, 1, "gpu"), "nic='gpu'")],
+)
+def test_links_that_cannot_be_are_refused(options: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Links(*options)
