@@ -181,7 +181,7 @@ class Call:
 
     @cached_property
     def _digest(self) -> bytes:
-        text = repr((self.signature(), self.member.topology, self.member.strategy))
+        text = repr((self.signature(), self.member.topology, self.member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
     def _label(self, direction: str, number: int) -> Tensor | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from secrets import token_hex
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
 from burst_plugin.executor import Trace
+from burst_plugin.kernels import Kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member, as_traffic
@@ -57,7 +57,7 @@ class ContextParallel:
         layout: str = "zigzag",
         schedule: str = AUTO,
         backward: str = AUTO,
-        kernel: str = AUTO,
+        kernel: str | Kernel = AUTO,
         strategy: Strategy | None = None,
     ) -> None:
         self.strategy = Strategy.of(
@@ -213,7 +213,7 @@ class ContextParallel:
             if problem:
                 raise ValueError(problem)
             return self._call_count
-        options = {"topology": self.topology, **asdict(self.strategy)}
+        options = {"topology": self.topology, **self.strategy.compared()}
         ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
         self._agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
         return self._call_count

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from burst_plugin.kernels import KERNELS
+from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.topology import Topology
@@ -39,7 +39,8 @@ class Strategy:
     schedule: flat_ring, two_level_ring, direct, or auto: two levels where the topology has two, and direct for masks
     that leave so little that it sends less.
     forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
-    kernel: by name, or auto: the fastest that can.
+    kernel: by name; or auto: the fastest that can; or one of your own, an object such as
+    `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by name.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
     parts: into how many parts blocks are cut, by heads, that travel one behind the other (`Schedule.in_parts`): where
     links are what everybody waits for, more parts keep them busy; otherwise they only make more and smaller kernel
@@ -57,7 +58,7 @@ class Strategy:
     schedule: str = AUTO
     forward: str = "kv"
     backward: str = AUTO
-    kernel: str = AUTO
+    kernel: str | Kernel = AUTO
     ranks_per_node: int | str = AUTO
     parts: int = 1
     check: str = AUTO
@@ -68,7 +69,8 @@ class Strategy:
         _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
         _one_of("forward", self.forward, (*TRAVELLERS, AUTO))
         _one_of("backward", self.backward, (*TRAVELLERS, AUTO))
-        _one_of("kernel", self.kernel, (*KERNELS, AUTO))
+        if not isinstance(self.kernel, Kernel):
+            _one_of("kernel", self.kernel, (*KERNELS, AUTO))
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
@@ -90,6 +92,11 @@ class Strategy:
                 f"got strategy= and also {', '.join(sorted(given))}: put these into the Strategy, or leave it out"
             )
         return strategy if strategy is not None else cls(**given)
+
+    def compared(self) -> dict[str, object]:
+        """Every option as ranks compare it; a kernel object is no two times the same, but its name is."""
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def schedule_for(self, topology: Topology) -> str:
         """The name of the schedule to run on `topology`."""

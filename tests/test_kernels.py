@@ -11,6 +11,7 @@ import torch
 from burst_plugin import Causal, Full, Mask, Scores, SlidingWindow
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel
 from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -194,8 +195,14 @@ def test_dropout_drops_its_share_and_depends_on_places_alone() -> None:
 )
 def test_a_kernel_that_cannot_says_why_and_which_can(changes: dict[str, object], message: str) -> None:
     case = CASE._replace(**changes)
-    with pytest.raises(ValueError, match=rf"kernel='torch_cpu' cannot .*{message}.*these can: \[.*'reference'\]"):
-        choose_kernel("torch_cpu", case)
+    for asked_for in ("torch_cpu", TorchCpuKernel()):
+        with pytest.raises(ValueError, match=rf"kernel='torch_cpu' cannot .*{message}.*these can: \[.*'reference'\]"):
+            choose_kernel(asked_for, case)
+
+
+def test_a_kernel_of_ones_own_is_taken_as_it_is() -> None:
+    own = TorchCpuKernel()
+    assert choose_kernel(own, CASE) is own is not choose_kernel("torch_cpu", CASE)
 
 
 def test_auto_takes_the_fastest_that_can() -> None:

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from burst_plugin import Strategy, Topology
+from burst_plugin.kernels import KERNELS
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
 
 MHA = Shapes(1, 1, 1, 32, 32, 128, 128, torch.bfloat16)
@@ -20,6 +22,7 @@ GQA = MHA._replace(kv_heads=8)
         ({"backward": "k"}, "backward='k' .* use one of: q, kv, auto"),
         ({"forward": ""}, "forward='' .* use one of: q, kv, auto"),
         ({"kernel": "fa9"}, "kernel='fa9' .* use one of: .*torch_cpu, reference, auto"),
+        ({"kernel": 3}, "kernel=3 is not valid"),
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),
         ({"ranks_per_node": "two"}, "ranks_per_node='two' is not valid"),
         ({"ranks_per_node": 2.5}, "ranks_per_node=2.5 is not valid"),
@@ -40,6 +43,12 @@ def test_a_strategy_cannot_be_changed_or_given_twice() -> None:
     with pytest.raises(ValueError, match="got strategy= and also kernel"):
         Strategy.of(Strategy(), kernel="reference", layout="zigzag")
     assert Strategy.of(None, kernel="reference") == Strategy(kernel="reference")
+
+
+def test_a_kernel_may_be_an_object_and_is_compared_by_name() -> None:
+    one, other = (Strategy(kernel=TorchCpuKernel(), check="sparse") for _ in range(2))
+    assert one.compared() == other.compared() == Strategy(kernel="torch_cpu", check="sparse").compared()
+    assert one.compared() != Strategy(kernel=KERNELS["reference"], check="sparse").compared()
 
 
 def test_bytes_per_token_and_hop_are_those_of_the_design() -> None:

@@ -50,19 +50,21 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType(
 _LOG = logging.getLogger(__name__)
 
 
-def choose_kernel(name: str, case: Case) -> Kernel:
-    """The kernel called `name`, or for `"auto"` the first one that can do `case`.
+def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
+    """The kernel of that name, the kernel itself, or for `"auto"` the first one that can do `case`.
 
     Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can. Where "auto"
     passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
     """
-    refusals = {other: _refusal(kernel, case) for other, kernel in KERNELS.items()}
+    name, own = (wanted, {}) if isinstance(wanted, str) else (wanted.name, {wanted.name: wanted})
+    known = {**KERNELS, **own}
+    refusals = {other: _refusal(kernel, case) for other, kernel in known.items()}
     able = [other for other, refusal in refusals.items() if refusal is None]
     if name == "auto" and able:
         _tell_of_fallback(able[0], case)
         return KERNELS[able[0]]
     if name != "auto" and refusals[name] is None:
-        return KERNELS[name]
+        return known[name]
     reasons = refusals[name] if name != "auto" else "; ".join(f"{k}: {why}" for k, why in refusals.items())
     raise ValueError(f"kernel={name!r} cannot do this attention ({reasons}); these can: {able or 'none'}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,6 +87,7 @@ class Grads(NamedTuple):
     dbias: Tensor | None = None
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """Exact attention of q [B, Sq, Hq, Dk] on k [B, Sk, Hkv, Dk], v [B, Sk, Hkv, Dv] within a band.
 

@@ -1,0 +1,81 @@
+"""The kernel under every contender: PyTorch's for CPUs, as this package calls it, or one that only takes its time.
+
+What a peer's library would compute with a GPU package is handed to the very kernel object that `burst` uses: 16-bit
+inputs are computed on in float32 for all, which is the faster way on CPUs without matrix units for 16-bit types. So
+whatever differs between contenders is their own.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from benchmarks.contenders.protocol import Case, Slept
+from burst_plugin.kernels import KERNELS, Grads, How, Kernel, Queries
+from burst_plugin.kernels import Case as KernelCase
+from burst_plugin.kernels.limits import Limits
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import CAUSAL, FULL
+
+__all__ = ["SleepingKernel", "kernel_for", "tile"]
+
+
+class SleepingKernel:
+    """Takes the time of a kernel without the arithmetic, so that ranks do not compete for processors.
+
+    What it returns has the right shapes and is zero. See `Slept`.
+    """
+
+    name = "sleeping"
+    limits = Limits()
+    features = frozenset({"head dims", "deterministic"})
+
+    def __init__(self, case: Case, slept: Slept) -> None:
+        full = case.batch * case.seq**2 * case.q_heads
+        self._forward_s, self._backward_s = slept.forward_s / full, slept.backward_s / full
+
+    def refuse(self, case: KernelCase) -> str | None:
+        """See `Kernel.refuse`."""
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        start_s = time.perf_counter()
+        found = q.new_zeros(*q.shape[:3], v.shape[3]), _rows(q)
+        _sleep_until(start_s + self._forward_s * _pairs(q, k, how))
+        return found
+
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
+        start_s = time.perf_counter()
+        grads = Grads(*(x.new_zeros(x.shape) for x in (queries.q, k, v)))
+        _sleep_until(start_s + self._backward_s * _pairs(queries.q, k, how))
+        return grads
+
+
+def kernel_for(case: Case, slept: Slept | None) -> Kernel:
+    """The kernel of this case."""
+    return KERNELS["torch_cpu"] if slept is None else SleepingKernel(case, slept)
+
+
+def tile(scale: float | None, causal: bool, head_dim: int) -> How:
+    """How a library that has full and causal attention only asks for a tile."""
+    return How(CAUSAL if causal else FULL, Scores(scale=head_dim**-0.5 if scale is None else scale))
+
+
+def _rows(q: Tensor) -> Tensor:
+    """lse [B, H, S] of zeros."""
+    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _pairs(q: Tensor, k: Tensor, how: How) -> float:
+    """Query and key pairs of all heads; a causal or anticausal square has half of them."""
+    return q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] * (1.0 if how.band == FULL else 0.5)
+
+
+def _sleep_until(time_s: float) -> None:
+    left_s = time_s - time.perf_counter()
+    if left_s > 0:
+        time.sleep(left_s)
