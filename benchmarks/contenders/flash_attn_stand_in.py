@@ -138,7 +138,8 @@ def _differentiable(module: StandIn) -> Any:
         return_attn_probs: bool = False,
     ) -> Tensor:
         _check(dropout_p, window_size, softcap, alibi_slopes)
-        return _Attention.apply(module, q, k, v, softmax_scale, causal)
+        out: Tensor = _Attention.apply(module, q, k, v, softmax_scale, causal)  # type: ignore[no-untyped-call]
+        return out
 
     return flash_attn_func
 

@@ -46,7 +46,7 @@ class PeerSession:
         self.enter()
         out = self.call(q, k, v)
         if out.requires_grad:
-            out.register_hook(lambda _: self.enter())
+            out.register_hook(lambda _: self.enter())  # type: ignore[no-untyped-call]
         return out
 
 

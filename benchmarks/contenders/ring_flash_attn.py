@@ -52,8 +52,11 @@ class RingFlashAttn:
         return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel))
 
 
-def refuse_ring(case: Case, ring_ranks: int) -> str | None:
-    """Why ring-flash-attn's rings, which yunchang has too, cannot do this case; None if they can."""
+def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:
+    """Why ring-flash-attn's rings, which yunchang has too, cannot do this case; None if they can.
+
+    `joined` ranks have their tokens on one place of the ring.
+    """
     if ring_ranks < 2:
         return "its ring of one rank sends to itself, which gloo does not do"
     if case.dtype.itemsize > 2:
@@ -64,8 +67,8 @@ def refuse_ring(case: Case, ring_ranks: int) -> str | None:
         )
     if not case.causal and case.dtype is not torch.bfloat16:
         return "its ring for full attention returns dq in bfloat16 whatever the inputs are"
-    if case.causal and case.seq % 2:
-        return f"zigzag needs an even number of tokens per rank, not {case.seq}"
+    if case.causal and case.seq * joined % 2:
+        return f"zigzag cuts what a place of the ring holds, {case.seq * joined} tokens, into halves"
     return None
 
 
