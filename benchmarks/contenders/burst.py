@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders.kernels import SleepingKernel
-from benchmarks.contenders.protocol import Case, Slept
+from benchmarks.contenders.protocol import Case, Contender, Slept
 from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, burst_attention
 from burst_plugin.strategy import AUTO
 
@@ -31,6 +31,10 @@ class Burst:
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
         return None
+
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        """See `Contender.configurations`."""
+        return (self,) if self.refuse(case) is None else ()
 
     def prepare(self, case: Case, slept: Slept | None) -> BurstSession:
         """See `Contender.prepare`."""

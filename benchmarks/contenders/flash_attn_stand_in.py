@@ -28,6 +28,7 @@ class StandIn(ModuleType):
     """`flash_attn` and, being its own submodule, `flash_attn.flash_attn_interface`."""
 
     kernel: Kernel
+    operators: torch.library.Library | None = None  # PyTorch's operators of its name, where they too stand in
 
     def __init__(self) -> None:
         super().__init__(NAME)

@@ -77,6 +77,10 @@ class Contender(Protocol):
         """Why it cannot do this case; None if it can."""
         ...
 
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        """All its configurations that can do `case`, itself first: for a benchmark that takes the best of them."""
+        ...
+
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         """Ready to attend, in every rank of the default process group; collective. Without `slept` it computes."""
         ...

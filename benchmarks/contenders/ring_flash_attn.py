@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.contenders import flash_attn_stand_in
 from benchmarks.contenders.kernels import kernel_for
 from benchmarks.contenders.peer import PeerSession, layout_rows, not_installed
-from benchmarks.contenders.protocol import Case, Slept
+from benchmarks.contenders.protocol import Case, Contender, Slept
 
 __all__ = ["RingFlashAttn", "refuse_ring"]
 
@@ -37,6 +37,10 @@ class RingFlashAttn:
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
         return refuse_ring(case, case.ranks)
+
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        """See `Contender.configurations`."""
+        return (self,) if self.refuse(case) is None else ()
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.contenders import flash_attn_stand_in
 from benchmarks.contenders.kernels import kernel_for
 from benchmarks.contenders.peer import PeerSession, layout_rows
-from benchmarks.contenders.protocol import Case, Slept
+from benchmarks.contenders.protocol import Case, Contender, Slept
 from burst_plugin.deepspeed import cpu
 
 __all__ = ["Ulysses"]
@@ -44,6 +44,10 @@ class Ulysses:
         if case.q_heads % case.ranks or case.kv_heads % case.ranks:
             return f"it deals heads out to {case.ranks} ranks: {case.q_heads} and {case.kv_heads} do not divide"
         return None
+
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        """See `Contender.configurations`."""
+        return (self,) if self.refuse(case) is None else ()
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""

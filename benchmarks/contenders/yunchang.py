@@ -6,7 +6,7 @@ The package is as published; `flash_attn`, which it imports, is a stand-in.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.contenders import flash_attn_stand_in
 from benchmarks.contenders.kernels import kernel_for
 from benchmarks.contenders.peer import PeerSession, not_installed
-from benchmarks.contenders.protocol import Case, Slept
+from benchmarks.contenders.protocol import Case, Contender, Slept
 from benchmarks.contenders.ring_flash_attn import refuse_ring
 
 __all__ = ["USP"]
@@ -29,17 +29,11 @@ class USP:
     """`LongContextAttention`, or `UlyssesAttention` where one group has all ranks and no ring is left.
 
     `ulysses_degree` is the ranks of a group, consecutive ones; None is as many of a node's as the heads allow: then
-    the all-to-alls stay inside nodes and the ring runs between them. What is best depends on the case: see `degrees`.
+    the all-to-alls stay inside nodes and the ring runs between them. `configurations` has all degrees.
     """
 
     name: str = "USP"
     ulysses_degree: int | None = None
-
-    @classmethod
-    def degrees(cls, case: Case) -> tuple[USP, ...]:
-        """One per degree that can do `case`."""
-        found = (cls(f"USP, Ulysses of {n}", n) for n in range(1, case.ranks + 1) if case.ranks % n == 0)
-        return tuple(usp for usp in found if usp.refuse(case) is None)
 
     def absent(self) -> str | None:
         """See `Contender.absent`."""
@@ -53,6 +47,13 @@ class USP:
         if case.q_heads % ulysses or case.kv_heads % ulysses:
             return f"Ulysses over {ulysses} ranks needs heads that divide, not {case.q_heads} and {case.kv_heads}"
         return refuse_ring(case, ring, ulysses) if ring > 1 else None
+
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        """See `Contender.configurations`."""
+        usual, _ = self._sizes(case)
+        others = (n for n in range(1, case.ranks + 1) if case.ranks % n == 0 and n != usual)
+        found = (self, *(replace(self, name=f"{self.name}, Ulysses of {n}", ulysses_degree=n) for n in others))
+        return tuple(usp for usp in found if usp.refuse(case) is None)
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""

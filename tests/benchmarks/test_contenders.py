@@ -13,9 +13,10 @@ from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, Result, errors, reference
 
 SEQ, DIM = 16, 16
-BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
 HEADS = ((4, 4), (8, 2), (4, 1))
-BY_NAME = {contender.name: contender for contender in CONTENDERS}
+LARGEST = Case(2, 2, SEQ, 4, 4, DIM, torch.bfloat16, causal=True)
+BY_NAME = {one.name: one for contender in CONTENDERS for one in contender.configurations(LARGEST)}
 
 
 def _case(ranks: int, heads: tuple[int, int], dtype: torch.dtype, causal: bool) -> Case:
@@ -56,7 +57,8 @@ def test_a_contender_is_right_wherever_it_does_not_refuse(name: str, ranks: int)
     if contender.absent():
         pytest.skip(contender.absent())
     cases = [case for case in _cases(ranks) if contender.refuse(case) is None]
-    assert any(case.causal for case in cases)
+    if not cases:
+        pytest.skip(contender.refuse(_case(ranks, HEADS[0], torch.bfloat16, True)))
     for results in run_ranks(_results, ranks, contender, cases):
         for case, result in zip(cases, results, strict=True):
             truth = reference(_problem(case), Causal() if case.causal else Full())
