@@ -1,0 +1,218 @@
+"""What is common to the benchmarks: the command line, the files, the load, and what is made of the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("psutil", reason="psutil is not installed")
+
+from benchmarks import limits, results
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.results import Clock, Load, Watch
+
+ROOT = Path(__file__).parents[2]
+IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- load
+
+
+def watched(*, others_s: float = 0.0, own_s: float = 0.0, stolen_s: float = 0.0) -> Load:
+    """The load after 10 s on 2 CPUs in which so much CPU time was used."""
+    clocks = iter([Clock(100, 40, 3, 1000), Clock(100 + others_s + own_s, 40 + own_s, 3 + stolen_s, 1020)])
+    with Watch(lambda: next(clocks)) as watch:
+        pass
+    return watch.load
+
+
+def test_other_programs_make_a_machine_busy_and_own_ranks_do_not() -> None:
+    assert not watched(own_s=20.0).busy
+    assert watched(own_s=20.0).warning() is None
+    assert watched(others_s=0.8, own_s=10.0) == Load(
+        before=watched().before, after=watched().after, others=0.04, stolen=0.0
+    )
+    assert not watched(others_s=0.8).busy
+    assert watched(others_s=1.2).busy
+    assert watched(stolen_s=1.2).busy
+    assert watched(others_s=0.6, stolen_s=0.6).busy
+    assert "31% of the CPUs' time" in str(watched(others_s=6.2).warning())
+
+
+def test_the_time_of_own_processes_is_own_time() -> None:
+    """Of a child that was waited for, of a grandchild, and of one that still runs."""
+    spin = "import time\nwhile time.process_time() < 0.3: pass\n"
+    nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
+    before = results._read_clock()
+    subprocess.run([sys.executable, "-c", nested], check=True)
+    running = subprocess.Popen([sys.executable, "-c", spin + "print(flush=True); input()"], stdin=-1, stdout=-1)
+    with running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        after = results._read_clock()
+        running.communicate(b"\n")
+    assert after.own_s - before.own_s >= 0.6
+    assert after.everybody_s - before.everybody_s >= 0.5
+    assert after.capacity_s > before.capacity_s
+
+
+# ------------------------------------------------------------------------------------------------------------- files
+
+
+def test_what_is_saved_is_loaded_with_all_that_it_was_measured_under(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"contender": "burst", "time_s": 0.5}]
+    path = results.save("cluster", {"repeats": 3}, rows, IDLE, tmp_path / "new" / "one.json")
+    assert list(path.parent.iterdir()) == [path]
+    result = results.load(path)
+    assert (result.benchmark, result.settings, result.rows) == ("cluster", {"repeats": 3}, rows)
+    assert result.load == {"before": 0.1, "after": 1.5, "others": 0.01, "stolen": 0.0}
+    assert not result.busy
+    assert "BUSY" not in capsys.readouterr().out
+    assert set(result.machine) == {"cpu", "cores", "memory_bytes", "os", "gpu", "gpu_driver"}
+    assert result.machine["cores"] >= 1
+    assert result.machine["memory_bytes"] > 1e8
+    assert result.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert set(results.PACKAGES) < set(result.versions)
+    assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?|unknown", result.commit)
+    assert results.load_all(path.parent) == {path: result}
+
+
+def test_a_run_on_a_busy_machine_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = results.save("train", {}, [], Load(0.0, 0.0, others=0.2, stolen=0.0), tmp_path / "busy.json")
+    assert results.load(path).busy
+    assert "BUSY MACHINE" in capsys.readouterr().out
+
+
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = results.save("train", {}, [], IDLE, tmp_path / "one.json")
+    with pytest.raises(ValueError, match="JSON"):
+        results.save("train", {}, [{"time_s": float("nan")}], IDLE, path)
+    assert results.load(path).rows == []
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"rows": []}')
+    with pytest.raises(ValueError, match=r"one.json is not a result of a benchmark"):
+        results.load(path)
+
+
+def test_files_are_named_after_the_machine() -> None:
+    cpu = {"gpu": [], "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cores": 2}
+    assert results._machine_name(cpu) == "intel-xeon-platinum-8481c-2-cores"
+    assert results._machine_name({**cpu, "gpu": ["NVIDIA H200"] * 8}) == "8x-nvidia-h200"
+
+
+# ------------------------------------------------------------------------------------------------------- command line
+
+
+def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits() -> None:
+    assert limits.ranks_that_fit(10**9, room_bytes=10**10) == 9
+    assert limits.ranks_that_fit(1 << 20) >= 1
+    limits.check_ranks(9, 10**9, "--ranks", room_bytes=10**10)
+    said = (
+        r"16 ranks of about 1 GB each need 16 GB; 10 GB are available, in which at most 9 fit. Lower --ranks or --seq"
+    )
+    with pytest.raises(limits.RefusedError, match=said):
+        limits.check_ranks(16, 10**9, "--ranks or --seq", room_bytes=10**10)
+    with pytest.raises(limits.RefusedError, match="at most 0 fit"):
+        limits.check_ranks(1, 10**18, "--seq")
+
+
+def test_help_lists_all_commands_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import sys; from benchmarks.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert re.findall(r"^    ([a-z]+)", done.stdout, re.MULTILINE) == [name for name, _ in COMMANDS]
+    assert not {"torch", "matplotlib", "benchmarks.draw", "benchmarks.train"} & set(done.stdout.split())
+    with pytest.raises(SystemExit):
+        main(["tabel"])
+    assert "invalid choice: 'tabel'" in capsys.readouterr().err
+
+
+STUCK = """
+import signal, sys, time
+from pathlib import Path
+from benchmarks import __main__ as command, results
+from benchmarks.netns import EmulatedCluster
+from benchmarks.ranks import launch
+
+def stuck(rank):
+    Path(sys.argv[1], f"rank{rank}").touch()
+    time.sleep(60)
+
+class Stuck:
+    def add_arguments(parser): pass
+    def run(options):
+        with results.Watch() as watch:
+            if EmulatedCluster.unavailable() is None:
+                with EmulatedCluster(1, 2) as cluster:
+                    cluster.run(stuck)
+            else:
+                launch(stuck, 2, (), lambda rank, directory: None, timeout_s=60)
+        results.save("stuck", {}, [], watch.load, Path(sys.argv[1], "result.json"))
+
+sys.modules["benchmarks.train"] = Stuck
+sys.exit(command.main(["train"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """No processes, no namespaces (they vanish with those), no files."""
+    seen, private = tmp_path / "seen", tmp_path / "private"
+    for directory in (seen, private):
+        directory.mkdir()
+    bench = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(seen)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(private)},
+        start_new_session=True,
+    )
+    with bench:
+        deadline = time.monotonic() + 30
+        while len(list(seen.iterdir())) < 2 and bench.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        bench.send_signal(number)
+        _, said = bench.communicate(timeout=20)
+    assert bench.returncode == 130, said
+    assert "stopped" in said
+    assert sorted(path.name for path in seen.iterdir()) == ["rank0", "rank1"]
+    assert list(private.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(bench.pid, 0)
+
+
+def made_up(name: str, rows: list[dict[str, Any]], **changes: Any) -> results.Result:
+    """A result of a benchmark that nobody ran."""
+    machine = {
+        "cpu": "Abacus",
+        "cores": 2,
+        "memory_bytes": 16 * 10**9,
+        "os": "Linux 1.0",
+        "gpu": [],
+        "gpu_driver": None,
+    }
+    fixed = {
+        "commit": "0123456789",
+        "date": "2026-01-02 03:04 UTC",
+        "machine": machine,
+        "versions": {"torch": "2.13.0"},
+    }
+    rest = {"load": {"before": 0, "after": 0, "others": 0, "stolen": 0}, "busy": False, "settings": {}}
+    return results.Result(**{"benchmark": name, "rows": rows, **fixed, **rest, **changes})
+
+
+def test_made_up_results_survive_json() -> None:
+    result = made_up("cluster", [{"contender": "burst", "absent": None}])
+    assert results.Result(**json.loads(json.dumps(vars(result)))) == result
