@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ import pytest
 
 pytest.importorskip("psutil", reason="psutil is not installed")
 
-from benchmarks import limits, results
+from benchmarks import figures, limits, results, table
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
 
@@ -195,24 +194,107 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path, number: signal.
 
 def made_up(name: str, rows: list[dict[str, Any]], **changes: Any) -> results.Result:
     """A result of a benchmark that nobody ran."""
-    machine = {
-        "cpu": "Abacus",
-        "cores": 2,
-        "memory_bytes": 16 * 10**9,
-        "os": "Linux 1.0",
-        "gpu": [],
-        "gpu_driver": None,
-    }
-    fixed = {
+    machine = {"cpu": "Abacus", "cores": 2, "memory_bytes": 16 * 10**9, "os": "Linux 1.0"}
+    fixed: dict[str, Any] = {
         "commit": "0123456789",
         "date": "2026-01-02 03:04 UTC",
-        "machine": machine,
-        "versions": {"torch": "2.13.0"},
+        "machine": {**machine, "gpu": [], "gpu_driver": None},
+        "versions": {"python": "3.11.0", "torch": "2.13.0", "yunchang": None},
+        "load": {"before": 0.0, "after": 0.0, "others": 0.0, "stolen": 0.0},
+        "busy": False,
+        "settings": {},
     }
-    rest = {"load": {"before": 0, "after": 0, "others": 0, "stolen": 0}, "busy": False, "settings": {}}
-    return results.Result(**{"benchmark": name, "rows": rows, **fixed, **rest, **changes})
+    return results.Result(benchmark=name, rows=rows, **{**fixed, **changes})
 
 
-def test_made_up_results_survive_json() -> None:
-    result = made_up("cluster", [{"contender": "burst", "absent": None}])
-    assert results.Result(**json.loads(json.dumps(vars(result)))) == result
+def cluster_row(contender: str, direction: str, time_s: float, **changes: Any) -> dict[str, Any]:
+    case = {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 100, "nic": "rank", "q_heads": 16, "kv_heads": 4}
+    times = {"time_s": time_s, "time_s_min": time_s * 0.9, "time_s_max": time_s * 1.2, "bound_s": 0.24, "repeats": 3}
+    return {**case, "compute": "slept", "contender": contender, "direction": direction, **times, **changes}
+
+
+CLUSTER = [
+    cluster_row("burst", "forward", 0.252),
+    cluster_row("burst", "backward", 0.7, bound_s=0.56),
+    cluster_row("flat", "forward", 0.6, bound_s=0.6),
+    cluster_row("flat", "backward", 1.4, bound_s=0.6),
+    *(
+        {**cluster_row("Ulysses", way, 0), "time_s": None, "refused": "4 heads, 8 ranks"}
+        for way in ("forward", "backward")
+    ),
+    {"contender": "USP", "absent": "yunchang is not installed"},
+]
+ATTENTION = [
+    {"ranks": 2, "seq": seq, "q_heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "float32", "causal": True}
+    | {"contender": contender, "both_s": both_s, "kernel_share": kernel_s / 2 / both_s}
+    for seq, kernel_s in ((8192, 1.0), (16384, 4.0))
+    for contender, both_s in (("burst", kernel_s / 1.92), ("flat", kernel_s / 1.6))
+]
+TRAIN = [
+    {"example": "Megatron", "ranks": 2, "context_parallel_size": size, "seq": 1024, "tokens_per_step": 2048}
+    | {"tokens_per_s": 1234.5, "mfu": mfu, "peak_bytes": 5e8 / size}
+    for size, mfu in ((1, 0.5), (2, None))
+]
+
+
+def test_figures_from_made_up_rows() -> None:
+    (case,) = figures.alike(figures.cluster_cases(made_up("cluster", CLUSTER)), "compute")[0]
+    assert case.directions() == ["forward", "backward"]
+    assert case.bound_s("backward") == 0.56
+    assert case.over_bound("burst", "forward") == pytest.approx(1.05)
+    assert case.over_bound("flat", "backward") == pytest.approx(2.5)  # over the case's bound, not its own
+    assert case.over_bound("Ulysses", "forward") is None
+    assert figures.contenders(CLUSTER) == ["burst", "flat", "Ulysses"]
+    assert figures.absent(CLUSTER) == {"USP": "yunchang is not installed"}
+    assert list(figures.refused([case])) == [("Ulysses", "4 heads, 8 ranks")]
+    assert (figures.topology(case), figures.rate(case), figures.heads(case)) == ("2×4", "100 mbit", "16/4")
+
+
+# ------------------------------------------------------------------------------------------------------------- table
+
+
+def test_tables_have_every_figure_with_its_machine_and_commit() -> None:
+    text = table.tables([made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", CLUSTER)])
+    lines = text.splitlines()
+    assert "| 2×4 | 100 mbit | 16/4 | 240 / 560 | 1.05 / 1.25 | 2.50 / 2.50 | refused |" in lines
+    assert "- absent, not measured: USP (yunchang is not installed)" in lines
+    assert "- refused by Ulysses: 2×4, 16/4 heads (4 heads, 8 ranks)" in lines
+    assert "| 16,384 | 8/8 | 2,083 ms, 96% | 2,500 ms, 80% |" in lines
+    assert "| Megatron | 2 | 1 | 1,024 | 2,048 | 1,234 | 50.0% | 500 MB |" in lines
+    assert "| Megatron | 2 | 2 | 1,024 | 2,048 | 1,234 | – | 250 MB |" in lines
+    where = "Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC; python 3.11.0, torch 2.13.0"
+    assert lines.count(f"<sub>{where}</sub>") == 3
+    assert text.index("Emulated cluster") < text.index("Attention,") < text.index("Training:")
+    widths = [line.count(" | ") for line in lines if line.startswith("|")]
+    assert set(widths) == {6, 3, 7}
+
+
+def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
+    result = made_up("overhead", [{"what": "post", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
+    text = table.tables([result])
+    assert "| what | visit us |\n| --- | --- |\n| post | 12.35 |" in text
+    assert "**Measured on a busy machine: 31% of its CPUs' time went to other programs.**" in text
+    assert table.tables([]) == "Nothing has been measured yet."
+
+
+def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -> None:
+    readme, found = tmp_path / "README.md", tmp_path / "results"
+    options = ["table", "--readme", str(readme), "--results", str(found)]
+    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+    results.save("overhead", {}, [{"visit_us": 99}], IDLE, found / "overhead.json")
+    assert main([*options, "--check"]) == 1
+    assert "old" in readme.read_text()
+    assert main(options) == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{table.BEGIN}\nOverhead:")
+    assert text.endswith(f"</sub>\n{table.END}\nafter\n")
+    assert main([*options, "--check"]) == 0
+    readme.write_text(text.replace("99", "98"))
+    assert main([*options, "--check"]) == 1
+    for wrong in ("no markers", f"{table.END} {table.BEGIN}", f"{table.BEGIN} {table.BEGIN} {table.END}"):
+        readme.write_text(wrong)
+        assert main(options) == 2
+
+
+def test_the_readme_of_this_repository_is_up_to_date() -> None:
+    assert main(["table", "--check"]) == 0

@@ -1,0 +1,139 @@
+"""What pictures and tables show of the rows of a result: the rows by case, and figures computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.results import Result
+
+Row = Mapping[str, Any]
+DIRECTIONS = ("forward", "backward", "both")
+_CLUSTER_CASE = ("compute", "nic", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads")
+_ATTENTION_CASE = ("ranks", "dtype", "causal", "q_heads", "kv_heads", "head_dim", "seq")
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rows of one case, all contenders; `what` has the fields that they share."""
+
+    what: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    def row(self, contender: str, direction: str | None = None) -> Row | None:
+        """The row of a contender that has a time."""
+        for row in self.rows:
+            if row["contender"] == contender and row.get("direction") == direction and measured(row):
+                return row
+        return None
+
+    def refusal(self, contender: str) -> str | None:
+        """Why a contender cannot do this case."""
+        return next(
+            (row["refused"] for row in self.rows if row["contender"] == contender and row.get("refused")), None
+        )
+
+    def directions(self) -> list[str]:
+        """Those that were measured: forward and backward, or, if there is nothing else, both together."""
+        found = {row.get("direction") for row in self.rows if measured(row)}
+        return [direction for direction in DIRECTIONS if direction in found][:2]
+
+    def bound_s(self, direction: str) -> float | None:
+        """The least time that the case can take: the bound of the contender that is listed first and has one."""
+        return next(
+            (row["bound_s"] for row in self.rows if row.get("direction") == direction and measured(row)), None
+        )
+
+    def over_bound(self, contender: str, direction: str) -> float | None:
+        """A contender's time over the bound of the case, the same for all contenders."""
+        row, bound_s = self.row(contender, direction), self.bound_s(direction)
+        return row["time_s"] / bound_s if row is not None and bound_s else None
+
+
+def measured(row: Row) -> bool:
+    """Whether a row has times, rather than why it has none."""
+    return not row.get("absent") and not row.get("refused")
+
+
+def cluster_cases(result: Result) -> list[Case]:
+    """The cases of an emulated cluster, in the order of the file."""
+    return _cases(result.rows, _CLUSTER_CASE)
+
+
+def attention_cases(result: Result) -> list[Case]:
+    """The cases of distributed attention, in the order of the file."""
+    return _cases(result.rows, _ATTENTION_CASE)
+
+
+def alike(cases: Sequence[Case], *fields: str) -> list[list[Case]]:
+    """The cases in groups that share these fields, each with a measurement at least."""
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        if any(map(measured, case.rows)):
+            groups.setdefault(tuple(case.what.get(field) for field in fields), []).append(case)
+    return list(groups.values())
+
+
+def contenders(rows: Sequence[Row]) -> list[str]:
+    """Those that are there, measured or refused, in the order of the file."""
+    gone = absent(rows)
+    return [name for name in dict.fromkeys(row["contender"] for row in rows) if name not in gone]
+
+
+def absent(rows: Sequence[Row]) -> dict[str, str]:
+    """The contenders that could not be had, and why."""
+    return {row["contender"]: row["absent"] for row in rows if row.get("absent")}
+
+
+def refused(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
+    """By contender and reason, the cases that it refused."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in cases:
+        for name in dict.fromkeys(row["contender"] for row in case.rows):
+            reason = case.refusal(name)
+            if reason:
+                found.setdefault((name, reason), []).append(case)
+    return found
+
+
+def topology(case: Case) -> str:
+    """Nodes × ranks per node."""
+    return f"{case.what['nodes']}×{case.what['ranks_per_node']}"
+
+
+def rate(case: Case) -> str:
+    """What a NIC carries."""
+    rate_mbit = case.what["rate_mbit"]
+    return "no limit" if rate_mbit is None else f"{rate_mbit:g} mbit"
+
+
+def heads(case: Case) -> str:
+    """Query heads / key-value heads."""
+    return f"{case.what['q_heads']}/{case.what['kv_heads']}"
+
+
+def where(result: Result) -> str:
+    """The machine, the commit and the packages, in a line."""
+    machine, gpus = result.machine, result.machine["gpu"]
+    parts = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB, {machine['os']}"]
+    if gpus:
+        parts.append(f"{len(gpus)} × {gpus[0]} (driver {machine['gpu_driver']})")
+    packages = [
+        f"{name} {version}" for name, version in result.versions.items() if version and name != "burst_plugin"
+    ]
+    return "; ".join([*parts, f"commit {result.commit}", result.date, ", ".join(packages)])
+
+
+def busy(result: Result) -> str | None:
+    """That the machine was busy, if it was."""
+    if not result.busy:
+        return None
+    return f"measured on a busy machine: {result.load['others']:.0%} of its CPUs' time went to other programs"
+
+
+def _cases(rows: Sequence[Row], fields: Sequence[str]) -> list[Case]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.get(field) for field in fields), []).append(row)
+    return [Case(dict(zip(fields, key, strict=True)), found) for key, found in groups.items()]

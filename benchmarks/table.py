@@ -1,0 +1,199 @@
+"""Writes the tables of the README from the results, between its two marker comments.
+
+bash benchmarks/bench table            # write them
+bash benchmarks/bench table --check    # or only say whether they are up to date
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import figures
+from benchmarks.figures import Case
+from benchmarks.limits import RefusedError
+from benchmarks.results import RESULTS, ROOT, Result, load_all
+
+BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file with the marker comments")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the directory of the results")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 if the README is up to date, or has been brought there; 1 if --check finds that it is not."""
+    old = options.readme.read_text()
+    new = inserted(old, tables(list(load_all(options.results).values())))
+    if new == old:
+        print(f"{options.readme.name} is up to date")
+        return 0
+    if options.check:
+        print(f"{options.readme.name} is out of date: run `bash benchmarks/bench table`")
+        return 1
+    options.readme.write_text(new)
+    print(f"wrote the tables of {options.readme.name}")
+    return 0
+
+
+def inserted(readme: str, text: str) -> str:
+    """The README with `text` between the markers.
+
+    Raises:
+        RefusedError: if it does not have each of them once, in order.
+    """
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end or BEGIN in rest or END in before + after:
+        raise RefusedError(f"the README has to have {BEGIN} and, behind it, {END}, each of them once")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def tables(results: Sequence[Result]) -> str:
+    """All tables, in the order of the commands and of the names of the files, each with its machine beneath."""
+    parts = []
+    for benchmark in dict.fromkeys([*_WRITERS, *(result.benchmark for result in results)]):
+        for result in results:
+            if result.benchmark == benchmark:
+                parts += [*_WRITERS.get(benchmark, _rows_as_they_are)(result), _beneath(result)]
+    return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def _beneath(result: Result) -> str:
+    busy = figures.busy(result)
+    return f"{f'**{busy[0].upper()}{busy[1:]}.** ' if busy else ''}<sub>{figures.where(result)}</sub>"
+
+
+# ---------------------------------------------------------------------------------------------------------- cluster
+
+
+def _cluster(result: Result) -> list[str]:
+    """Times over the bound, by topology, rate and heads."""
+    parts = []
+    for cases in figures.alike(figures.cluster_cases(result), "compute", "nic"):
+        rows = [row for case in cases for row in case.rows]
+        names = figures.contenders(rows)
+        directions = cases[0].directions()
+        words = " / ".join(directions)
+        head = ["nodes×ranks", "link", "heads", f"bound, ms: {words}", *names]
+        body = [
+            [
+                figures.topology(case),
+                figures.rate(case),
+                figures.heads(case),
+                " / ".join(_milliseconds(case.bound_s(direction)) for direction in directions),
+                *(_over_bound(case, name) for name in names),
+            ]
+            for case in cases
+        ]
+        parts.append(
+            f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over the "
+            f"bound, {words}. The bound is the longer of computing and of sending all bytes over the link."
+        )
+        parts.append(_table(head, body))
+        parts += _missing(result, cases, lambda case: f"{figures.topology(case)}, {figures.heads(case)} heads")
+    return parts
+
+
+def _over_bound(case: Case, contender: str) -> str:
+    ratios = [case.over_bound(contender, direction) for direction in case.directions()]
+    if case.refusal(contender):
+        return "refused"
+    return " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def _attention(result: Result) -> list[str]:
+    """Time and share of the kernel's rate, by length."""
+    parts = []
+    for cases in figures.alike(figures.attention_cases(result), "ranks", "dtype", "causal"):
+        what, rows = cases[0].what, [row for case in cases for row in case.rows]
+        names = figures.contenders(rows)
+        body = [
+            [f"{case.what['seq']:,}", figures.heads(case), *(_time_and_share(case, name) for name in names)]
+            for case in cases
+        ]
+        mask = "causal" if what["causal"] else "full"
+        parts.append(
+            f"Attention, forward and backward, {what['ranks']} ranks, {what['dtype']}, {mask}, head dim "
+            f"{what['head_dim']}: time, and the share of the rate at which the kernel runs on one rank."
+        )
+        parts.append(_table(["tokens", "heads", *names], body))
+        parts += _missing(result, cases, lambda case: f"{case.what['seq']:,} tokens, {figures.heads(case)} heads")
+    return parts
+
+
+def _time_and_share(case: Case, contender: str) -> str:
+    row = case.row(contender)
+    if row is None:
+        return "refused" if case.refusal(contender) else "–"
+    share = row.get("kernel_share")
+    return f"{_milliseconds(row['both_s'])} ms" + ("" if share is None else f", {share:.0%}")
+
+
+# ------------------------------------------------------------------------------------------------------------- train
+
+
+def _train(result: Result) -> list[str]:
+    """Tokens per second, MFU and memory of the examples."""
+    head = ["example", "ranks", "context parallel", "tokens in a sequence", "tokens in a step", "tokens/s", "MFU"]
+    body = [
+        [
+            row["example"],
+            str(row["ranks"]),
+            str(row["context_parallel_size"]),
+            f"{row['seq']:,}",
+            f"{row['tokens_per_step']:,}",
+            f"{row['tokens_per_s']:,.0f}",
+            "–" if row["mfu"] is None else f"{row['mfu']:.1%}",
+            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+        ]
+        for row in result.rows
+    ]
+    return [
+        "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
+        "is the most that a rank needs beyond its libraries.",
+        _table([*head, "memory of a rank"], body),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------- what all share
+
+
+def _rows_as_they_are(result: Result) -> list[str]:
+    """For benchmarks whose rows are figures already: a column for each field."""
+    fields = list(dict.fromkeys(field for row in result.rows for field in row))
+    body = [[_plain(row.get(field)) for field in fields] for row in result.rows]
+    return [f"{result.benchmark.capitalize()}:", _table([field.replace("_", " ") for field in fields], body)]
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _missing(result: Result, cases: Sequence[Case], name: Callable[[Case], str]) -> list[str]:
+    """A line for the contenders that were absent, and one for each reason to refuse a case."""
+    absent = figures.absent(result.rows)
+    lines = [f"- absent, not measured: {contender} ({reason})" for contender, reason in absent.items()]
+    for (contender, reason), refused in figures.refused(cases).items():
+        which = dict.fromkeys(map(name, refused))
+        lines.append(f"- refused by {contender}: {'; '.join(which)} ({reason})")
+    return ["\n".join(lines)] if lines else []
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _milliseconds(time_s: float | None) -> str:
+    return "–" if time_s is None else f"{time_s * 1e3:,.0f}" if time_s >= 0.01 else f"{time_s * 1e3:.2g}"
+
+
+_WRITERS: dict[str, Callable[[Result], list[str]]] = {"cluster": _cluster, "attention": _attention, "train": _train}
