@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_plugin.attention import Outputs, backward_program, differentiable_attention, forward_program
 from burst_plugin.call import Call, prepare
+from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.kernels import Queries
@@ -27,6 +28,7 @@ from burst_plugin.routes import Routes
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
+from burst_plugin.transport import Transport
 
 __all__ = ["VirtualRing"]
 
@@ -37,17 +39,23 @@ _PLAIN = Scores()
 class VirtualRing:
     """`topology.ranks` ranks in this process, with the options of `strategy`.
 
-    The network between them is hostile on purpose (`burst_plugin.in_process`); `seed` sets its mood.
+    The network between them is hostile on purpose (`burst_plugin.in_process`); `seed` sets its mood. To measure time
+    instead, give a `network` of plain copies (`burst_plugin.copies`).
     """
 
-    def __init__(self, topology: Topology, strategy: Strategy | None = None, *, seed: int = 0) -> None:
-        self.network = InProcessNetwork(topology.ranks, seed)
+    def __init__(
+        self,
+        topology: Topology,
+        strategy: Strategy | None = None,
+        *,
+        seed: int = 0,
+        network: CopyNetwork | None = None,
+    ) -> None:
+        self.network: CopyNetwork | InProcessNetwork = network or InProcessNetwork(topology.ranks, seed)
         strategy = strategy or Strategy()
         routes = Routes(topology, strategy)
-        self.members = [
-            Member(rank, topology, strategy, transport, routes)
-            for rank, transport in enumerate(self.network.transports())
-        ]
+        transports: Sequence[Transport] = self.network.transports()
+        self.members = [Member(rank, topology, strategy, wires, routes) for rank, wires in enumerate(transports)]
         self._number = 0
         self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 

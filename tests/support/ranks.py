@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Any
 
-from benchmarks.ranks import Outcome, RankError, join_gloo, launch, launcher_environment, values
+from benchmarks.loopback import launch_local
+from benchmarks.ranks import Outcome, RankError, values
 
 __all__ = ["Outcome", "RankError", "run_ranks", "run_ranks_outcomes"]
 
@@ -41,11 +39,4 @@ def run_ranks_outcomes(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, init: bool = True
 ) -> list[Outcome]:
     """As `run_ranks`, but however a rank ends, it is returned as its `Outcome`; nothing is raised for it."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-
-    def enter(rank: int, directory: Path) -> None:
-        os.environ.update(launcher_environment(rank, world_size, ranks_per_node=world_size))
-        if init:
-            join_gloo(rank, world_size, directory, loopback, timeout_s / 2)
-
-    return launch(fn, world_size, args, enter, timeout_s=timeout_s)
+    return launch_local(fn, world_size, *args, timeout_s=timeout_s, init=init)

@@ -1,0 +1,269 @@
+"""What the package's own Python costs per visit: posting, merging, bookkeeping.
+
+Tensors are tiny, the kernel returns constants, and messages cost next to nothing: all ranks in one process with plain
+copies between them, or two processes on gloo. What is left is the package. A step is `--layers` forward passes and
+then as many backward ones, the last layer first.
+
+`cpu_s` is the CPU time of the thread that runs the ring, without what it spends inside torch.distributed (that is
+`torch_cpu_s`: posting to gloo takes hundreds of microseconds). `wall_s` contains both, and waiting for the other
+process. On gloo a pass also has the autograd function and the agreement of all ranks before every call; in one
+process it has neither, and a ring of 8 ranks has 8 visits to a call, where that of 2 has 2.
+
+Growth is shown by the first and the last tenth of all steps, and by the memory that Python holds after them. New
+tensors are counted in one step soon after the start and in the last one. Buffers of the ring are not among them:
+those are made in the first two steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.loopback import launch_local
+from benchmarks.ranks import values
+from benchmarks.tiny import ConstantKernel, CountedTensors
+from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
+from burst_plugin.attention import backward_program, forward_program
+from burst_plugin.call import prepare
+from burst_plugin.copies import CopyNetwork
+from burst_plugin.executor import lockstep
+from burst_plugin.kernels import Queries
+from burst_plugin.request import Inputs, Request
+
+GOAL_S = 200e-6
+_SHAPE = (1, 4, 2, 8)  # of a rank's q, k and v: [batch, tokens, heads, head dim]
+_DIRECTIONS = ("forward", "backward")
+_COUNTED_STEP = 3  # the first step after those in which buffers are made
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--layers", type=int, default=8, help="attention layers of a step")
+    parser.add_argument("--steps", type=int, default=100, help="steps; growth is the last tenth over the first")
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring in one process, two to a node")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and print one row per transport, schedule, traveller and direction; 1 if any misses the goal."""
+    if options.layers < 1 or options.steps < 10 or options.ranks < 2 or options.ranks % 2:
+        raise SystemExit("bench: expected --layers of at least 1, --steps of at least 10, and --ranks even")
+    rows = measure(options.layers, options.steps, options.ranks)
+    for row in rows:
+        print(json.dumps(row))
+    return 0 if all(row["cpu_s"] < GOAL_S for row in rows) else 1
+
+
+def measure(layers: int, steps: int, ranks: int) -> list[dict[str, Any]]:
+    """All rows; times are per visit, medians over steps, in seconds."""
+    rows = []
+    for topology in (Topology(1, ranks), Topology(ranks // 2, 2)):
+        for traveller in ("kv", "q"):
+            strategy = Strategy(backward=traveller)
+            books = Books(_in_process(topology, strategy), layers).keep(steps)
+            rows += books.rows(f"{topology.ranks} ranks in one process", topology, traveller, ranks * ranks)
+    for traveller in ("kv", "q"):
+        outcomes = launch_local(_over_gloo, 2, traveller, layers, steps, timeout_s=60.0 + 0.05 * steps * layers)
+        rows += values(outcomes)[0].rows("2 processes on gloo", Topology(1, 2), traveller, 2)
+    return rows
+
+
+Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns what runs its backward pass
+
+
+@dataclass
+class Loop:
+    """Something to measure: a layer, and the bytes of all buffers of its ring."""
+
+    layer: Layer
+    buffer_bytes: Callable[[], int]
+
+
+@dataclass
+class Books:
+    """What the steps of a `Loop` took. Lists have one entry per step; `counts` are of one step, early and late."""
+
+    loop: Loop | None
+    layers: int
+    wall_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in _DIRECTIONS})
+    cpu_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in _DIRECTIONS})
+    torch_cpu_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in _DIRECTIONS})
+    buffers: list[int] = field(default_factory=list)
+    counts: list[dict[str, tuple[int, int]]] = field(default_factory=list)  # (operations, new tensors)
+    python_bytes: int = 0  # what Python holds at the end, over what it held after step 3
+
+    def keep(self, steps: int) -> Books:
+        """Run the steps, the counted ones apart from the timed ones."""
+        for _ in range(_COUNTED_STEP - 1):
+            self._step(self._timed)
+        self.counts.append(self._counted_step())
+        for _ in range(steps):
+            self._step(self._timed)
+        self.counts.append(self._counted_step())
+        self.python_bytes = self._python_growth(max(10, steps // 10))
+        self.loop = None  # which cannot leave its process
+        return self
+
+    def rows(self, transport: str, topology: Topology, traveller: str, visits: int) -> list[dict[str, Any]]:
+        """One row per direction; `visits` are those of one call, of all ranks in the process."""
+        return [self._row(d, visits) | _named(transport, topology, traveller, d) for d in _DIRECTIONS]
+
+    def _row(self, direction: str, visits: int) -> dict[str, Any]:
+        per_step = visits * self.layers
+        clocks = (self.wall_s, self.cpu_s, self.torch_cpu_s)
+        wall, cpu, torch_cpu = ([s / per_step for s in kept[direction][_COUNTED_STEP - 1 :]] for kept in clocks)
+        tenth = max(1, len(cpu) // 10)
+        early, late = (count[direction] for count in self.counts)
+        return {
+            "wall_s": median(wall),
+            "wall_s_min": min(wall),
+            "wall_s_max": max(wall),
+            "cpu_s": median(cpu),
+            "torch_cpu_s": median(torch_cpu),
+            "first_tenth_cpu_s": median(cpu[:tenth]),
+            "last_tenth_cpu_s": median(cpu[-tenth:]),
+            "operations": early[0] / per_step,
+            "new_tensors": early[1] / per_step,
+            "new_tensors_late": late[1] / per_step,
+            "buffer_bytes": self.buffers[1],
+            "buffer_bytes_late": self.buffers[-1],
+            "python_bytes_grown": self.python_bytes,
+        }
+
+    def _step(self, clocked: Callable[[str], Any]) -> None:
+        assert self.loop is not None
+        with clocked("forward"):
+            backwards = [self.loop.layer() for _ in range(self.layers)]
+        with clocked("backward"):
+            while backwards:
+                backwards.pop()()
+        self.buffers.append(self.loop.buffer_bytes())
+
+    @contextmanager
+    def _timed(self, direction: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        with _TorchDistributed() as inside:
+            yield
+        self.cpu_s[direction].append(time.thread_time() - cpu - inside.cpu_s)
+        self.torch_cpu_s[direction].append(inside.cpu_s)
+        self.wall_s[direction].append(time.perf_counter() - wall)
+
+    def _counted_step(self) -> dict[str, tuple[int, int]]:
+        found: dict[str, tuple[int, int]] = {}
+
+        @contextmanager
+        def counted(direction: str) -> Iterator[None]:
+            with CountedTensors() as counter:
+                yield
+            found[direction] = (counter.operations, counter.tensors)
+
+        self._step(counted)
+        return found
+
+    def _python_growth(self, steps: int) -> int:
+        """Bytes that Python holds more after `steps` steps."""
+        tracemalloc.start()
+        try:
+            sizes = []
+            for step in range(steps + 1):
+                self._step(lambda direction: nullcontext())
+                if step in (0, steps):
+                    gc.collect()
+                    sizes.append(tracemalloc.get_traced_memory()[0])
+        finally:
+            tracemalloc.stop()
+        return sizes[1] - sizes[0]
+
+
+class _TorchDistributed:
+    """The CPU time that this thread spends in posting to torch.distributed and waiting for it."""
+
+    def __init__(self) -> None:
+        self.cpu_s = 0.0
+        self._original = dist.batch_isend_irecv
+
+    def __enter__(self) -> _TorchDistributed:
+        dist.batch_isend_irecv = self._post
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.batch_isend_irecv = self._original
+
+    def _post(self, ops: list[dist.P2POp]) -> list[_TimedWork]:
+        start = time.thread_time()
+        works = self._original(ops)
+        self.cpu_s += time.thread_time() - start
+        return [_TimedWork(work, self) for work in works]
+
+
+@dataclass
+class _TimedWork:
+    work: dist.Work
+    clock: _TorchDistributed
+
+    def wait(self) -> None:
+        start = time.thread_time()
+        self.work.wait()
+        self.clock.cpu_s += time.thread_time() - start
+
+
+def _named(transport: str, topology: Topology, traveller: str, direction: str) -> dict[str, Any]:
+    return {
+        "transport": transport,
+        "nodes": topology.nodes,
+        "ranks_per_node": topology.ranks_per_node,
+        "traveller": traveller if direction == "backward" else "kv",
+        "direction": direction,
+    }
+
+
+def _in_process(topology: Topology, strategy: Strategy) -> Loop:
+    """All ranks take turns; the autograd function and the agreement between ranks are left out."""
+    ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
+    each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.members]
+    kernel = ConstantKernel()
+    calls = [
+        replace(prepare(member, mine, Request(), {}), kernel=kernel)
+        for member, mine in zip(ring.members, each, strict=True)
+    ]
+    number = 0
+
+    def layer() -> Callable[[], object]:
+        nonlocal number
+        number += 1
+        mine = number
+        done = lockstep([forward_program(c, mine, x) for c, x in zip(calls, each, strict=True)])
+        queries = [Queries(x.q, x.q, out.out, out.lse) for x, out in zip(each, done, strict=True)]
+        each_call = [*zip(calls, each, queries, strict=True)]
+        return lambda: lockstep([backward_program(c, mine, x, rows) for c, x, rows in each_call])
+
+    pools = [member.transport.pool for member in ring.members]  # type: ignore[attr-defined]
+    return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
+
+
+def _over_gloo(rank: int, traveller: str, layers: int, steps: int) -> Books:
+    """One of two processes; everything that a call does, autograd and the agreement of every call included."""
+    cp = ContextParallel(dist.group.WORLD, backward=traveller)
+    q, k, v = (torch.randn(_SHAPE, requires_grad=True) for _ in range(3))
+    burst_attention(q, k, v, cp)
+    kernel = ConstantKernel()
+    cp.calls.update({key: replace(call, kernel=kernel) for key, call in cp.calls.items()})
+    dout = torch.ones(_SHAPE)
+
+    def layer() -> Callable[[], object]:
+        out = burst_attention(q, k, v, cp)
+        assert isinstance(out, Tensor)
+        return lambda: torch.autograd.grad(out, (q, k, v), dout)
+
+    return Books(Loop(layer, cp.allocated_bytes), layers).keep(steps)
