@@ -59,14 +59,15 @@ def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, No
     for visit in ring.visits():
         if visit is not None:
             work, at_home = works[visit.part], own[home].parts[visit.part]
-            here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
-            site = call.site(direction, visit.owner)
-            for tile in call.tiles(direction, visit.owner):
-                found = work.visit(here["q"], here["kv"], tile, site)
-                if found[home]:
-                    at_home.add(tile, home, found[home])
-                if found[away]:
-                    visit.sums.add(tile, away, found[away])
+            with ring.work(visit):
+                here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
+                site = call.site(direction, visit.owner)
+                for tile in call.tiles(direction, visit.owner):
+                    found = work.visit(here["q"], here["kv"], tile, site)
+                    if found[home]:
+                        at_home.add(tile, home, found[home])
+                    if found[away]:
+                        visit.sums.add(tile, away, found[away])
         yield
 
     yield from ring.homecoming()

@@ -132,7 +132,7 @@ class Call:
             CallCargo(self, works, self.travellers[direction], own),
             direction=direction,
             label=self._label(direction, number),
-            trace=self.member.trace,
+            profile=self.member.profile,
         )
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from secrets import token_hex
 from typing import Any
 
@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
-from burst_plugin.executor import Trace
 from burst_plugin.kernels import Kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member, as_traffic
+from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, Routes
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
@@ -173,14 +173,9 @@ class ContextParallel:
             **self.member.choices,
         }
 
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record what this rank posts, waits for and computes."""
-        self.member.trace = Trace()
-        try:
-            yield self.member.trace
-        finally:
-            self.member.trace = None
+    def profile(self) -> AbstractContextManager[Profile]:
+        """Note what this rank computes, sends and waits for until the end of the `with` block; see `Profile`."""
+        return self.member.profiled(Profile(self.rank, self.topology, self.group))
 
     def connect(self, separate_links: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.

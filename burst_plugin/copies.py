@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burst_plugin.transport import BufferPool, Channel, Message, Pending
+from burst_plugin.transport import BufferPool, Channel, Message, Pending, Waited
 
 __all__ = ["CopyNetwork", "CopyTransport"]
 
@@ -86,12 +86,14 @@ class CopyNetwork:
 
 @dataclass
 class _CopyPending:
-    channels: tuple[Channel, ...]
+    messages: Sequence[Message]
     copies: list[_Copy]
 
-    def wait(self) -> None:
+    def wait(self, waited: Waited | None = None) -> None:
         for copy in self.copies:
             copy.wait()
+        if waited is not None:
+            waited(self.messages)
 
 
 class CopyTransport:
@@ -108,8 +110,7 @@ class CopyTransport:
         for message in sends:
             copies.append(self._network.put((self._rank, message.peer, message.channel), message.data, None))
             self._network.sent_bytes[self._rank, message.channel] += message.data.numel()
-        channels = tuple(dict.fromkeys(message.channel for message in (*recvs, *sends)))
-        return [_CopyPending(channels, copies)]
+        return [_CopyPending((*recvs, *sends), copies)]
 
     def lease(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Transport.lease`."""

@@ -2,9 +2,10 @@
 
     ring = Ring(plan, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
-        ...                               # read visit.operands, add to visit.sums
+        with ring.work(visit):
+            ...                           # read visit.operands, add to visit.sums
         yield                             # one step done: lets ranks in one process take turns
-    mine = yield from ring.homecoming()   # the rank's own sums, complete
+    yield from ring.homecoming()          # then the rank's own sums are complete
 
 At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
 work of step t, and what crosses between nodes during a whole inner ring.
@@ -13,16 +14,16 @@ work of step t, and what crosses between nodes during a whole inner ring.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
@@ -30,12 +31,10 @@ from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Tra
 __all__ = [
     "LABEL_BYTES",
     "Cargo",
-    "Event",
     "Packing",
     "Ring",
     "RingError",
     "Sums",
-    "Trace",
     "Visit",
     "lockstep",
     "ring_error",
@@ -117,25 +116,6 @@ class Packing:
         return tuple(buffer[start:stop].view(dtype).view(shape) for start, stop, shape, dtype in self._sections)
 
 
-class Event(NamedTuple):
-    """One thing that a rank did; times are `time.perf_counter()` seconds."""
-
-    kind: str  # "post", "wait" or "kernel"
-    direction: str  # "forward" or "backward"
-    step: int
-    link: str  # "intra", "inter", or "" for kernels
-    start_s: float
-    stop_s: float
-    due: int = -1  # of what is posted: the step at which it is waited for
-
-
-@dataclass
-class Trace:
-    """Events in the order in which they happened."""
-
-    events: list[Event] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Visit(Generic[S]):
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
@@ -170,13 +150,17 @@ class Ring(Generic[S]):
         *,
         direction: str,
         label: Tensor | None = None,
-        trace: Trace | None = None,
+        profile: Profile | None = None,
     ) -> None:
-        self._plan, self._transport, self._cargo = plan, transport, cargo
+        self._plan, self._cargo = plan, cargo
         self._rows = plan.rows
         self._label = label
-        self._direction, self._trace = direction, trace
+        self._direction = direction
+        self._step = 0
+        self._unnamed: AbstractContextManager[None] = nullcontext()
         self._device = cargo.device
+        self._log = None if profile is None else profile.begin_pass(direction, self._device)
+        self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Tensor] = {}  # leased for operands, by block
         self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by block
@@ -192,12 +176,17 @@ class Ring(Generic[S]):
             if block is None:
                 yield None
                 continue
-            start = time.perf_counter() if self._trace else 0.0
             part, owner = divmod(block, self._plan.ranks)
-            with _nvtx_range(f"burst {self._direction} step {number}, block {block}", self._device):
-                operands = () if self._is_own(block) else self._operands[block]
-                yield Visit(owner, part, self._is_own(block), operands, partial(self._bag, block))
-            self._record("kernel", number, "", start)
+            operands = () if self._is_own(block) else self._operands[block]
+            yield Visit(owner, part, self._is_own(block), operands, partial(self._bag, block))
+
+    def work(self, visit: Visit[S]) -> AbstractContextManager[None]:
+        """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
+        named = self._unnamed
+        if self._device.type == "cuda":
+            name = f"burst {self._direction} step {self._step}, block {visit.owner}, part {visit.part}"
+            named = torch.cuda.nvtx.range(name)
+        return named if self._log is None else self._log.timed("kernel", named)
 
     def homecoming(self) -> Generator[None, None, None]:
         """The steps after the last visit; then the rank's own sums are complete."""
@@ -206,13 +195,20 @@ class Ring(Generic[S]):
             yield
 
     def _advance(self, number: int, step: Step) -> None:
+        self._step = number
+        if self._log is None:
+            self._move(number, step)
+            return
+        self._log.step = number
+        with self._log.timed("move"):
+            self._move(number, step)
+
+    def _move(self, number: int, step: Step) -> None:
         for pending in self._due.pop(number, ()):
-            start = time.perf_counter() if self._trace else 0.0
             try:
                 pending.wait()
             except PeerLostError as lost:
                 self._give_up(number, lost)
-            self._record("wait", number, pending.channels[0].link.value, start)
         for buffer in self._sent.pop(number, ()):
             self._transport.release(buffer)
         for traffic, transfer in step.due:
@@ -237,14 +233,11 @@ class Ring(Generic[S]):
                 self._arriving[traffic, transfer] = buffer
                 recvs.append(Message(transfer.src, channel, buffer))
         for due, (sends, recvs) in batches.items():
-            start = time.perf_counter() if self._trace else 0.0
             try:
                 posted = self._transport.post(sends, recvs)
             except PeerLostError as lost:
                 self._give_up(number, lost)
             self._due.setdefault(due, []).extend(posted)
-            for link in dict.fromkeys(message.channel.link for message in (*sends, *recvs)):
-                self._record("post", number, link.value, start, due)
 
     def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Tensor:
         """The bytes of a block or of its sums, on their way out."""
@@ -316,11 +309,6 @@ class Ring(Generic[S]):
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
         raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost
 
-    def _record(self, kind: str, number: int, link: str, start_s: float, due: int = -1) -> None:
-        if self._trace is not None:
-            stop_s = time.perf_counter()
-            self._trace.events.append(Event(kind, self._direction, number, link, start_s, stop_s, due))
-
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
     """Run one program per rank of this process, a step of each in turn, without threads; returns what they return."""
@@ -333,8 +321,3 @@ def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
                 except StopIteration as stop:
                     results[rank] = stop.value
     return [results[rank] for rank in range(len(programs))]
-
-
-def _nvtx_range(name: str, device: torch.device) -> AbstractContextManager[None]:
-    """A named range in profiles of a GPU; nothing on CPUs."""
-    return torch.cuda.nvtx.range(name) if device.type == "cuda" else nullcontext()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burst_plugin.transport import BufferPool, Channel, Message, Pending
+from burst_plugin.transport import BufferPool, Channel, Message, Pending, Waited
 
 __all__ = ["InProcessNetwork", "InProcessTransport"]
 
@@ -93,12 +93,14 @@ class InProcessNetwork:
 
 @dataclass
 class _InProcessPending:
-    channels: tuple[Channel, ...]
+    messages: Sequence[Message]
     network: InProcessNetwork
     parcels: list[tuple[tuple[int, int, Channel], _Parcel]]
 
-    def wait(self) -> None:
+    def wait(self, waited: Waited | None = None) -> None:
         self.network.deliver(self.parcels)
+        if waited is not None:
+            waited(self.messages)
 
 
 class InProcessTransport:
@@ -119,8 +121,7 @@ class InProcessTransport:
             route = (self._rank, message.peer, message.channel)
             parcels.append((route, self._network.parcel(route, message.data, None)))
             self._network.sent_bytes[self._rank, message.channel] += message.data.numel()
-        channels = tuple(Counter(message.channel for message in (*recvs, *sends)))
-        return [_InProcessPending(channels, self._network, parcels)]
+        return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
     def lease(self, nbytes: int, device: torch.device) -> Tensor:
         """See `Transport.lease`; full of NaN."""

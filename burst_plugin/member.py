@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from burst_plugin.executor import Trace
+from burst_plugin.profile import Profile
 from burst_plugin.routes import Routes
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
@@ -28,7 +28,7 @@ class Member:
     strategy: Strategy
     transport: Transport
     routes: Routes
-    trace: Trace | None = None
+    profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -48,6 +48,18 @@ class Member:
             yield
         finally:
             self._busy.release()
+
+    @contextmanager
+    def profiled(self, profile: Profile) -> Iterator[Profile]:
+        """Passes are noted in `profile` until the end of the block. RuntimeError if they are already."""
+        if self.profile is not None:
+            raise RuntimeError("this ring is being profiled already; leave that `with` block before entering another")
+        self.profile = profile
+        try:
+            yield profile
+        finally:
+            self.profile = None
+            profile.close()
 
     def _check_stream(self) -> None:
         stream = torch.cuda.current_stream()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "PeerLostError",
     "Pending",
     "Transport",
+    "Waited",
     "new_group_like",
 ]
 
@@ -57,13 +58,20 @@ class PeerLostError(RuntimeError):
         self.cause = cause
 
 
+Waited = Callable[[Sequence[Message]], None]
+
+
 class Pending(Protocol):
-    """Messages under way."""
+    """Messages under way, receives first."""
 
-    channels: tuple[Channel, ...]
+    messages: Sequence[Message]
 
-    def wait(self) -> None:
-        """Order what the current stream does next after these messages. Raises PeerLostError."""
+    def wait(self, waited: Waited | None = None) -> None:
+        """Order what the current stream does next after these messages. Raises PeerLostError.
+
+        `waited` is called with each message as soon as it is waited for, with several where they are only waited for
+        together.
+        """
         ...
 
 
@@ -121,19 +129,20 @@ class BufferPool:
 
 @dataclass
 class _DistributedPending:
-    channels: tuple[Channel, ...]
-    peers: tuple[int, ...]
+    messages: Sequence[Message]  # kept, since gloo reads and writes them until waited for
     works: list[dist.Work]
-    keep: list[Tensor] = field(repr=False)  # gloo reads and writes them until waited for
 
-    def wait(self) -> None:
-        each = zip(self.works, self.peers, strict=True) if len(self.works) == len(self.peers) else None
-        for work, peer in each or ((work, self.peers[0]) for work in self.works):
+    def wait(self, waited: Waited | None = None) -> None:
+        apart = len(self.works) == len(self.messages)
+        for number, work in enumerate(self.works):
+            messages = self.messages[number : number + 1] if apart else self.messages
             try:
                 work.wait()
             except RuntimeError as error:
-                raise PeerLostError(peer, _reason(error)) from error
-        self.keep.clear()
+                raise PeerLostError(messages[0].peer, _reason(error)) from error
+            if waited is not None:
+                waited(messages)
+        self.messages = ()
 
 
 class DistributedTransport:
@@ -174,13 +183,12 @@ class DistributedTransport:
 
     def _batch(self, group: dist.ProcessGroup, batch: list[tuple[Callable[..., Any], Message]]) -> Pending:
         ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], group) for op, m in batch]
-        peers = tuple(message.peer for _, message in batch)
-        channels = tuple(Counter(message.channel for _, message in batch))
+        messages = [message for _, message in batch]
         try:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
-            raise PeerLostError(peers[0], _reason(error)) from error
-        return _DistributedPending(channels, peers, works, [message.data for _, message in batch])
+            raise PeerLostError(messages[0].peer, _reason(error)) from error
+        return _DistributedPending(messages, works)
 
     def first_failure(self, text: str) -> str:
         """See `Transport.first_failure`; through the store that the ranks met at, while that can be reached."""

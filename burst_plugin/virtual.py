@@ -8,7 +8,8 @@ To check on a laptop what a cluster will compute:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member, as_traffic
+from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Request
 from burst_plugin.routes import Routes
 from burst_plugin.scores import Scores
@@ -86,6 +88,14 @@ class VirtualRing:
         self._number += 1
         out, lse, _ = differentiable_attention(_VirtualRunner(calls, self._number, deal), inputs)
         return out, lse
+
+    @contextmanager
+    def profile(self) -> Iterator[list[Profile]]:
+        """What each rank does until the end of the `with` block. Waits are for copies here, never for a peer."""
+        with ExitStack() as stack:
+            yield [
+                stack.enter_context(member.profiled(Profile(member.rank, member.topology))) for member in self.members
+            ]
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""

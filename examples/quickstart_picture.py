@@ -94,16 +94,11 @@ def _timeline(axis: Any, settings: Settings, traces: list[list[dict[str, Any]]])
 
 def transfers(trace: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """(link, start, stop) of a rank's messages: from where they are posted to where they have been waited for."""
-    arrivals: dict[tuple[str, int, str], float] = {}
+    arrivals: dict[int, float] = {}
     for event in trace:
         if event["kind"] == "wait":
-            key = (event["direction"], event["step"], event["link"])
-            arrivals[key] = max(event["stop_s"], arrivals.get(key, 0.0))
-    return [
-        (event["link"], event["start_s"], arrivals[event["direction"], event["due"], event["link"]])
-        for event in trace
-        if event["kind"] == "post"
-    ]
+            arrivals[event["batch"]] = max(event["stop_s"], arrivals.get(event["batch"], 0.0))
+    return [(event["link"], event["start_s"], arrivals[event["batch"]]) for event in trace if event["kind"] == "post"]
 
 
 def _quickest(by_rank: list[list[list[dict[str, Any]]]]) -> list[list[dict[str, Any]]]:

@@ -7,7 +7,6 @@ The three lines that make it use burst attention are marked with (burst). It can
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -228,16 +227,12 @@ def look_at(ring: Any, model: Any, settings: Settings) -> dict[str, Any]:
     for _ in range(8):  # the report takes the quickest: other programs may have been in the way
         dist.barrier()
         torch.cuda.synchronize()
-        with ring.trace() as trace:
+        with ring.profile() as profile:
             attention(q, k, v, None).sum().backward()
             torch.cuda.synchronize()
-        traces.append([dataclass_or_tuple(event) for event in trace.events])
+        traces.append([event._asdict() for event in profile.events])
     described = {key: str(value) for key, value in ring.describe().items()}
     return {"sent": sent, "expected": expected, "describe": described, "traces": traces}
-
-
-def dataclass_or_tuple(event: Any) -> dict[str, Any]:
-    return event._asdict() if hasattr(event, "_asdict") else dataclasses.asdict(event)
 
 
 def tell(settings: Settings, name: str, **news: Any) -> None:

@@ -1,0 +1,276 @@
+"""What was seen of a ring's passes, summed up: by step, by peer, by rank; as tables and as a timeline."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from burst_plugin.topology import Link, Topology, Traffic
+
+__all__ = ["Event", "RingProfile", "StepCost", "Summary", "save_chrome_trace"]
+
+_MS, _US, _MB = 1e3, 1e6, 1e-6
+
+
+class Event(NamedTuple):
+    """One thing that a rank did; times are `time.perf_counter()` seconds."""
+
+    kind: str  # "move", and within it "post" and "wait"; "kernel"
+    direction: str  # "forward" or "backward"
+    step: int
+    link: str  # of posts and waits: "intra" or "inter"
+    start_s: float
+    stop_s: float
+    number: int = 0  # of the pass, counted from 0
+    batch: int = -1  # of posts and waits: which messages; those posted together are waited for together
+    due: int = -1  # of posts: the step at which they are waited for
+    traffic: str = ""  # of posts: "gather" or "reduce"
+    sent_bytes: int = 0  # of posts
+    peers: tuple[int, ...] = ()  # of waits: whom for; several where a backend waits for several at once
+
+    @property
+    def duration_s(self) -> float:
+        """From start to stop."""
+        return self.stop_s - self.start_s
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """One step of the ring, summed over all passes in a direction; `step` -1 is all steps.
+
+    `compute_s` is kernels and merging; `wait_s` what was not hidden of communication; `other_s` posting, packing and
+    adding up what arrived. `sent_bytes` is by link and traffic, as `ContextParallel.traffic`.
+    """
+
+    direction: str
+    step: int
+    passes: int
+    compute_s: float
+    wait_s: float
+    other_s: float
+    sent_bytes: Mapping[str, Mapping[str, int]]
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.compute_s + self.wait_s + self.other_s
+
+    @staticmethod
+    def of(events: Sequence[Event], step: int, passes: int) -> StepCost:
+        """Of events in one direction, one at least."""
+        spent_s: dict[str, float] = defaultdict(float)
+        sent = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
+        for event in events:
+            spent_s[event.kind] += event.duration_s
+            if event.kind == "post":
+                sent[event.link][event.traffic] += event.sent_bytes
+        other_s = spent_s["move"] - spent_s["wait"]
+        return StepCost(events[0].direction, step, passes, spent_s["kernel"], spent_s["wait"], other_s, sent)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One rank's profile: what steps cost, and `waited_s` by peer. `wall_s` is from its start to its end.
+
+    A peer that is waited for may itself have waited for another: `RingProfile` tells them apart.
+    """
+
+    rank: int
+    topology: Topology
+    wall_s: float
+    steps: tuple[StepCost, ...]
+    totals: Mapping[str, StepCost]  # by direction
+    waited_s: Mapping[int, float]
+
+    @staticmethod
+    def of(events: Sequence[Event], rank: int, topology: Topology, wall_s: float) -> Summary:
+        """The summary of a rank's events."""
+        by_direction: dict[str, list[Event]] = defaultdict(list)
+        waited_s: dict[int, float] = defaultdict(float)
+        for event in events:
+            by_direction[event.direction].append(event)
+            for peer in event.peers:
+                waited_s[peer] += event.duration_s / len(event.peers)
+        steps, totals = [], {}
+        for direction, mine in by_direction.items():
+            passes = len({event.number for event in mine})
+            by_step: dict[int, list[Event]] = defaultdict(list)
+            for event in mine:
+                by_step[event.step].append(event)
+            steps += [StepCost.of(by_step[step], step, passes) for step in sorted(by_step)]
+            totals[direction] = StepCost.of(mine, -1, passes)
+        return Summary(rank, topology, wall_s, tuple(steps), totals, dict(waited_s))
+
+    @property
+    def compute_s(self) -> float:
+        """In all."""
+        return sum(total.compute_s for total in self.totals.values())
+
+    @property
+    def wait_s(self) -> float:
+        """In all."""
+        return sum(total.wait_s for total in self.totals.values())
+
+    @property
+    def other_s(self) -> float:
+        """In all."""
+        return sum(total.other_s for total in self.totals.values())
+
+    @property
+    def slowest_peers(self) -> list[tuple[int, float]]:
+        """(rank, seconds waited for it), longest first."""
+        return sorted(self.waited_s.items(), key=lambda pair: -pair[1])
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"rank {self.rank} of {self.topology.ranks}: no attention was called"
+        runs = " and ".join(f"{total.passes} {name}" for name, total in self.totals.items())
+        attention_s = sum(total.total_s for total in self.totals.values())
+        kinds = [(link.value, traffic.value) for link in Link for traffic in Traffic]
+        kinds = [kind for kind in kinds if any(step.sent_bytes[kind[0]][kind[1]] for step in self.steps)]
+        head = ["per pass", "compute ms", "wait ms", "other ms", "waiting", *(f"{a} {b} MB" for a, b in kinds)]
+        rows = [head]
+        for direction, total in self.totals.items():
+            for cost in (*(step for step in self.steps if step.direction == direction), total):
+                rows.append(_row(cost, kinds))
+        peers = ", ".join(f"rank {peer} {_ms(waited)} ms" for peer, waited in self.slowest_peers[:4])
+        return "\n".join(
+            [
+                f"rank {self.rank} of {self.topology.ranks} in {self.topology}: {runs} passes took "
+                f"{_ms(attention_s)} of {_ms(self.wall_s)} ms",
+                *_aligned(rows),
+                f"waited for: {peers or 'nobody'}",
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class RingProfile:
+    """The summaries of all ranks, in rank order."""
+
+    summaries: tuple[Summary, ...]
+
+    @property
+    def caused_s(self) -> list[float]:
+        """By rank: how long its peers waited for it, less what it waited for its own.
+
+        A rank that only hands a delay on comes out near 0, the rank where the delay began above it.
+        """
+        return [
+            sum(other.waited_s.get(mine.rank, 0.0) for other in self.summaries) - mine.wait_s
+            for mine in self.summaries
+        ]
+
+    @property
+    def slowest(self) -> int:
+        """The rank that keeps the others waiting."""
+        return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
+
+    def __str__(self) -> str:
+        rows = [["rank", "wall ms", "compute ms", "wait ms", "other ms", "waited for by peers, ms", "net"]]
+        for mine, caused_s in zip(self.summaries, self.caused_s, strict=True):
+            times = (mine.wall_s, mine.compute_s, mine.wait_s, mine.other_s, caused_s + mine.wait_s, caused_s)
+            rows.append([str(mine.rank), *map(_ms, times)])
+        middle_s = statistics.median(mine.compute_s for mine in self.summaries)
+        slowest = self.summaries[self.slowest]
+        verdict = (
+            f"rank {slowest.rank} kept the others waiting most: {_ms(self.caused_s[slowest.rank])} ms; "
+            f"it computed for {_ms(slowest.compute_s)} ms (median {_ms(middle_s)})"
+        )
+        return "\n".join([*_aligned(rows), verdict if len(self.summaries) > 1 else "one rank waits for nobody"])
+
+
+def _row(cost: StepCost, kinds: Iterable[tuple[str, str]]) -> list[str]:
+    name = f"{cost.direction} {cost.step}" if cost.step >= 0 else f"{cost.direction} in all"
+    times = [_ms(x / cost.passes) for x in (cost.compute_s, cost.wait_s, cost.other_s)]
+    share = cost.wait_s / cost.total_s if cost.total_s else 0.0
+    sent = [f"{cost.sent_bytes[link][traffic] / cost.passes * _MB:.3f}" for link, traffic in kinds]
+    return [name, *times, f"{share:.0%}", *sent]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * _MS:.2f}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns; the first is aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = [str.ljust, *[str.rjust] * (len(widths) - 1)]
+    return ["  ".join(p(cell, n) for p, cell, n in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
+
+
+class Timeline(Protocol):
+    """What a trace is drawn of: a `Profile`."""
+
+    rank: int
+    epoch_s: float
+
+    @property
+    def events(self) -> list[Event]:
+        """See `Profile.events`."""
+        ...
+
+
+_ROWS = ("pass", "move", "kernel", "wait", "post")  # of a rank, from the top
+
+
+def save_chrome_trace(path: str | Path, profiles: Iterable[Timeline]) -> None:
+    """A process per rank, a row per kind of event, an arrow from each post to its wait; microseconds since 1970.
+
+    Format: Trace Event Format, of chrome://tracing and https://ui.perfetto.dev.
+    """
+    found = [line for profile in profiles for line in _trace_of(profile)]
+    Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))
+
+
+def _trace_of(profile: Timeline) -> list[dict[str, Any]]:
+    def us(seconds: float) -> float:
+        return round((seconds + profile.epoch_s) * _US, 3)
+
+    events = [*_passes(profile.events), *profile.events]
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": profile.rank, "args": {"name": f"rank {profile.rank}"}}
+    ]
+    for row, kind in enumerate(_ROWS):
+        place = {"pid": profile.rank, "tid": row}
+        found.append({"ph": "M", "name": "thread_name", **place, "args": {"name": kind}})
+        for event in (event for event in events if event.kind == kind):
+            start, stop = us(event.start_s), us(event.stop_s)
+            args = {name: value for name, value in event._asdict().items() if not name.endswith("_s")}
+            name = event.direction if kind == "pass" else f"{event.direction} {event.step} {event.link}".strip()
+            found.append(
+                {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": stop - start, **place, "args": args}
+            )
+    for batch, (post, wait) in _journeys(events).items():
+        arrow = {"name": "message", "cat": "message", "id": f"{profile.rank}.{batch}", "pid": profile.rank}
+        found.append({"ph": "s", "ts": us(post.start_s), "tid": _ROWS.index("post"), **arrow})
+        found.append({"ph": "f", "bp": "e", "ts": us(wait.start_s), "tid": _ROWS.index("wait"), **arrow})
+    return found
+
+
+def _journeys(events: Iterable[Event]) -> dict[int, tuple[Event, Event]]:
+    """The first post and the last wait of each batch that has both."""
+    posts: dict[int, Event] = {}
+    waits: dict[int, Event] = {}
+    for event in events:
+        if event.kind == "post":
+            posts.setdefault(event.batch, event)
+        elif event.kind == "wait":
+            waits[event.batch] = event
+    return {batch: (post, waits[batch]) for batch, post in posts.items() if batch in waits}
+
+
+def _passes(events: Iterable[Event]) -> list[Event]:
+    """An event from the beginning to the end of each pass."""
+    by_number: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_number[event.number].append(event)
+    return [
+        Event("pass", mine[0].direction, 0, "", min(e.start_s for e in mine), max(e.stop_s for e in mine), number)
+        for number, mine in by_number.items()
+    ]
