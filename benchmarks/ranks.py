@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import shutil
 import signal
@@ -276,6 +277,8 @@ def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
+        for child in multiprocessing.active_children():  # workers that a library started; nobody else would end them
+            child.kill()
         os._exit(exitcode)
 
 

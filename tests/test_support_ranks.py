@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
@@ -200,6 +201,20 @@ def test_an_interrupted_parent_leaves_no_ranks(threads: int, monkeypatch: pytest
     finally:
         signal.signal(signal.SIGINT, before)
         over.set()
+
+
+def test_workers_that_a_rank_started_end_with_it() -> None:
+    def start_worker(rank: int) -> int:
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        assert worker.pid is not None
+        return worker.pid
+
+    (worker,) = run_ranks(start_worker, 1, init=False)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}/stat").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline, "the worker lives on"
+        time.sleep(0.05)
 
 
 def test_a_killed_parent_leaves_no_ranks(tmp_path: Path) -> None:
