@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import TRAVELLERS, Shapes, hop_bytes_by_traffic
+from burst_plugin.strategy import TRAVELLERS, Shapes, Strategy, hop_bytes_by_traffic
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 
-__all__ = ["Candidate", "Links", "Load", "Price", "candidates", "price"]
+__all__ = ["Links", "Load", "Plan", "Price", "plans", "price"]
 
+DIRECTIONS = ("forward", "backward")
+_PARTS = (1, 2, 4)
 _NEVER = float("inf")
 _DONE_BYTES = 1e-3  # less than that is left over by rounding
 
@@ -68,13 +70,13 @@ class Load:
         return self.gather_bytes if traffic is Traffic.GATHER else self.reduce_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Price:
     """Seconds: `time_s` until the last rank is done, its work alone, and the most that any NIC sends, by link."""
 
     time_s: float
     compute_s: float
-    link_s: dict[Link, float] = field(default_factory=dict)
+    link_s: dict[Link, float] = field(default_factory=dict, compare=False)
 
     @property
     def bound_s(self) -> float:
@@ -97,26 +99,51 @@ def price(schedule: Schedule, load: Load, links: Links) -> Price:
     )
 
 
-class Candidate(NamedTuple):
-    """One way to run a pass, and what it costs."""
+class Plan(NamedTuple):
+    """One way to run attention, and what its passes cost; `step_s` is both."""
 
-    schedule: str
-    traveller: str
-    parts: int
-    price: Price
+    strategy: Strategy
+    forward: Price
+    backward: Price
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a forward and a backward pass."""
+        return self.forward.time_s + self.backward.time_s
 
 
-def candidates(topology: Topology, shapes: Shapes, direction: str, visit_s: float, links: Links) -> list[Candidate]:
-    """Every ring x traveller x number of parts, cheapest first; of two that are alike to 1 %, the simpler one."""
+def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
+    """Every schedule x number of parts with the travellers that suit it; best first.
+
+    The best is the cheapest; of those that are alike to 1 %, the one with the fewest parts. `visit_s` is the seconds
+    of work on a whole block, forward and backward.
+    """
     found = []
-    for name, schedule in SCHEDULES.items():
-        for traveller in TRAVELLERS:
-            load = Load.of(shapes, direction, traveller, visit_s)
-            whole = schedule(topology, load.reduce_bytes > 0, None)
-            for parts in (n for n in (1, 2, 4, 8) if shapes.kv_heads % n == 0):
-                found.append(Candidate(name, traveller, parts, price(whole.in_parts(parts), load, links)))
-    best_s = min(each.price.time_s for each in found)
-    return sorted(found, key=lambda each: (max(each.price.time_s, 1.01 * best_s), each.parts, each.price.time_s))
+    for name in SCHEDULES:
+        for parts in (n for n in _PARTS if shapes.kv_heads % n == 0):
+            best = [
+                min(
+                    ((price(_schedule(name, topology, load, parts), load, links), traveller))
+                    for traveller in TRAVELLERS
+                    for load in [Load.of(shapes, direction, traveller, each_s)]
+                )
+                for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
+            ]
+            (forward, forward_traveller), (backward, backward_traveller) = best
+            strategy = Strategy(
+                schedule=name,
+                parts=parts,
+                forward=forward_traveller,
+                backward=backward_traveller,
+                ranks_per_node=topology.ranks_per_node,
+            )
+            found.append(Plan(strategy, forward, backward))
+    best_s = min(each.step_s for each in found)
+    return sorted(found, key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.parts, each.step_s))
+
+
+def _schedule(name: str, topology: Topology, load: Load, parts: int) -> Schedule:
+    return SCHEDULES[name](topology, load.reduce_bytes > 0, None).in_parts(parts)
 
 
 def _nic(topology: Topology, links: Links, link: Link, rank: int) -> int:

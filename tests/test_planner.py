@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import Link, Topology, flat_ring, planner, two_level_ring
-from burst_plugin.planner import Links, Load, candidates, price
+from burst_plugin.planner import Links, Load, plans, price
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import Shapes
 
@@ -68,17 +68,19 @@ def test_ranks_that_are_not_alike_are_all_looked_at() -> None:
     assert found.time_s == pytest.approx(7 * 0.1 + 0.01, rel=1e-3)
 
 
-def test_candidates_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
+def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     shapes = Shapes(1, 8192, 8192, 32, 8, 128, 128, torch.bfloat16)
     topology = Topology(4, 4)
-    busy = candidates(topology, shapes, "backward", 0.002, Links(450e9, 5e9))
-    assert busy[0].schedule == "two_level_ring"
-    assert busy[0].traveller == "kv", "8 of 32 heads travel cheaper than 32"
-    assert busy[0].parts > 1
-    idle = candidates(topology, shapes, "backward", 0.1, Links(450e9, 50e9))
-    assert idle[0].parts == 1
-    times = [each.price.time_s for each in busy]
+    busy = plans(topology, shapes, (0.001, 0.002), Links(450e9, 5e9))
+    assert busy[0].strategy.schedule == "two_level_ring"
+    assert busy[0].strategy.backward == "kv", "8 of 32 heads travel cheaper than 32"
+    assert busy[0].strategy.parts > 1
+    idle = plans(topology, shapes, (0.05, 0.1), Links(450e9, 50e9))
+    assert idle[0].strategy.parts == 1
+    times = [each.step_s for each in busy]
     assert min(times) * 1.01 >= times[0]
+    many = plans(topology, shapes._replace(kv_heads=32), (0.001, 0.002), Links(450e9, 5e9))
+    assert many[0].strategy.backward == "q", "dq of 32 heads is half of dk and dv of 32"
 
 
 def test_512_ranks_are_priced_in_seconds() -> None:
