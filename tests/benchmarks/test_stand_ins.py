@@ -1,0 +1,138 @@
+"""What stands in for GPU packages under the contenders, and what sleeps instead of computing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.contenders import Case, Slept, kernels
+from benchmarks.contenders.flash_attn_stand_in import StandIn
+from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
+from benchmarks.contenders.torch_context_parallel import _backward, _forward
+from burst_plugin import Causal, Full, Mask, Scores
+from burst_plugin.kernels import Queries
+from burst_plugin.tiles import ANTICAUSAL, FULL
+from tests.support.reference import Problem, Result, errors, painted, reference, relative
+
+CASE = Case(1, 2, 64, 4, 2, 8, torch.bfloat16, causal=False, batch=2)
+SLEPT = Slept(forward_s=0.16, backward_s=0.32)
+SCALE = 0.9  # far from 8 ** -0.5
+
+
+class Found(NamedTuple):
+    """What a library gets."""
+
+    result: Result
+    lse: Tensor
+
+
+def _stand_in() -> StandIn:
+    module = StandIn()
+    module.kernel = kernel_for(CASE, None)
+    return module
+
+
+def _by_blocks(problem: Problem, scale: float, causal: bool) -> Found:
+    """As rings call flash-attn."""
+    module, (q, k, v, dout) = _stand_in(), problem[:4]
+    out, lse, _, _ = module._flash_attn_forward(q, k, v, 0.0, scale, causal, -1, -1, 0.0, None, False)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    module._flash_attn_backward(dout, q, k, v, out, lse, *grads, 0.0, scale, causal, -1, -1, 0.0, None, False, None)
+    return Found(Result(out, *grads), lse)
+
+
+def _whole(problem: Problem, scale: float, causal: bool) -> Found:
+    """As Ulysses calls flash-attn."""
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out = _stand_in().flash_attn_func(q, k, v, softmax_scale=scale, causal=causal)
+    out.backward(problem.dout)
+    return Found(Result(out.detach(), *(x.grad for x in (q, k, v))), _by_blocks(problem, scale, causal).lse)
+
+
+def _operators(problem: Problem, scale: float, causal: bool) -> Found:
+    """As PyTorch calls its own."""
+    q, k, v, dout = (x.transpose(1, 2) for x in problem[:4])
+    out, lse, *rest = _forward(_stand_in(), q, k, v, 0.0, causal, scale=scale)
+    seeds = rest[4:6]
+    grads = _backward(_stand_in(), dout, q, k, v, out, lse, *rest[:4], 0.0, causal, *seeds, scale=scale)
+    return Found(Result(*(x.transpose(1, 2) for x in (out, *grads))), lse)
+
+
+def _lse(problem: Problem, mask: Mask, scale: float) -> Tensor:
+    """In float64, from the definition."""
+    q, k = problem.q.double(), problem.k.double().repeat_interleave(problem.q.shape[2] // problem.k.shape[2], dim=2)
+    scores = scale * torch.einsum("bihd,bjhd->bhij", q, k)
+    allowed = painted(mask, q.shape[0], q.shape[1], k.shape[1]).unsqueeze(1)
+    return scores.masked_fill(~allowed, -torch.inf).logsumexp(-1)
+
+
+@pytest.mark.parametrize("call", [_by_blocks, _whole, _operators])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_a_stand_in_is_attention(
+    call: object, causal: bool, heads: tuple[int, int], dtype: torch.dtype, bound: float
+) -> None:
+    problem = Problem.draw(24, heads, dtype=dtype)
+    mask = Causal() if causal else Full()
+    result, lse = call(problem, SCALE, causal)  # type: ignore[operator]
+    found = errors(result, reference(problem, mask, Scores(scale=SCALE)))
+    assert all(error < bound for error in found.values()), found
+    assert relative(lse, _lse(problem, mask, SCALE)) < bound
+
+
+@pytest.mark.parametrize("option", [{"dropout_p": 0.1}, {"window_size": (8, 0)}, {"softcap": 30.0}])
+def test_what_a_stand_in_lacks_is_refused(option: dict[str, object]) -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(NotImplementedError, match="no dropout, windows, softcap or alibi"):
+        _stand_in().flash_attn_func(q, q, q, **option)
+    with pytest.raises(NotImplementedError, match="no sequences of varying lengths"):
+        _stand_in().flash_attn_varlen_func(q, q, q)
+
+
+def test_asking_for_contenders_puts_no_stand_in_in_place() -> None:
+    code = (
+        "import os, sys\n"
+        "before = dict(os.environ)\n"
+        "from benchmarks.contenders import CONTENDERS\n"
+        "[contender.absent() for contender in CONTENDERS]\n"
+        "assert not {'flash_attn', 'ring_flash_attn', 'yunchang'} & set(sys.modules)\n"
+        "assert os.environ == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def _slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is slept from now on; the clock stands still."""
+    found: list[float] = []
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(sleep=found.append, perf_counter=lambda: 7.0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("q_len", "k_len", "band", "share"),
+    [
+        (64, 64, FULL, 1.0),
+        (64, 64, tile(None, True, 8).band, 0.5),
+        (64, 64, ANTICAUSAL, 0.5),
+        (32, 64, FULL, 0.5),
+        (32, 16, FULL, 0.125),
+    ],
+)
+def test_a_slept_call_takes_its_share_of_a_full_visit(
+    q_len: int, k_len: int, band: object, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, slept_s = SleepingKernel(CASE, SLEPT), _slept_s(monkeypatch)
+    how = tile(None, False, 8)._replace(band=band)
+    q, k = torch.ones(2, q_len, 4, 8), torch.ones(2, k_len, 2, 8)
+    out, lse = kernel.forward(q, k, k, how)
+    grads = kernel.backward(Queries(q, out, out, lse), k, k, how)
+    assert slept_s == pytest.approx([0.16 * share, 0.32 * share])
+    assert (out.shape, lse.shape) == (q.shape, (2, 4, q_len))
+    assert [x.shape for x in grads[:3]] == [q.shape, k.shape, k.shape]
