@@ -15,6 +15,7 @@ import torch.distributed as dist
 import burst_plugin
 from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Topology, burst_attention, two_level_ring
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profile import Event
 from burst_plugin.schedule import SCHEDULES
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -58,6 +59,17 @@ def test_exact_over_gloo(ranks: int, options: dict[str, Any], backward: str) -> 
     problem = Problem.draw(2 * ranks * 3, (4, 2))
     strategy = Strategy(backward=backward, **options)
     for found in run_ranks(_exactness, ranks, strategy, problem, reference(problem, Causal())):
+        assert max(found.values()) < 2e-6, found
+
+
+def _own_kernel(rank: int, problem: Problem, truth: Result) -> dict[str, float]:
+    apart = [TorchCpuKernel() for _ in range(1 + 9 * rank)]  # so that the same object lies elsewhere on every rank
+    return _exactness(rank, Strategy(ranks_per_node=2, kernel=apart[-1]), problem, truth)
+
+
+def test_a_kernel_of_ones_own_is_the_same_one_on_all_ranks() -> None:
+    problem = Problem.draw(24, (4, 2))
+    for found in run_ranks(_own_kernel, 2, problem, reference(problem, Causal())):
         assert max(found.values()) < 2e-6, found
 
 
