@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ranks import launch
 from burst_plugin.layout import LAYOUTS, Tokens, positions
 
-__all__ = ["PeerSession", "layout_rows", "not_installed"]
+__all__ = ["PeerSession", "import_problem", "layout_rows"]
 
+_IMPORT_S = 120.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +58,16 @@ def layout_rows(name: str, seq: int) -> Tensor:
     return positions(LAYOUTS[name].runs(dist.get_rank(), ranks, Tokens(ranks * seq)))
 
 
-def not_installed(module: str, requirement: str) -> str | None:
-    """Why a package cannot be had: it is not installed. It may still need a stand-in for what it imports."""
-    found = importlib.util.find_spec(module) is not None
-    return None if found else f"{requirement} is not installed; the extra `bench` has it"
+def import_problem(module: str, load: Callable[[], object]) -> str | None:
+    """Why a package cannot be had: it is not installed, or `load` fails; None if it can.
+
+    `load` is tried in a process of its own, since it may put stand-ins in place.
+    """
+    if importlib.util.find_spec(module) is None:
+        return f"{module} is not installed; the extra `bench` has it"
+    threads = torch.get_num_threads()
+    try:
+        (outcome,) = launch(lambda rank: bool(load()), 1, (), lambda rank, directory: None, timeout_s=_IMPORT_S)
+    finally:
+        torch.set_num_threads(threads)  # ranks compute on one each, and so does what launches them
+    return None if outcome.error is None else f"{module} does not import: {outcome.error.strip().splitlines()[-1]}"

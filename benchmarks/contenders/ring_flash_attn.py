@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import flash_attn_stand_in
+from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import kernel_for
-from benchmarks.contenders.peer import PeerSession, layout_rows, not_installed
+from benchmarks.contenders.peer import PeerSession, import_problem, layout_rows
 from benchmarks.contenders.protocol import Case, Contender, Slept
 
 __all__ = ["RingFlashAttn", "refuse_ring"]
@@ -32,7 +33,7 @@ class RingFlashAttn:
 
     def absent(self) -> str | None:
         """See `Contender.absent`."""
-        return not_installed("ring_flash_attn", "ring-flash-attn")
+        return import_problem("ring_flash_attn", _package)
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
@@ -44,8 +45,7 @@ class RingFlashAttn:
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""
-        stand_in, kernel = flash_attn_stand_in.install(), kernel_for(case, slept)
-        package = _package()
+        package, stand_in = _package()
         function = package.zigzag_ring_flash_attn_func if case.causal else package.ring_flash_attn_func
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class RingFlashAttn:
             return out
 
         rows = layout_rows("zigzag" if case.causal else "contiguous", case.seq)
-        return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel))
+        return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel_for(case, slept)))
 
 
 def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:
@@ -76,9 +76,10 @@ def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:
     return None
 
 
-def _package() -> ModuleType:
+def _package() -> tuple[ModuleType, StandIn]:
     adapters = ModuleType("ring_flash_attn.adapters")
     for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
         setattr(adapters, name, None)
     sys.modules.setdefault("ring_flash_attn.adapters", adapters)
-    return importlib.import_module("ring_flash_attn")
+    stand_in = flash_attn_stand_in.install()
+    return importlib.import_module("ring_flash_attn"), stand_in

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import flash_attn_stand_in
+from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import kernel_for
-from benchmarks.contenders.peer import PeerSession, not_installed
+from benchmarks.contenders.peer import PeerSession, import_problem
 from benchmarks.contenders.protocol import Case, Contender, Slept
 from benchmarks.contenders.ring_flash_attn import refuse_ring
 
@@ -37,7 +38,7 @@ class USP:
 
     def absent(self) -> str | None:
         """See `Contender.absent`."""
-        return not_installed("yunchang", "yunchang")
+        return import_problem("yunchang", _package)
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
@@ -57,8 +58,7 @@ class USP:
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""
-        stand_in, kernel = flash_attn_stand_in.install(), kernel_for(case, slept)
-        yunchang = importlib.import_module("yunchang")
+        yunchang, stand_in = _package()
         ulysses, ring = self._sizes(case)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         yunchang.set_seq_parallel_pg(ulysses, ring, rank, ranks, use_ulysses_low=True)
@@ -71,12 +71,17 @@ class USP:
             out: Tensor = layer(q, k, v, causal=case.causal)
             return out
 
-        return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel))
+        return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel_for(case, slept)))
 
     def _sizes(self, case: Case) -> tuple[int, int]:
         """Ranks of a group, and groups."""
         ulysses = self.ulysses_degree or gcd(case.ranks_per_node, case.q_heads, case.kv_heads)
         return ulysses, case.ranks // ulysses
+
+
+def _package() -> tuple[Any, StandIn]:
+    stand_in = flash_attn_stand_in.install()
+    return importlib.import_module("yunchang"), stand_in
 
 
 def _layer(yunchang: Any, kind: str, ring: int) -> Any:

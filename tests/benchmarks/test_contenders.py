@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from itertools import product
 
 import pytest
@@ -30,9 +31,15 @@ def _configurations(ranks: int) -> list[Contender]:
     return [one for contender in CONTENDERS for one in contender.configurations(case)]
 
 
+@cache
+def _absent(contender: Contender) -> str | None:
+    return contender.absent()
+
+
 def _here(contender: Contender) -> Contender:
-    if contender.absent():
-        pytest.skip(contender.absent())
+    reason = _absent(contender)
+    if reason is not None:
+        pytest.skip(reason)
     return contender
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -14,7 +15,9 @@ from torch import Tensor
 from benchmarks.contenders import Case, Slept, kernels
 from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
+from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import _backward, _forward
+from benchmarks.contenders.yunchang import USP
 from burst_plugin import Causal, Full, Mask, Scores
 from burst_plugin.kernels import Queries
 from burst_plugin.tiles import ANTICAUSAL, FULL
@@ -106,6 +109,22 @@ def test_asking_for_contenders_puts_no_stand_in_in_place() -> None:
         "assert os.environ == before\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", ["ring_flash_attn", "yunchang"])
+def test_a_peer_that_cannot_be_had_says_why(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contender = {"ring_flash_attn": RingFlashAttn(), "yunchang": USP()}[name]
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('no luck')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert contender.absent() == f"{name} does not import: RuntimeError: no luck"
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    assert contender.absent() == f"{name} is not installed; the extra `bench` has it"
 
 
 def _slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
