@@ -154,12 +154,14 @@ def _train(result: Result) -> list[str]:
             "–" if row["mfu"] is None else f"{row['mfu']:.1%}",
             f"{row['peak_bytes'] / 1e6:,.0f} MB",
         ]
-        for row in result.rows
+        for row in filter(figures.measured, result.rows)
     ]
+    absent = [f"- absent, not measured: {row['example']} ({row['absent']})" for row in result.rows if "absent" in row]
     return [
         "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
         "is the most that a rank needs beyond its libraries.",
         _table([*head, "memory of a rank"], body),
+        *absent,
     ]
 
 

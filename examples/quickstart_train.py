@@ -29,7 +29,7 @@ _TIMEOUT = timedelta(minutes=3)
 
 
 def main(settings: Settings, name: str) -> None:
-    """One rank of the run `name`: "burst" on all ranks, or "reference" on one."""
+    """One rank of the run `name`: "burst" spreads each sequence over all ranks, "reference" over none."""
     rank = join(settings)
     try:
         record = train(settings, name)
@@ -115,7 +115,7 @@ def build_model(settings: Settings, name: str) -> Any:
     levels = [settings.ranks_per_node, settings.nodes]
     two_level = name == "burst" and min(levels) > 1
     parallel_state.initialize_model_parallel(
-        context_parallel_size=dist.get_world_size(),
+        context_parallel_size=context_parallel_size(name),
         hierarchical_context_parallel_sizes=levels if two_level else None,
     )
     model_parallel_cuda_manual_seed(settings.seed)
@@ -134,6 +134,11 @@ def build_model(settings: Settings, name: str) -> Any:
     return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
 
 
+def context_parallel_size(name: str) -> int:
+    """How many ranks share a sequence."""
+    return dist.get_world_size() if name == "burst" else 1
+
+
 def transformer_config(settings: Settings, name: str) -> Any:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
@@ -145,7 +150,7 @@ def transformer_config(settings: Settings, name: str) -> Any:
         num_attention_heads=settings.heads,
         num_query_groups=settings.kv_heads,
         ffn_hidden_size=-(-settings.hidden * 8 // 3 // 16) * 16,
-        context_parallel_size=dist.get_world_size(),
+        context_parallel_size=context_parallel_size(name),
         cp_comm_type="burst" if name == "burst" else "p2p",  # (burst)
         normalization="RMSNorm",
         activation_func=torch.nn.functional.silu,
@@ -161,22 +166,25 @@ def transformer_config(settings: Settings, name: str) -> Any:
     )
 
 
-def train_step(settings: Settings, model: Any, optimizer: Any, batches: Iterator[Any]) -> tuple[float, float]:
+def train_step(
+    settings: Settings, model: Any, optimizer: Any, batches: Iterator[Any], microbatches: int = 1
+) -> tuple[float, float]:
     """Forward, backward and update by Megatron's schedule; returns the loss and the norm of the gradient."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    [totals] = get_forward_backward_func()(
+    losses = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches,
         model=[model],
-        num_microbatches=1,
+        num_microbatches=microbatches,
         seq_length=settings.seq_length,
         micro_batch_size=1,
         forward_only=False,
     )
     _, grad_norm, _ = optimizer.step()
+    totals = torch.stack(losses).sum(0)
     dist.all_reduce(totals)
     return float(totals[0] / totals[1]), float(grad_norm)
 

@@ -50,11 +50,11 @@ def build_model(options: argparse.Namespace) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=options.vocabulary,
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=4,
-            num_attention_heads=8,
-            num_key_value_heads=2,
+            hidden_size=options.hidden,
+            intermediate_size=3 * options.hidden,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.kv_heads,
             max_position_embeddings=options.seq_length,
         )
     )
@@ -96,6 +96,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", default=str(HERE / "ds_config.json"), help="DeepSpeed's configuration")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seq-length", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--heads", type=int, default=8, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key/value heads")
     parser.add_argument("--vocabulary", type=int, default=1024, help="tokens of the tokenizer, trained on the spot")
     parser.add_argument("--data", help="a text file (default: the sources of Python's standard library)")
     parser.add_argument("--off", action="store_true", help="switch burst attention off, to compare")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import pytest
 
 pytest.importorskip("psutil", reason="psutil is not installed")
 
-from benchmarks import figures, limits, results, table
+from benchmarks import figures, flops, limits, results, table, train
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
+from benchmarks.train_ranks import MEGATRON, Job, Model, Trained
 
 ROOT = Path(__file__).parents[2]
 IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
@@ -235,6 +238,7 @@ TRAIN = [
     | {"tokens_per_s": 1234.5, "mfu": mfu, "peak_bytes": 5e8 / size}
     for size, mfu in ((1, 0.5), (2, None))
 ]
+TRAIN.append({"example": "DeepSpeed", "absent": "not installed: deepspeed"})
 
 
 def test_figures_from_made_up_rows() -> None:
@@ -263,6 +267,7 @@ def test_tables_have_every_figure_with_its_machine_and_commit() -> None:
     assert "| Megatron | 2 | 1 | 1,024 | 2,048 | 1,234 | 50.0% | 500 MB |" in lines
     assert "| Megatron | 2 | 2 | 1,024 | 2,048 | 1,234 | – | 250 MB |" in lines
     where = "Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC; python 3.11.0, torch 2.13.0"
+    assert "- absent, not measured: DeepSpeed (not installed: deepspeed)" in lines
     assert lines.count(f"<sub>{where}</sub>") == 3
     assert text.index("Emulated cluster") < text.index("Attention,") < text.index("Training:")
     widths = [line.count(" | ") for line in lines if line.startswith("|")]
@@ -298,3 +303,91 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
 
 def test_the_readme_of_this_repository_is_up_to_date() -> None:
     assert main(["table", "--check"]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- train
+
+
+def asked(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(["--device", "cpu", *words])
+
+
+def test_trainings_compare_the_same_tokens_per_step_on_the_same_ranks() -> None:
+    jobs = train.jobs_of(asked("--ranks", "4", "--seq", "512"))
+    shapes = [(job.context_parallel_size, job.seq, job.sequences, job.microbatches) for job in jobs]
+    assert shapes == [(1, 512, 4, 1), (4, 512, 4, 4), (4, 2048, 1, 1)]
+    assert {job.ranks for job in jobs} == {4}
+    assert {job.tokens_per_step for job in jobs} == {2048}
+    assert len(train.jobs_of(asked("--ranks", "1"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "512"], r"512 ranks of about .* GB are available, in which at most \d+ fit"),
+        (["--seq", "2050"], "--seq: got 2050, expected a multiple of 2 x ranks = 4"),
+        (["--kv-heads", "3"], "--hidden 256 has to be .* --kv-heads 3"),
+        (["--steps", "0"], "--steps: got 0, expected at least 1"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--device", "cpu", *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_rates_and_mfu_from_made_up_ranks() -> None:
+    model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
+    job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
+    slow, fast = Trained([2.0, 9.0, 1.0], 70, 1000, 5e5), Trained([4.0, 1.0, 1.0], 50, 1000, 4e5)
+    assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
+    faster = Trained([1.0, 2.0, 2.0], 90, 1000, 3e5)
+    peak = train.peak_flops_per_s([slow, fast, faster])
+    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [slow, slow]], peak)
+    assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 200]
+    # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
+    assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
+    assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"]) == (70, 400, 3)
+    assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
+    assert train.peak_flops_per_s([Trained([1.0], 1, 1, None)]) is None
+
+
+def test_peaks_of_devices() -> None:
+    assert flops.gpu_peak_flops_per_s("NVIDIA H200") == 989e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H20") == 148e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
+    assert flops.gpu_peak_flops_per_s("Abacus") is None
+    assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
+
+
+@pytest.mark.megatron
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
+    for package in ("megatron.core", "deepspeed", "transformers"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    out = tmp_path / "train.json"
+    small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = results.load(out).rows
+    assert [(row["example"], row["context_parallel_size"], row["seq"]) for row in rows] == [
+        (example, *shape) for example in ("Megatron", "DeepSpeed") for shape in ((1, 64), (2, 64), (2, 128))
+    ]
+    # of one layer: 32 x 64 qkv, 32 x 32, 32 x 192, 96 x 32, norms 2 x 32; behind it a norm of 32 and 32 x 264
+    assert {row["parameters"] for row in rows if row["example"] == "Megatron"} == {20_832}
+    for row in rows:
+        assert row["tokens_per_s"] > 10
+        assert 0 < row["mfu"] < 1
+        assert 1e5 < row["peak_bytes"] < 1e9
+
+
+def test_an_example_whose_packages_are_missing_is_absent() -> None:
+    example = replace(MEGATRON, packages=("no_such_package.core", "psutil"))
+    assert example.absent() == "not installed: no_such_package.core"
