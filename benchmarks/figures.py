@@ -113,16 +113,21 @@ def heads(case: Case) -> str:
     return f"{case.what['q_heads']}/{case.what['kv_heads']}"
 
 
-def where(result: Result) -> str:
-    """The machine, the commit and the packages, in a line."""
-    machine, gpus = result.machine, result.machine["gpu"]
-    parts = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB, {machine['os']}"]
+def machine(result: Result) -> str:
+    """The machine, the commit and the day, in a line."""
+    found, gpus = result.machine, result.machine["gpu"]
+    parts = [f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 1e9:.0f} GB, {found['os']}"]
     if gpus:
-        parts.append(f"{len(gpus)} × {gpus[0]} (driver {machine['gpu_driver']})")
+        parts.append(f"{len(gpus)} × {gpus[0]} (driver {found['gpu_driver']})")
+    return "; ".join([*parts, f"commit {result.commit}", result.date])
+
+
+def where(result: Result) -> str:
+    """The machine, the commit, the day and the packages, in a line."""
     packages = [
         f"{name} {version}" for name, version in result.versions.items() if version and name != "burst_plugin"
     ]
-    return "; ".join([*parts, f"commit {result.commit}", result.date, ", ".join(packages)])
+    return f"{machine(result)}; {', '.join(packages)}"
 
 
 def busy(result: Result) -> str | None:

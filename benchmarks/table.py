@@ -165,6 +165,33 @@ def _train(result: Result) -> list[str]:
     ]
 
 
+# ---------------------------------------------------------------------------------------------------------- overhead
+
+
+def _overhead(result: Result) -> list[str]:
+    """What the package's own Python takes, by transport, ring and direction."""
+    body = [
+        [
+            row["transport"],
+            f"{row['nodes']}×{row['ranks_per_node']}",
+            f"{row['direction']}, {row['traveller']} travels",
+            f"{row['own_s'] * 1e6:,.0f}",
+            f"{row['last_tenth_s'] / row['first_tenth_s']:.2f}",
+            f"{row['new_tensors']:.2g}",
+        ]
+        for row in result.rows
+    ]
+    head = [
+        "ranks",
+        "nodes×ranks",
+        "direction",
+        "µs per visit",
+        "last / first tenth of steps",
+        "new tensors per visit",
+    ]
+    return ["The package's own Python, without computing and sending:", _table(head, body)]
+
+
 # --------------------------------------------------------------------------------------------------- what all share
 
 
@@ -198,4 +225,9 @@ def _milliseconds(time_s: float | None) -> str:
     return "–" if time_s is None else f"{time_s * 1e3:,.0f}" if time_s >= 0.01 else f"{time_s * 1e3:.2g}"
 
 
-_WRITERS: dict[str, Callable[[Result], list[str]]] = {"cluster": _cluster, "attention": _attention, "train": _train}
+_WRITERS: dict[str, Callable[[Result], list[str]]] = {
+    "cluster": _cluster,
+    "attention": _attention,
+    "overhead": _overhead,
+    "train": _train,
+}
