@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=Path,
         metavar="FILE",
-        help="results, or Chrome traces of profiles; traces become one timeline (default: benchmarks/results/*.json)",
+        help="results (default: those in benchmarks/results), or Chrome traces of profiles, which become one "
+        "picture, timeline.png",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where the pictures go")
 
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
             _save(_figure_of(path), options.out / f"{path.stem}.png")
     if traces:
         figure = draw_timeline([event for events in traces.values() for event in events])
-        _save(figure, options.out / f"{next(iter(traces)).stem}.png")
+        _save(figure, options.out / "timeline.png")
     return 0
 
 

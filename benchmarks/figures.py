@@ -82,8 +82,8 @@ def contenders(rows: Sequence[Row]) -> list[str]:
 
 
 def absent(rows: Sequence[Row]) -> dict[str, str]:
-    """The contenders that could not be had, and why."""
-    return {row["contender"]: row["absent"] for row in rows if row.get("absent")}
+    """The contenders, or the examples, that could not be had, and why."""
+    return {row.get("contender") or row["example"]: row["absent"] for row in rows if row.get("absent")}
 
 
 def refused(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:

@@ -156,12 +156,11 @@ def _train(result: Result) -> list[str]:
         ]
         for row in filter(figures.measured, result.rows)
     ]
-    absent = [f"- absent, not measured: {row['example']} ({row['absent']})" for row in result.rows if "absent" in row]
     return [
         "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
         "is the most that a rank needs beyond its libraries.",
         _table([*head, "memory of a rank"], body),
-        *absent,
+        *_missing(result, [], str),
     ]
 
 

@@ -21,6 +21,9 @@ _WORDS = {"intra": "in flight inside a node", "inter": "in flight between nodes"
 _WORK_LANE = (0.42, 0.46)
 _LINK_LANE = {"intra": (0.24, 0.13), "inter": (0.08, 0.13)}
 _MS = 1e-3  # per microsecond
+_MOST_RANKS = 16  # that are drawn
+
+_SMALL = {"fontsize": 9, "handlelength": 1.4, "columnspacing": 1.4}
 
 Event = dict[str, Any]
 
@@ -34,7 +37,9 @@ def draw_timeline(events: Sequence[Event]) -> Any:
     if not spans:
         raise RefusedError("the trace has no kernel, move, wait or post: expected one written by `save_chrome_trace`")
     spans = last_passes(spans)
-    ranks = sorted({span["pid"] for span in spans})
+    every = sorted({span["pid"] for span in spans})
+    ranks = every[:_MOST_RANKS]
+    spans = [span for span in spans if span["pid"] in ranks]
     begin = min(span["ts"] for span in spans)
     figure, axis = plt.subplots(figsize=(11.0, 1.6 + 0.62 * len(ranks)), layout="constrained")
     for row, rank in enumerate(reversed(ranks)):
@@ -51,7 +56,8 @@ def draw_timeline(events: Sequence[Event]) -> Any:
     axis.set_ylim(0, len(ranks))
     axis.set_xlim(left=0)
     axis.set_xlabel("time (ms)")
-    axis.set_title("What each rank does, step by step", loc="left", fontsize=13, fontweight="bold")
+    title = "What each rank does, step by step" + f" (the first {len(ranks)} of {len(every)})" * (ranks != every)
+    axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
     _legend(figure, spans)
@@ -108,4 +114,4 @@ def _legend(figure: Any, spans: Sequence[Event]) -> None:
     entries += [(_WAIT, "waiting"), (_OTHER, "sending off, adding up")]
     entries += [(_LINK[link], _WORDS[link]) for link in _LINK if link in links]
     handles = [Patch(color=colour, label=words) for colour, words in entries]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(entries), frameon=False, fontsize=9)
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(entries), frameon=False, **_SMALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("psutil", reason="psutil is not installed")
+pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from benchmarks import figures, flops, limits, results, table, train
+from benchmarks import draw, figures, flops, limits, results, table, timeline, train
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
 from benchmarks.train_ranks import MEGATRON, Job, Model, Trained
@@ -235,7 +237,8 @@ ATTENTION = [
 ]
 TRAIN = [
     {"example": "Megatron", "ranks": 2, "context_parallel_size": size, "seq": 1024, "tokens_per_step": 2048}
-    | {"tokens_per_s": 1234.5, "mfu": mfu, "peak_bytes": 5e8 / size}
+    | {"tokens_per_s": 1234.5, "tokens_per_s_min": 1200, "tokens_per_s_max": 1300, "mfu": mfu}
+    | {"peak_bytes": 5e8 / size}
     for size, mfu in ((1, 0.5), (2, None))
 ]
 TRAIN.append({"example": "DeepSpeed", "absent": "not installed: deepspeed"})
@@ -275,9 +278,9 @@ def test_tables_have_every_figure_with_its_machine_and_commit() -> None:
 
 
 def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
-    result = made_up("overhead", [{"what": "post", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
+    result = made_up("knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
     text = table.tables([result])
-    assert "| what | visit us |\n| --- | --- |\n| post | 12.35 |" in text
+    assert "| what | visit us |\n| --- | --- |\n| purl | 12.35 |" in text
     assert "**Measured on a busy machine: 31% of its CPUs' time went to other programs.**" in text
     assert table.tables([]) == "Nothing has been measured yet."
 
@@ -286,12 +289,12 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
     readme, found = tmp_path / "README.md", tmp_path / "results"
     options = ["table", "--readme", str(readme), "--results", str(found)]
     readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    results.save("overhead", {}, [{"visit_us": 99}], IDLE, found / "overhead.json")
+    results.save("knitting", {}, [{"visit_us": 99}], IDLE, found / "one.json")
     assert main([*options, "--check"]) == 1
     assert "old" in readme.read_text()
     assert main(options) == 0
     text = readme.read_text()
-    assert text.startswith(f"before\n{table.BEGIN}\nOverhead:")
+    assert text.startswith(f"before\n{table.BEGIN}\nKnitting:")
     assert text.endswith(f"</sub>\n{table.END}\nafter\n")
     assert main([*options, "--check"]) == 0
     readme.write_text(text.replace("99", "98"))
@@ -303,6 +306,72 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
 
 def test_the_readme_of_this_repository_is_up_to_date() -> None:
     assert main(["table", "--check"]) == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- draw
+
+
+def span(cat: str, ts: float, dur: float, number: int = 1, **args: Any) -> dict[str, Any]:
+    given = {"kind": cat, "direction": "backward", "step": 0, "link": "", "number": number, "batch": -1, **args}
+    return {"ph": "X", "name": cat, "cat": cat, "ts": ts, "dur": dur, "pid": 0, "tid": 0, "args": given}
+
+
+SPANS = [
+    span("kernel", 0, 10, number=0),
+    span("post", 10, 2, batch=7, link="inter"),
+    span("post", 12, 2, batch=7, link="inter"),
+    span("post", 14, 2, batch=8, link="intra"),
+    span("kernel", 16, 10),
+    span("wait", 26, 5, batch=7, link="inter"),
+    span("wait", 31, 1, batch=7, link="inter"),
+    span("kernel", 32, 8, number=2),
+]
+
+
+def test_messages_are_in_flight_from_the_first_post_to_the_last_wait() -> None:
+    assert timeline.flights(SPANS) == [("inter", 10, 32)]  # batch 8 was not waited for
+    assert timeline.last_passes(SPANS) == SPANS[1:]
+
+
+def test_every_kind_of_file_becomes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rows in (("cluster", CLUSTER), ("attention", ATTENTION), ("train", TRAIN)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(vars(made_up(name, rows))))
+    for rank in range(2):
+        events = [{**event, "pid": rank} for event in SPANS]
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events}))
+    assert main(["draw", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(tmp_path / "docs")]) == 0
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "docs").iterdir()}
+    assert sorted(sizes) == ["attention.png", "cluster.png", "timeline.png", "train.png"]
+    assert all(5_000 < size < 200_000 for size in sizes.values())
+    assert capsys.readouterr().out.count("Picture: ") == 4
+
+
+def test_bars_are_as_high_as_the_ratios_and_absent_contenders_have_none() -> None:
+    figure = draw.draw_cluster(made_up("cluster", CLUSTER))
+    (axis,) = figure.axes
+    heights = [bar.get_height() for container in axis.containers for bar in container]
+    assert heights == pytest.approx([1.05, 2.5, 1.25, 2.5])
+    assert [text.get_text() for text in axis.texts] == [" 1.05", "×", " 1.25", "×"]
+    assert [text.get_text() for text in figure.legends[0].texts] == ["burst", "flat", "Ulysses"]
+    words = [text.get_text() for text in figure.texts]
+    assert any("absent: USP (yunchang is not installed)" in word for word in words)
+    assert any("commit 0123456789" in word for word in words)
+    draw.plt.close(figure)
+
+
+def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = tmp_path / "wrong.json"
+    for text, said in (
+        ("{", "cannot be read"),
+        ('{"rows": []}', "is not a result of a benchmark"),
+        (json.dumps(vars(made_up("cluster", []))), "has no case that was measured"),
+        (json.dumps(vars(made_up("knitting", []))), "is a result of 'knitting'; there are pictures of"),
+        ('{"traceEvents": []}', "the trace has no kernel"),
+    ):
+        wrong.write_text(text)
+        assert main(["draw", str(wrong), "--out", str(tmp_path)]) == 2
+        assert said in capsys.readouterr().err
+    assert list(tmp_path.glob("*.png")) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- train
