@@ -7,7 +7,7 @@ bash benchmarks/bench table --check    # or only say whether they are up to date
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """0 if the README is up to date, or has been brought there; 1 if --check finds that it is not."""
     old = options.readme.read_text()
-    new = inserted(old, tables(list(load_all(options.results).values())))
+    new = inserted(old, tables(load_all(options.results), options.readme.parent))
     if new == old:
         print(f"{options.readme.name} is up to date")
         return 0
@@ -53,14 +53,23 @@ def inserted(readme: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
-def tables(results: Sequence[Result]) -> str:
-    """All tables, in the order of the commands and of the names of the files, each with its machine beneath."""
+def tables(results: Mapping[Path, Result], directory: Path) -> str:
+    """All tables, by command and by the name of the file, each with its machine beneath.
+
+    A picture is put before its table if `bench draw` has left it in docs/ of `directory`, that of the README.
+    """
     parts = []
-    for benchmark in dict.fromkeys([*_WRITERS, *(result.benchmark for result in results)]):
-        for result in results:
+    for benchmark in dict.fromkeys([*_WRITERS, *(result.benchmark for result in results.values())]):
+        for path, result in results.items():
             if result.benchmark == benchmark:
+                parts += _picture(path, result, directory)
                 parts += [*_WRITERS.get(benchmark, _rows_as_they_are)(result), _beneath(result)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def _picture(path: Path, result: Result, directory: Path) -> list[str]:
+    picture = Path("docs", f"{path.stem}.png")
+    return [f"![{result.benchmark} on {result.machine['cpu']}]({picture})"] if (directory / picture).exists() else []
 
 
 def _beneath(result: Result) -> str:

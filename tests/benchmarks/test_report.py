@@ -260,8 +260,9 @@ def test_figures_from_made_up_rows() -> None:
 # ------------------------------------------------------------------------------------------------------------- table
 
 
-def test_tables_have_every_figure_with_its_machine_and_commit() -> None:
-    text = table.tables([made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", CLUSTER)])
+def test_tables_have_every_figure_with_its_machine_and_commit(tmp_path: Path) -> None:
+    every = [made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", CLUSTER)]
+    text = table.tables({Path(f"{result.benchmark}.json"): result for result in every}, tmp_path)
     lines = text.splitlines()
     assert "| 2×4 | 100 mbit | 16/4 | 240 / 560 | 1.05 / 1.25 | 2.50 / 2.50 | refused |" in lines
     assert "- absent, not measured: USP (yunchang is not installed)" in lines
@@ -279,10 +280,10 @@ def test_tables_have_every_figure_with_its_machine_and_commit() -> None:
 
 def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
     result = made_up("knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
-    text = table.tables([result])
+    text = table.tables({Path("one.json"): result}, ROOT)
     assert "| what | visit us |\n| --- | --- |\n| purl | 12.35 |" in text
     assert "**Measured on a busy machine: 31% of its CPUs' time went to other programs.**" in text
-    assert table.tables([]) == "Nothing has been measured yet."
+    assert table.tables({}, ROOT) == "Nothing has been measured yet."
 
 
 def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -> None:
@@ -297,6 +298,11 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
     assert text.startswith(f"before\n{table.BEGIN}\nKnitting:")
     assert text.endswith(f"</sub>\n{table.END}\nafter\n")
     assert main([*options, "--check"]) == 0
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "one.png").touch()
+    assert main([*options, "--check"]) == 1
+    assert main(options) == 0
+    assert re.search(rf"{table.BEGIN}\n!\[knitting on .*\]\(docs/one.png\)\n\nKnitting:", readme.read_text())
     readme.write_text(text.replace("99", "98"))
     assert main([*options, "--check"]) == 1
     for wrong in ("no markers", f"{table.END} {table.BEGIN}", f"{table.BEGIN} {table.BEGIN} {table.END}"):
