@@ -1,0 +1,165 @@
+"""What a rank of `bench attention` does: contenders over a process group, or a virtual ring in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.attention_rounds import Entry, Group, OneProcess, Times, World, kernel_entries, rounds
+from benchmarks.contenders import Case, Contender
+from benchmarks.contenders.burst import Burst
+from benchmarks.one_rank import Gradients, Whole, fastest
+from benchmarks.peak_memory import PeakMemory
+from benchmarks.silent import SilentTransport, silenced
+from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
+from burst_plugin.attention import Outputs, backward_program, forward_program
+from burst_plugin.call import prepare
+from burst_plugin.copies import CopyNetwork
+from burst_plugin.executor import lockstep
+from burst_plugin.kernels import Queries
+from burst_plugin.layout import Tokens
+from burst_plugin.member import Member
+from burst_plugin.request import Inputs, Request
+
+__all__ = ["SILENT", "Measured", "Ready", "group_rank", "virtual_rank"]
+
+SILENT = ", no transfers"  # at the end of an entry's name
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process found: peers' times are those of the slowest rank, memory that of this one."""
+
+    kernel: str
+    times: dict[str, Times]
+    peaks: dict[str, int | None]
+    errors: dict[str, float]
+
+
+def group_rank(rank: int, case: Case, contenders: Sequence[Contender], count: int) -> Measured:
+    """One rank of the default process group; collective."""
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    makers = {c.name: partial(_contender_ready, c, case) for c in contenders}
+    return _measured(Group(rank, case.ranks, device), device, case, makers, count)
+
+
+def virtual_rank(case: Case, contenders: Sequence[Burst], count: int) -> Measured:
+    """All ranks in this process, which is `case.ranks` times as much work."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    makers = {c.name: partial(_virtual_ready, c, case) for c in contenders}
+    return _measured(OneProcess(), device, case, makers, count)
+
+
+def _measured(
+    world: World, device: torch.device, case: Case, makers: Mapping[str, Callable[[Whole], Ready]], count: int
+) -> Measured:
+    shape = (case.batch, case.ranks * case.seq, case.q_heads, case.kv_heads, case.head_dim)
+    whole = Whole.draw(shape, case.dtype, device)
+    kernel = fastest(whole, case.causal)
+    expected = kernel.backward(whole, kernel.forward(whole))
+    entries, peaks, errors = kernel_entries(kernel, whole, world.size), {}, {}
+    for name, make in makers.items():
+        with PeakMemory(device) as peak:
+            ready = make(whole)
+            saved = ready.forward()
+            grads = ready.backward(saved)
+        peaks[name], errors[name] = peak.nbytes, _largest_error(ready.whole(saved, grads), expected)
+        entries += ready.entries()
+        del saved, grads
+    del expected
+    return Measured(kernel.name, rounds(entries, world, device, count), peaks, errors)
+
+
+def _largest_error(found: Gradients, expected: Gradients) -> float:
+    """The largest of out, dq, dk, dv, each as the 2-norm of its difference over that of what was expected."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(((x.float() - y.float()).norm() / y.float().norm()).item()) for x, y in pairs)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contender to be timed; `whole` puts its results together (collective), `members` are those of a ring."""
+
+    name: str
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    whole: Callable[[Any, Any], Gradients]
+    members: tuple[Member, ...] = ()
+
+    def entries(self) -> list[Entry]:
+        """To time; of a ring of this project also without transfers."""
+        found = [Entry(self.name, self.forward, self.backward)]
+        if self.members:
+            transports = [SilentTransport() for _ in self.members]
+            within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.members, transports)
+            found.append(Entry(self.silent_name, self.forward, self.backward, within))
+        return found
+
+    @property
+    def silent_name(self) -> str:
+        """The name of the entry without transfers."""
+        return self.name + SILENT
+
+
+def _contender_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
+    """A contender in one rank of the default process group; collective."""
+    session = contender.prepare(case, None)
+    q, k, v, dout = (session.shard(x) for x in whole)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def gather(out: Tensor, grads: tuple[Tensor, ...]) -> Gradients:
+        return Gradients(*(session.unshard(x.detach()) for x in (out, *grads)))
+
+    cp = getattr(session, "cp", None)
+    return Ready(
+        contender.name,
+        lambda: session.attend(*leaves),
+        lambda out: torch.autograd.grad(out, leaves, dout),
+        gather,
+        (cp.member,) if isinstance(cp, ContextParallel) else (),
+    )
+
+
+def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
+    """All ranks of a ring in this process, taking turns, with a copy in memory for every message.
+
+    Runs what `burst_attention` runs on every rank; autograd and the agreement between ranks are left out.
+    """
+    topology, device = Topology(case.nodes, case.ranks_per_node), whole.q.device
+    ring = VirtualRing(topology, contender.strategy, network=CopyNetwork(topology.ranks, device))
+    layout = ring.members[0].routes.layout
+    request = Request(Causal() if case.causal else Full())
+    tokens = Tokens(whole.q.shape[1])
+    shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.members]
+    inputs = [Inputs(q, k, v) for q, k, v, _ in shards]
+    calls = [prepare(member, mine, request, {}) for member, mine in zip(ring.members, inputs, strict=True)]
+    number = 0
+
+    def forward() -> tuple[int, list[Queries]]:
+        nonlocal number
+        number += 1
+        done: list[Outputs] = lockstep([forward_program(c, number, x) for c, x in zip(calls, inputs, strict=True)])
+        each = zip(shards, done, strict=True)
+        return number, [Queries(q, dout, found.out.to(q.dtype), found.lse) for (q, _, _, dout), found in each]
+
+    def backward(saved: tuple[int, list[Queries]]) -> list[tuple[Tensor, ...]]:
+        mine, rows = saved
+        each = zip(calls, inputs, rows, strict=True)
+        done = lockstep([backward_program(call, mine, x, queries) for call, x, queries in each])
+        return [tuple(x.to(whole.q.dtype) for x in grads[:3] if x is not None) for grads in done]
+
+    def gather(saved: tuple[int, list[Queries]], grads: list[tuple[Tensor, ...]]) -> Gradients:
+        columns = ([rows.out for rows in saved[1]], *zip(*grads, strict=True))
+        return Gradients(*(layout(tokens).unshard(list(column), 1, tokens) for column in columns))
+
+    return Ready(contender.name, forward, backward, gather, tuple(ring.members))

@@ -1,0 +1,153 @@
+"""Timing of several ways to do one attention by turns, so that whatever the machine does, it does to all of them.
+
+In every round each entry runs once, forward and backward, and the order is another in every round. All ranks begin an
+entry together, and the slowest one's time counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.one_rank import Gradients, OneRank, Whole, synchronize
+
+__all__ = ["KERNEL", "KERNEL_ALONE", "Entry", "Group", "OneProcess", "Times", "World", "kernel_entries", "rounds"]
+
+
+class World(Protocol):
+    """The processes that measure together."""
+
+    rank: int
+    size: int
+
+    def meet(self) -> None:
+        """Go on when all are here."""
+        ...
+
+    def most(self, number: float) -> float:
+        """The largest of all ranks'."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """There are no others."""
+
+    rank: int = 0
+    size: int = 1
+
+    def meet(self) -> None:
+        """See `World.meet`."""
+
+    def most(self, number: float) -> float:
+        """See `World.most`."""
+        return number
+
+
+@dataclass(frozen=True)
+class Group:
+    """The default process group."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def meet(self) -> None:
+        """See `World.meet`."""
+        synchronize(self.device)
+        dist.barrier()
+        synchronize(self.device)
+
+    def most(self, number: float) -> float:
+        """See `World.most`."""
+        found = torch.tensor([number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return float(found.item())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Something to time: `forward` returns what `backward` needs. `within` is entered for both.
+
+    On ranks other than `ranks` it does nothing; None is all.
+    """
+
+    name: str
+    forward: Callable[[], Any]
+    backward: Callable[[Any], object]
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass
+class Times:
+    """Seconds of an entry, one per round, of the slowest rank."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    both_s: list[float] = field(default_factory=list)
+
+    def fields(self) -> dict[str, float]:
+        """Medians, least and most."""
+        found = {}
+        for name in ("forward_s", "backward_s", "both_s"):
+            times = getattr(self, name)
+            found |= {name: median(times), f"{name}_min": min(times), f"{name}_max": max(times)}
+        return found
+
+
+KERNEL, KERNEL_ALONE = "one-rank kernel", "one-rank kernel, alone"
+
+
+def kernel_entries(kernel: OneRank, whole: Whole, ranks: int) -> list[Entry]:
+    """The kernel on the whole sequence, as many copies at once as there are ranks; and one copy alone, on rank 0.
+
+    The copies are the measure: with all ranks at work a core's clock and its share of the memory's bandwidth are the
+    same as in the ring.
+    """
+
+    def forward() -> object:
+        return kernel.forward(whole)
+
+    def backward(saved: object) -> Gradients:
+        return kernel.backward(whole, saved)
+
+    copies = Entry(KERNEL, forward, backward)
+    return [copies, Entry(KERNEL_ALONE, forward, backward, ranks=(0,))] if ranks > 1 else [copies]
+
+
+def rounds(entries: Sequence[Entry], world: World, device: torch.device, count: int) -> dict[str, Times]:
+    """Time all entries `count` times, after one round that is not counted; collective."""
+    found = {entry.name: Times() for entry in entries}
+    for number in range(count + 1):
+        first = number % len(entries)
+        for entry in (*entries[first:], *entries[:first]):
+            forward_s, both_s = _timed(entry, world, device)
+            slowest = world.most(forward_s), world.most(both_s - forward_s), world.most(both_s)
+            if number:
+                for times, seconds in zip(vars(found[entry.name]).values(), slowest, strict=True):
+                    times.append(seconds)
+    return found
+
+
+def _timed(entry: Entry, world: World, device: torch.device) -> tuple[float, float]:
+    """Seconds of the forward pass, and of both, on this rank."""
+    if entry.ranks is not None and world.rank not in entry.ranks:
+        world.meet()
+        return 0.0, 0.0
+    with entry.within():
+        world.meet()
+        start = time.perf_counter()
+        saved = entry.forward()
+        synchronize(device)
+        middle = time.perf_counter()
+        entry.backward(saved)
+        synchronize(device)
+        return middle - start, time.perf_counter() - start

@@ -1,0 +1,121 @@
+"""The best that one rank does alone on the whole sequence: the fastest kernel that the machine has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from burst_plugin.kernels import KERNELS, How, Queries
+from burst_plugin.kernels import Case as KernelCase
+from burst_plugin.kernels.reference import ReferenceKernel
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import CAUSAL, FULL
+
+__all__ = ["Gradients", "OneRank", "Whole", "fastest"]
+
+
+class Whole(NamedTuple):
+    """The whole sequence: q and dout [B, S, Hq, D], k and v [B, S, Hkv, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def draw(cls, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> Whole:
+        """Normal random numbers, the same on every rank; `shape` is (batch, tokens, query heads, key heads, dim)."""
+        batch, tokens, q_heads, kv_heads, dim = shape
+        source = torch.Generator(device).manual_seed(5)
+        sizes = ((batch, tokens, heads, dim) for heads in (q_heads, kv_heads, kv_heads, q_heads))
+        return cls(*(torch.randn(s, dtype=dtype, device=device, generator=source) for s in sizes))
+
+    def head(self, tokens: int) -> Whole:
+        """The first tokens."""
+        return Whole(*(x[:, :tokens].contiguous() for x in self))
+
+
+class Gradients(NamedTuple):
+    """What a forward and a backward pass give."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+@dataclass(frozen=True)
+class OneRank:
+    """A kernel on the whole sequence: `forward` returns what `backward` needs."""
+
+    name: str
+    forward: Callable[[Whole], object]
+    backward: Callable[[Whole, object], Gradients]
+
+
+def fastest(whole: Whole, causal: bool, tokens: int = 4096) -> OneRank:
+    """The kernel that is quickest in forward and backward on the first `tokens` tokens.
+
+    Candidates are all kernels of the package that can do it, called as it calls them, and
+    `scaled_dot_product_attention` with autograd.
+    """
+    few = whole.head(tokens)
+    found = [(_duration_s(candidate, few), candidate) for candidate in _candidates(whole, causal)]
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _duration_s(kernel: OneRank, whole: Whole) -> float:
+    best = float("inf")
+    for _ in range(3):
+        synchronize(whole.q.device)
+        start = time.perf_counter()
+        kernel.backward(whole, kernel.forward(whole))
+        synchronize(whole.q.device)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _candidates(whole: Whole, causal: bool) -> list[OneRank]:
+    q, k = whole.q, whole.k
+    case = KernelCase(q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], k.shape[3])
+    able = [kernel for kernel in KERNELS.values() if kernel.refuse(case) is None]
+    how = How(CAUSAL if causal else FULL, Scores(scale=q.shape[3] ** -0.5))
+    return [_of_package(kernel, how) for kernel in able if kernel.name != ReferenceKernel.name] + [_of_torch(causal)]
+
+
+def _of_package(kernel: object, how: How) -> OneRank:
+    def forward(whole: Whole) -> object:
+        return kernel.forward(*whole[:3], how)  # type: ignore[attr-defined]
+
+    def backward(whole: Whole, saved: object) -> Gradients:
+        out, lse = saved  # type: ignore[misc]
+        queries = Queries(whole.q, whole.dout, out.to(whole.q.dtype), lse)
+        return Gradients(out, *kernel.backward(queries, whole.k, whole.v, how)[:3])  # type: ignore[attr-defined]
+
+    return OneRank(kernel.name, forward, backward)  # type: ignore[attr-defined]
+
+
+def _of_torch(causal: bool) -> OneRank:
+    def forward(whole: Whole) -> object:
+        leaves = [x.detach().requires_grad_() for x in whole[:3]]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2), leaves
+
+    def backward(whole: Whole, saved: object) -> Gradients:
+        out, leaves = saved  # type: ignore[misc]
+        return Gradients(out.detach(), *torch.autograd.grad(out, leaves, whole.dout))
+
+    return OneRank("scaled_dot_product_attention", forward, backward)
