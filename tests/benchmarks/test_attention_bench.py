@@ -1,0 +1,235 @@
+"""`bench attention` and `bench overhead`, tiny: what rows say, what is refused, and that they can fail."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("psutil", reason="psutil is not installed")
+
+from benchmarks import attention, attention_ranks, limits, overhead
+from benchmarks.__main__ import main
+from benchmarks.attention_rounds import Entry, OneProcess, rounds
+from benchmarks.attention_rows import attention_flops
+from benchmarks.contenders import Case, Contender, Session, Slept
+from benchmarks.contenders.burst import Burst
+from benchmarks.one_rank import Whole
+from benchmarks.peak_memory import PeakMemory
+from benchmarks.results import load
+from benchmarks.silent import SilentTransport
+from burst_plugin import Strategy, Topology, VirtualRing
+from burst_plugin.attention import forward_program
+from burst_plugin.call import prepare
+from burst_plugin.copies import CopyNetwork
+from burst_plugin.executor import lockstep
+from burst_plugin.request import Inputs, Request
+from burst_plugin.topology import Link, Traffic
+from burst_plugin.transport import Channel, Message
+
+CPU = torch.device("cpu")
+CASE = Case(1, 2, 32, 4, 2, 8, torch.float32, causal=True)
+TIMES = {f"{name}_s{end}" for name in ("forward", "backward", "both", "exposed") for end in ("", "_min", "_max")}
+NAMES = {"ranks", "seq", "q_heads", "kv_heads", "head_dim", "dtype", "causal", "contender"}
+SHARES = {"kernel_share", "kernel_s", "kernel_alone_s", "kernel", "flops_per_s", "peak_bytes", "error"}
+
+
+@dataclass(frozen=True)
+class Unable:
+    """A contender that cannot: its package is not there, or the case is not for it."""
+
+    name: str
+    missing: str | None = None
+
+    def absent(self) -> str | None:
+        return self.missing
+
+    def refuse(self, case: Case) -> str | None:
+        return f"{case.q_heads} heads are not for it"
+
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        return ()
+
+    def prepare(self, case: Case, slept: Slept | None) -> Session:
+        raise AssertionError("it said that it cannot")
+
+
+def bench(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    out = tmp_path / "result.json"
+    tiny = ("--seq", "64", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--rounds", "2", "--out", str(out))
+    assert main(["attention", *tiny, *arguments]) == 0
+    json.loads(out.read_text())
+    return load(out).rows
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+
+
+def test_processes_are_measured_by_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contenders = (Burst("burst"), Unable("unable"), Unable("missing", "missing is not installed"))
+    monkeypatch.setattr(attention, "CONTENDERS", contenders)
+    row, unable, missing = bench(tmp_path, "--contenders", "all")
+    assert set(row) >= NAMES | TIMES | SHARES
+    assert (row["contender"], row["ranks"], row["seq"], row["virtual"]) == ("burst", 2, 64, False)
+    assert row["both_s_min"] <= row["both_s"] <= row["both_s_max"]
+    assert 0 < row["error"] < 2e-6
+    assert unable["refused"] == "4 heads are not for it"
+    assert missing["absent"] == "missing is not installed"
+    assert not set(unable) & TIMES
+    assert not set(missing) & TIMES
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_virtual_ring_is_measured_in_this_process(tmp_path: Path, dtype: str) -> None:
+    ring = ("--on", "virtual", "--ranks", "4", "--ranks-per-node", "2", "--dtype", dtype)
+    rows = bench(tmp_path, *ring, "--contenders", "burst", "burst, q travels", "ring-flash-attn")
+    for row in rows[:2]:
+        assert row["virtual"]
+        assert set(row) >= NAMES | TIMES | SHARES
+        assert 0 < row["error"] < (2e-6 if dtype == "float32" else 2e-2)
+    assert "refused" in rows[2] or "absent" in rows[2]
+
+
+def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a transport that carries nothing, as exposed communication is measured."""
+    monkeypatch.setattr(CopyNetwork, "transports", lambda network: [SilentTransport() for _ in range(network.ranks)])
+    found = attention_ranks.virtual_rank(CASE, [Burst("burst")], 1)
+    assert found.errors["burst"] > 0.1
+
+
+def test_flops_are_those_of_the_pairs_that_attend() -> None:
+    tokens = 64
+    pairs = sum(1 for i in range(tokens) for j in range(tokens) if j <= i)
+    products = 2 * 2 * 4 * 8  # two matrix products of 2 operations per multiplication, 4 heads of 8
+    assert attention_flops(CASE)["forward"] == products * pairs
+    assert attention_flops(replace(CASE, causal=False))["forward"] == products * tokens * tokens
+    flops = attention_flops(replace(CASE, batch=3))
+    assert flops["forward"] == 3 * products * pairs
+    assert (flops["backward"], flops["both"]) == (2.5 * flops["forward"], 3.5 * flops["forward"])
+
+
+def test_the_slowest_rank_counts_and_the_first_round_does_not() -> None:
+    class Other(OneProcess):
+        def most(self, number: float) -> float:
+            return max(number, 1.0)
+
+    calls: list[str] = []
+    entries = [Entry(name, lambda n=name: calls.append(n), lambda saved: None) for name in "ab"]
+    found = rounds(entries, Other(), CPU, 3)
+    assert "".join(calls) == "ab" + "ba" + "ab" + "ba", "interleaved, in another order every round"
+    assert found["a"].both_s == [1.0] * 3
+    own = rounds([Entry("slow", lambda: time.sleep(0.02), lambda saved: time.sleep(0.04))], OneProcess(), CPU, 1)[
+        "slow"
+    ]
+    assert own.forward_s[0] >= 0.02
+    assert own.backward_s[0] >= 0.04
+    assert own.both_s[0] >= 0.06
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--contenders", "brust"), "--contenders brust: unknown; there are: burst, "),
+        (("--dtype", "float8"), "--dtype float8: unknown; there are: float32, bfloat16, float16"),
+        (("--kv-heads", "3"), "--heads 4 is not a multiple of --kv-heads 3"),
+        (("--seq", "63"), "--seq 63 does not divide into the 4 chunks"),
+        (("--ranks", "4", "--ranks-per-node", "3"), "--ranks-per-node 3 does not divide 4 ranks"),
+        (("--rounds", "0"), "have to be 1 or more"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    tiny = ("--seq", "64", "--heads", "4", "--head-dim", "8", "--out", str(tmp_path / "none"))
+    assert main(["attention", *tiny, *arguments]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "available_bytes", lambda: 2 * 10**9)
+    assert main(["attention", "--ranks", "8", "--seq", "64"]) == 2
+    assert "at most 4 fit" in capsys.readouterr().err
+
+
+def test_peak_memory_is_what_was_held_at_once() -> None:
+    with PeakMemory(CPU) as peak:
+        for _ in range(3):
+            x = torch.ones(8 * 2**20)
+            del x
+    if peak.nbytes is None:
+        pytest.skip("this system does not tell the peak of a while")
+    assert 30 * 2**20 < peak.nbytes < 60 * 2**20
+
+
+# --------------------------------------------------------------------------------------- the network of plain copies
+
+
+@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring", "direct"])
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, traveller: str) -> None:
+    topology, strategy = Topology(2, 2), Strategy(schedule=schedule, forward=traveller, backward=traveller)
+    q, k, v, dout = Whole.draw((1, 64, 4, 2, 8), torch.float32, CPU)
+    results = []
+    for network in (None, CopyNetwork(topology.ranks, CPU)):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        ring = VirtualRing(topology, strategy, network=network)
+        for _ in range(2):  # the second time in buffers that were used before
+            out, _ = ring.attention(*leaves)
+            grads = torch.autograd.grad(out, leaves, dout)
+        assert ring.traffic(1) == ring.expected_traffic(1)
+        results.append((out, *grads))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+def test_plain_copies_say_what_was_never_sent() -> None:
+    first, second = CopyNetwork(2, CPU).transports()
+    channel = Channel(Traffic.GATHER, Link.INTRA)
+    (pending,) = second.post([], [Message(0, channel, second.lease(8, CPU))])
+    with pytest.raises(RuntimeError, match="deadlock: rank 0 -> rank 1: never sent"):
+        pending.wait()
+    first.post([Message(1, channel, first.lease(8, CPU).fill_(7))], [])
+    pending.wait()
+
+
+def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
+    ring = VirtualRing(Topology(1, 2))
+    inputs = [Inputs(*(torch.randn(1, 8, 2, 4) for _ in range(3))) for _ in ring.members]
+    for member in ring.members:
+        member.transport = SilentTransport()
+    calls = [prepare(m, x, Request(), {}) for m, x in zip(ring.members, inputs, strict=True)]
+    for number in (1, 2):
+        done = lockstep([forward_program(call, number, x) for call, x in zip(calls, inputs, strict=True)])
+        assert all(bool(found.out.isfinite().all()) for found in done)
+    assert not ring.network.sent_bytes
+
+
+# -------------------------------------------------------------------------------------------------------- overhead
+
+
+def rows_of_overhead() -> list[dict[str, Any]]:
+    return overhead.measure(layers=2, steps=10, ranks=4)
+
+
+def test_overhead_is_small_and_does_not_grow() -> None:
+    """Ten times the goal, of the fastest step: what a busy machine does not reach, and a sleep in the ring does."""
+    rows = rows_of_overhead()
+    assert {(row["transport"], row["direction"]) for row in rows} == {
+        (where, direction)
+        for where in ("4 ranks in one process", "2 processes on gloo")
+        for direction in ("forward", "backward")
+    }
+    for row in rows:
+        assert 0 < row["own_s_min"] < 10 * overhead.GOAL_S, row
+        assert row["own_s_min"] <= row["own_s"] <= row["own_s_max"]
+        assert row["new_tensors"] == row["new_tensors_late"]
+        assert row["buffer_bytes"] == row["buffer_bytes_late"] > 0
+        assert row["python_bytes_grown"] < 200_000, "10 steps of 2 layers"
