@@ -12,60 +12,27 @@ with the same ranks and nothing else to do, and is what the bound and the model 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch import Tensor
 
 from benchmarks import results
+from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, shapes_of
 from benchmarks.cluster_report import table_of, verdicts
-from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
-from benchmarks.contenders.burst import BURST, Burst
+from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.netns import EmulatedCluster, interface_bytes
-from burst_plugin.planner import DIRECTIONS, Links, Load, Price, plans, price
+from benchmarks.netns import EmulatedCluster
+from burst_plugin.planner import DIRECTIONS, Links, Load, Price, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import Shapes, Strategy, choose_traveller
+from burst_plugin.strategy import Strategy, choose_traveller
 from burst_plugin.topology import Topology
 
 RANK_BYTES = 400 << 20  # of one forked rank: gloo's connections, buffers and blocks of the sizes used here
-PROBE_BYTES = 2 << 20
-LEAD_S = 0.1  # by which a start is agreed on beforehand
 BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One emulated cluster."""
-
-    nodes: int
-    ranks_per_node: int
-    rate_mbit: float
-    nic: str = "rank"
-
-    @property
-    def topology(self) -> Topology:
-        """Nodes and ranks."""
-        return Topology(self.nodes, self.ranks_per_node)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every rank runs on one cluster."""
-
-    cases: tuple[Case, ...]
-    slept: Slept | None
-    names: tuple[str, ...]
-    rounds: int
-    nic: str
-    timeout_s: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true", help="a causal mask (default: full attention)")
     parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="file of the result; by default one in benchmarks/results")
     parser.add_argument("--no-save", action="store_true", help="only print")
 
 
@@ -103,8 +71,9 @@ def run(options: argparse.Namespace) -> int:
     for line in verdicts(rows):
         console.print(line)
     if not options.no_save:
-        shown = {k: v for k, v in vars(options).items() if k not in ("run", "no_save")}
-        results.save("cluster" if slept else "cluster-real", shown, rows, watch.load)
+        shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out")}
+        out = options.out or results.default_path("cluster" if slept else "cluster-real")
+        results.save("cluster", shown, rows, watch.load, out)
     return 0
 
 
@@ -133,163 +102,8 @@ def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
 def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:
     """Rows of all cases and contenders on one cluster."""
     with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate_mbit, setting.nic) as cluster:
-        measured = cluster.run(_rank, setting, work, timeout_s=work.timeout_s * len(work.cases))
+        measured = cluster.run(measure_in_rank, setting, work, timeout_s=work.timeout_s * len(work.cases))
     return [row for found in measured[0] for row in rows_of(setting, work.slept, *found)]
-
-
-# ------------------------------------------------------------------------------------------------------ in every rank
-
-
-@dataclass
-class Entry:
-    """One contender and its times so far, seconds, by direction."""
-
-    contender: Contender
-    session: Session
-    times: dict[str, list[float]]
-    nic_bytes: dict[str, int]
-
-    @property
-    def step_s(self) -> float:
-        """Median of a forward and a backward pass."""
-        return sum(median(times) for times in self.times.values())
-
-
-def _rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
-    """What this rank measured; times are the same on every rank."""
-    links = _measured_links(setting)
-    found: list[tuple[Case, Links, dict[str, Any]]] = []
-    for case in work.cases:
-        inputs = _inputs(case)
-        entries = []
-        for name in work.names:
-            kept, refused = _best(name, case, work.slept, links, inputs)
-            if kept is None:
-                found.append((case, links, {"contender": name, **refused}))
-            else:
-                entries.append((name, kept))
-        for entry in (kept for _, kept in entries):
-            entry.times = {direction: [] for direction in DIRECTIONS}
-        for _ in range(work.rounds):
-            for _, entry in entries:
-                _take_turn(entry, inputs)
-        for name, entry in entries:
-            strategy = getattr(entry.contender, "strategy", None)
-            measured = {"times": entry.times, "nic_bytes": entry.nic_bytes, "strategy": strategy}
-            found.append((case, links, {"contender": name, "configuration": entry.contender.name, **measured}))
-    return found
-
-
-def _best(
-    name: str, case: Case, slept: Slept | None, links: Links, inputs: Sequence[Tensor]
-) -> tuple[Entry | None, dict[str, str]]:
-    """The fastest configuration of a contender after two turns each (the first opens connections), or why none."""
-    contender = next(c for c in CONTENDERS if c.name == name)
-    absent, refused = contender.absent(), contender.refuse(case)
-    if absent or not contender.configurations(case):
-        return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
-    configurations: Sequence[Contender] = contender.configurations(case)
-    if contender is BURST[0] and slept is not None:
-        configurations = (planned(case, slept, links),)
-    entries = []
-    for each in configurations:
-        entry = Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {})
-        _take_turn(entry, inputs)
-        entry.times = {direction: [] for direction in DIRECTIONS}
-        _take_turn(entry, inputs, count=True)
-        entries.append(entry)
-    return min(entries, key=lambda entry: entry.step_s), {}
-
-
-def planned(case: Case, slept: Slept, links: Links) -> Burst:
-    """`burst` as the planner would run it on these links, its two rings compared; keys and values travel forward."""
-    shapes = shapes_of(case)
-    best = plans(Topology(case.nodes, case.ranks_per_node), shapes, (slept.forward_s, slept.backward_s), links)[0]
-    return replace(BURST[0], strategy=replace(BURST[0].strategy, parts=best.strategy.parts))
-
-
-def _take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:
-    """One forward and one backward pass, timed, and if asked the bytes at the busiest NIC."""
-    *qkv, dout = inputs
-    passes: dict[str, Callable[[], Any]] = {"forward": partial(entry.session.attend, *qkv)}
-    for direction in DIRECTIONS:
-        _, before = interface_bytes()
-        seconds, found = _timed(passes[direction])
-        if count:
-            _, after = interface_bytes()
-            entry.nic_bytes[direction] = int(_most(after - before))
-        entry.times[direction].append(seconds)
-        passes["backward"] = partial(torch.autograd.grad, found, qkv, dout)
-
-
-def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from a start agreed on by all ranks until the last one is done; the clock is one for all processes."""
-    start_s = _agreed_start()
-    time.sleep(max(0.0, start_s - time.perf_counter()))
-    found = work()
-    end_s = time.perf_counter()
-    return _most(end_s) - start_s, found
-
-
-def _agreed_start() -> float:
-    """A time soon enough ahead that every rank has heard of it by then."""
-    lead_s = LEAD_S
-    while True:
-        start = torch.tensor([time.perf_counter() + lead_s], dtype=torch.float64)
-        dist.broadcast(start, 0)
-        if _most(time.perf_counter() + lead_s / 2 - start.item()) < 0:
-            return start.item()
-        lead_s *= 2
-
-
-def _most(x: float) -> float:
-    """The largest of all ranks."""
-    found = torch.tensor([x], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
-
-
-def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """q, k, v, dout of this rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
-    shapes = [(case.batch, case.seq, n, case.head_dim) for n in heads]
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(case.dtype) for shape in shapes)
-    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
-
-
-def _measured_links(setting: Setting) -> Links:
-    """The rates that gloo reaches, all ranks sending at once."""
-    topology, rank = setting.topology, dist.get_rank()
-    rates = []
-    for near in (True, False):
-        ring = topology.node_peers(rank) if near else topology.counterparts(rank)
-        place = ring.index(rank)
-        after, before = ring[(place + 1) % len(ring)], ring[place - 1]
-        seconds = []
-        for _ in range(3):
-            if len(ring) == 1:
-                break
-            seconds.append(_timed(partial(_exchange, after, before))[0])
-        rates.append(PROBE_BYTES / min(seconds) if seconds else 1e12)
-    each = rates[1] * (setting.ranks_per_node if setting.nic == "node" else 1)
-    return Links(rates[0], each, setting.nic)
-
-
-def _exchange(after: int, before: int) -> None:
-    mine, theirs = (torch.zeros(PROBE_BYTES, dtype=torch.uint8) for _ in range(2))
-    for work in [dist.irecv(theirs, before), dist.isend(mine, after)]:
-        work.wait()  # type: ignore[union-attr]
-
-
-# ------------------------------------------------------------------------------------------------------------ figures
-
-
-def shapes_of(case: Case) -> Shapes:
-    """As the package names them."""
-    return Shapes(
-        case.batch, case.seq, case.seq, case.q_heads, case.kv_heads, case.head_dim, case.head_dim, case.dtype
-    )
 
 
 def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: Links) -> Price:

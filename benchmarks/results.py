@@ -249,7 +249,7 @@ def save(
         settings=dict(settings),
         rows=[dict(row) for row in rows],
     )
-    path = out or RESULTS / f"{benchmark}-{_machine_name(found)}.json"
+    path = out or default_path(benchmark)
     text = json.dumps(asdict(result), indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -262,6 +262,11 @@ def save(
     if load.busy:
         print(load.warning())
     return path
+
+
+def default_path(name: str) -> Path:
+    """The file in benchmarks/results of a benchmark, or of a variant of one, on this machine."""
+    return RESULTS / f"{name}-{_machine_name(machine())}.json"
 
 
 def load(path: Path) -> Result:

@@ -1,0 +1,202 @@
+"""What every rank of an emulated cluster does: all contenders in turn, timed from a start agreed on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
+from benchmarks.contenders.burst import BURST, Burst
+from benchmarks.netns import interface_bytes
+from burst_plugin.planner import DIRECTIONS, Links, plans
+from burst_plugin.strategy import Shapes
+from burst_plugin.topology import Topology
+
+__all__ = ["Setting", "Work", "measure_in_rank", "shapes_of"]
+
+PROBE_BYTES = 4 << 20
+LEAD_S = 0.1  # by which a start is agreed on beforehand
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One emulated cluster."""
+
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float
+    nic: str = "rank"
+
+    @property
+    def topology(self) -> Topology:
+        """Nodes and ranks."""
+        return Topology(self.nodes, self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every rank runs on one cluster."""
+
+    cases: tuple[Case, ...]
+    slept: Slept | None
+    names: tuple[str, ...]
+    rounds: int
+    nic: str
+    timeout_s: float
+
+
+@dataclass
+class Entry:
+    """One contender and its times so far, seconds, by direction."""
+
+    contender: Contender
+    session: Session
+    times: dict[str, list[float]]
+    nic_bytes: dict[str, int]
+
+    @property
+    def step_s(self) -> float:
+        """Median of a forward and a backward pass."""
+        return sum(median(times) for times in self.times.values())
+
+
+def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
+    """What this rank measured; times are the same on every rank."""
+    links = _measured_links(setting)
+    found: list[tuple[Case, Links, dict[str, Any]]] = []
+    for case in work.cases:
+        inputs = _inputs(case)
+        entries = []
+        for name in work.names:
+            kept, refused = _best(name, case, work.slept, links, inputs)
+            if kept is None:
+                found.append((case, links, {"contender": name, **refused}))
+            else:
+                entries.append((name, kept))
+        for entry in (kept for _, kept in entries):
+            entry.times = {direction: [] for direction in DIRECTIONS}
+        for _ in range(work.rounds):
+            for _, entry in entries:
+                _take_turn(entry, inputs)
+        for name, entry in entries:
+            strategy = getattr(entry.contender, "strategy", None)
+            measured = {"times": entry.times, "nic_bytes": entry.nic_bytes, "strategy": strategy}
+            found.append((case, links, {"contender": name, "configuration": entry.contender.name, **measured}))
+    return found
+
+
+def _best(
+    name: str, case: Case, slept: Slept | None, links: Links, inputs: Sequence[Tensor]
+) -> tuple[Entry | None, dict[str, str]]:
+    """The fastest configuration of a contender after two turns each (the first opens connections), or why none."""
+    contender = next(c for c in CONTENDERS if c.name == name)
+    absent, refused = contender.absent(), contender.refuse(case)
+    if absent or not contender.configurations(case):
+        return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
+    configurations: Sequence[Contender] = contender.configurations(case)
+    if contender is BURST[0] and slept is not None:
+        configurations = (planned(case, slept, links),)
+    entries = []
+    for each in configurations:
+        entry = Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {})
+        _take_turn(entry, inputs)
+        entry.times = {direction: [] for direction in DIRECTIONS}
+        _take_turn(entry, inputs, count=True)
+        entries.append(entry)
+    return min(entries, key=lambda entry: entry.step_s), {}
+
+
+def planned(case: Case, slept: Slept, links: Links) -> Burst:
+    """`burst` as the planner would run it on these links, its two rings compared; keys and values travel forward."""
+    shapes = shapes_of(case)
+    best = plans(Topology(case.nodes, case.ranks_per_node), shapes, (slept.forward_s, slept.backward_s), links)[0]
+    return replace(BURST[0], strategy=replace(BURST[0].strategy, parts=best.strategy.parts))
+
+
+def _take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:
+    """One forward and one backward pass, timed, and if asked the bytes at the busiest NIC."""
+    *qkv, dout = inputs
+    passes: dict[str, Callable[[], Any]] = {"forward": partial(entry.session.attend, *qkv)}
+    for direction in DIRECTIONS:
+        _, before = interface_bytes()
+        seconds, found = _timed(passes[direction])
+        if count:
+            _, after = interface_bytes()
+            entry.nic_bytes[direction] = int(_most(after - before))
+        entry.times[direction].append(seconds)
+        passes["backward"] = partial(torch.autograd.grad, found, qkv, dout)
+
+
+def _timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds from a start agreed on by all ranks until the last one is done; the clock is one for all processes."""
+    start_s = _agreed_start()
+    time.sleep(max(0.0, start_s - time.perf_counter()))
+    found = work()
+    end_s = time.perf_counter()
+    return _most(end_s) - start_s, found
+
+
+def _agreed_start() -> float:
+    """A time soon enough ahead that every rank has heard of it by then."""
+    lead_s = LEAD_S
+    while True:
+        start = torch.tensor([time.perf_counter() + lead_s], dtype=torch.float64)
+        dist.broadcast(start, 0)
+        if _most(time.perf_counter() + lead_s / 2 - start.item()) < 0:
+            return start.item()
+        lead_s *= 2
+
+
+def _most(x: float) -> float:
+    """The largest of all ranks."""
+    found = torch.tensor([x], dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
+def _inputs(case: Case) -> tuple[Tensor, ...]:
+    """q, k, v, dout of this rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
+    shapes = [(case.batch, case.seq, n, case.head_dim) for n in heads]
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(case.dtype) for shape in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def _measured_links(setting: Setting) -> Links:
+    """The rates that gloo reaches, all ranks sending at once."""
+    topology, rank = setting.topology, dist.get_rank()
+    rates = []
+    for near in (True, False):
+        ring = topology.node_peers(rank) if near else topology.counterparts(rank)
+        place = ring.index(rank)
+        after, before = ring[(place + 1) % len(ring)], ring[place - 1]
+        seconds = []
+        for _ in range(3):
+            if len(ring) == 1:
+                break
+            seconds.append(_timed(partial(_exchange, after, before))[0])
+        rates.append(PROBE_BYTES / min(seconds) if seconds else 1e12)
+    each = rates[1] * (setting.ranks_per_node if setting.nic == "node" else 1)
+    return Links(rates[0], each, setting.nic)
+
+
+def _exchange(after: int, before: int) -> None:
+    mine, theirs = (torch.zeros(PROBE_BYTES, dtype=torch.uint8) for _ in range(2))
+    for work in [dist.irecv(theirs, before), dist.isend(mine, after)]:
+        work.wait()  # type: ignore[union-attr]
+
+
+def shapes_of(case: Case) -> Shapes:
+    """As the package names them."""
+    return Shapes(
+        case.batch, case.seq, case.seq, case.q_heads, case.kv_heads, case.head_dim, case.head_dim, case.dtype
+    )

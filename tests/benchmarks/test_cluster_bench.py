@@ -1,0 +1,146 @@
+"""`bench cluster`: a tiny cluster measured whole, the figures made of what is measured, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import cluster
+from benchmarks.cluster import case_of, model, rows_of, settings
+from benchmarks.cluster_ranks import Setting
+from benchmarks.cluster_report import table_of, verdicts
+from benchmarks.contenders import Case, Slept
+from benchmarks.limits import RefusedError
+from benchmarks.netns import EmulatedCluster
+from benchmarks.results import load
+from burst_plugin import Strategy
+from burst_plugin.planner import Links
+
+SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)
+LINKS = Links(1e12, 12e6)
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    cluster.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_a_block_of_keys_and_values_is_1_mib() -> None:
+    for heads in ("16/16", "16/4"):
+        case = case_of(SETTING, heads, options())
+        assert 2 * case.seq * case.kv_heads * case.head_dim * case.dtype.itemsize == 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--topologies", "2"), "--topologies 2 is not valid; write nodes x ranks per node"),
+        (("--topologies", "2x0"), "2x0 is not valid"),
+        (("--heads", "16"), "--heads 16 is not valid; write query heads / key and value heads"),
+        (("--heads", "6/4"), "--heads 6/4 is not valid"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    asked = options(*arguments)
+    with pytest.raises(RefusedError, match=message):
+        [case_of(setting, heads, asked) for setting in settings(asked) for heads in asked.heads]
+
+
+def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.limits.available_bytes", lambda: 5 * cluster.RANK_BYTES)
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    with pytest.raises(RefusedError, match=r"at most 4 fit. Lower --topologies"):
+        cluster.run(options("--topologies", "2x4"))
+
+
+def test_where_no_cluster_can_be_emulated_it_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: "the kernel lacks it")
+    assert cluster.run(options()) == 0
+    assert "skipped" in capsys.readouterr().out
+
+
+def measured(times: dict[str, list[float]], contender: str = "burst", **strategy: Any) -> list[dict[str, Any]]:
+    case = Case(2, 4, 256, 16, 16, 64, torch.bfloat16, causal=False)
+    found = {
+        "contender": contender,
+        "configuration": contender,
+        "times": times,
+        "nic_bytes": {"forward": 1 << 20, "backward": 2 << 20},
+        "strategy": Strategy(**strategy) if contender.startswith("burst") else None,
+    }
+    return rows_of(SETTING, SLEPT, case, LINKS, found)
+
+
+def test_rows_have_medians_bounds_and_the_price_of_the_schedule() -> None:
+    forward, backward, both = measured({"forward": [0.2, 0.1, 0.15], "backward": [0.5, 0.6, 0.4]})
+    assert [forward["time_s"], forward["time_s_min"], forward["time_s_max"]] == [0.15, 0.1, 0.2]
+    assert both["time_s"] == pytest.approx(0.7)
+    assert both["nic_bytes"] == 3 << 20
+    assert forward["bound_s"] == pytest.approx(8 * 0.030), "8 visits; one hop of 1 MiB takes 87 ms"
+    assert backward["bound_s"] == pytest.approx(8 * 0.075)
+    assert both["model_s"] == pytest.approx(forward["model_s"] + backward["model_s"])
+    assert forward["model_s"] == pytest.approx(8 * 0.030, rel=1e-3)
+
+
+def test_the_price_is_that_of_the_strategy() -> None:
+    case = Case(4, 2, 256, 16, 16, 64, torch.bfloat16, causal=False)
+    hop_s = (1 << 20) / 12e6
+    for parts in (1, 4):
+        found = model(case, Strategy(parts=parts), "forward", SLEPT, LINKS)
+        assert found.time_s == pytest.approx(3 * hop_s + 2 * 0.030 / parts, rel=1e-3)
+    flat = model(case, Strategy(schedule="flat_ring"), "forward", SLEPT, LINKS)
+    assert flat.time_s == pytest.approx(7 * hop_s + 0.030, rel=1e-3)
+    halved = model(Case(4, 2, 256, 16, 16, 64, torch.bfloat16, causal=True), Strategy(), "forward", SLEPT, LINKS)
+    assert halved.compute_s == pytest.approx(8 * 0.015)
+
+
+def test_claims_are_judged_by_the_worst_figure() -> None:
+    good = measured({"forward": [0.250], "backward": [0.66]})
+    flat = measured({"forward": [0.675], "backward": [1.3]}, "burst flat ring", schedule="flat_ring")
+    peer = measured({"forward": [0.66], "backward": [1.5]}, "ring-flash-attn")
+    faster = measured({"forward": [0.2], "backward": [1.5]}, "USP")
+    lines = list(verdicts([*good, *flat, *peer, *faster]))
+    assert any(line.startswith("FAIL time / bound <= 1.08: at most 1.100, 2x4, 100 mbit") for line in lines)
+    assert any(line.startswith("ok   time / model <= 1.1: at most 1.098") for line in lines)
+    assert any(line.startswith("ok   burst flat ring / burst = 2.70") for line in lines)
+    assert any(line.startswith("ok   ring-flash-attn / burst = 2.64") for line in lines)
+    assert [line for line in lines if "USP" in line] == [
+        "FAIL USP is faster: 0.800 of burst, 2x4, 100 mbit, heads 16/16, forward"
+    ]
+
+
+def test_absent_and_refused_contenders_are_listed_as_such() -> None:
+    case = Case(2, 4, 256, 16, 16, 64, torch.bfloat16, causal=False)
+    rows = measured({"forward": [0.1], "backward": [0.2]})
+    rows += rows_of(SETTING, SLEPT, case, LINKS, {"contender": "USP", "absent": "yunchang is not installed"})
+    assert rows[-1]["absent"] == "yunchang is not installed"
+    assert "time_s" not in rows[-1]
+    assert table_of("", rows).row_count == 2
+    assert not any("USP" in line for line in verdicts(rows))
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(EmulatedCluster.unavailable() is not None, reason=f"{EmulatedCluster.unavailable()}")
+def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:
+    out = tmp_path / "cluster.json"
+    asked = options(
+        *("--topologies", "2x2", "--rates", "400", "--heads", "4/4", "--seq", "64", "--visit-ms", "2", "4"),
+        *("--contenders", "burst", "burst flat ring", "--rounds", "2", "--out", str(out)),
+    )
+    assert cluster.run(asked) == 0
+    result = load(out)
+    assert result.benchmark == "cluster"
+    assert {(row["contender"], row["direction"]) for row in result.rows} == {
+        (name, direction) for name in ("burst", "burst flat ring") for direction in ("forward", "backward", "both")
+    }
+    for row in result.rows:
+        assert row["repeats"] == 2
+        assert row["time_s"] >= row["bound_s"], "4 visits slept"
+        assert row["nic_bytes"] > 0
