@@ -92,7 +92,9 @@ def test_rings_are_refused_in_float32_because_their_gradients_are_wrong(name: st
     contender = _here(next(one for one in _configurations(2) if one.name == name))
     case = _case(2, HEADS[0], torch.float32, causal)
     assert "gradients are wrong in float32" in (contender.refuse(case) or "")
-    assert set(_wrong(case, run_ranks(_results, 2, contender, [case])[0][0])) == {"dq", "dk", "dv"}
+    wrong = _wrong(case, run_ranks(_results, 2, contender, [case])[0][0])
+    assert "dq" in wrong  # dk and dv are overwritten while they are sent: whether they are wrong depends on the time
+    assert "out" not in wrong
 
 
 @pytest.mark.parametrize("name", ["Ulysses", "USP, Ulysses of 4"])
