@@ -2,33 +2,47 @@
 a backward pass for queries whose output stayed at home.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
-logarithm of a softmax's denominator, -inf where a query attends to nothing.
+logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`,
+`row_delta` and `project` are one kernel each (`burst_plugin.fused`).
 """
 
 from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 __all__ = ["add_sink", "merge_", "project", "row_delta", "sink_grad"]
 
+_LOG = logging.getLogger(__name__)
+
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Merge attention over other keys into `out` [B, S, H, D] and `lse` [B, H, S], in place.
 
-    `lse' = logaddexp(a, b)`, outputs weighted by `exp(x - lse')`; rows where both are -inf stay 0 and -inf.
+    `lse' = logaddexp(a, b)`, outputs weighted by `exp(x - lse')`, which for two is the sigmoid of their difference;
+    rows where both are -inf stay 0 and -inf.
     Source: blockwise softmax, arXiv 2310.01889 section 3; in log form, flash-attention's lse.
     """
-    merged = torch.logaddexp(lse, other_lse)
-    weight = torch.exp(other_lse - merged.masked_fill(merged == -torch.inf, 0.0))
+    if fused := _fused(out, other_out):
+        fused.merge_(out, lse, other_out, other_lse)
+        return
+    weight = torch.sigmoid_(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))  # -inf less -inf would be NaN
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
-    lse.copy_(merged)
+    torch.logaddexp(lse, other_lse, out=lse)
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """`delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
+    if fused := _fused(out, dout):
+        delta: Tensor = fused.row_delta(out, dout)
+        return delta
     dtype = torch.promote_types(out.dtype, torch.float32)
-    return torch.einsum("bshd,bshd->bhs", out.to(dtype), dout.to(dtype))
+    return (out.to(dtype) * dout).sum(-1).transpose(1, 2)
 
 
 def project(dout: Tensor, delta: Tensor) -> Tensor:
@@ -39,12 +53,15 @@ def project(dout: Tensor, delta: Tensor) -> Tensor:
     2-norm exceeds that of the true output. `dout` is scaled by its row's maximum first, so that its square
     cannot underflow. Not for float16, where one element may overflow. Source: design of this package.
     """
+    if fused := _fused(dout, delta):
+        shadow: Tensor = fused.project(dout, delta)
+        return shadow
     dtype = torch.promote_types(dout.dtype, torch.float32)
     scale = dout.abs().amax(-1, keepdim=True).to(dtype)
     unit = dout / scale.masked_fill(scale == 0, 1.0)
-    norm = unit.square().sum(-1, keepdim=True)
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square_()
     share = delta.transpose(1, 2).unsqueeze(-1).to(dtype) / (scale * norm)
-    return (unit * share.masked_fill(scale == 0, 0.0)).to(dout.dtype)
+    return unit.mul_(share.masked_fill_(scale == 0, 0.0)).to(dout.dtype)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,3 +78,21 @@ def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
     """Gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
     share = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(lse == -torch.inf, torch.inf))
     return -(share * row_delta(out, dout)).sum((0, 2))
+
+
+def _fused(*tensors: Tensor) -> Any:
+    """The kernels of `burst_plugin.fused` if they can work on these tensors, else None."""
+    if not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
+        return None
+    return _fused_on(tensors[0].device)
+
+
+@cache
+def _fused_on(device: torch.device) -> Any:
+    try:
+        fused = importlib.import_module("burst_plugin.fused")
+        fused.try_out(device)
+    except Exception as error:  # no triton, no compiler, a GPU that it does not know
+        _LOG.warning("outputs are merged by several kernels instead of one on %s: %s", device, error)
+        return None
+    return fused

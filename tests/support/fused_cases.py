@@ -1,0 +1,130 @@
+"""The Triton kernels of `burst_plugin.fused` held against `burst_plugin.softmax` in float64, on any device.
+
+In a process with TRITON_INTERPRET=1 they run on CPUs: `python -m tests.support.fused_cases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin import softmax
+
+__all__ = ["check_all"]
+
+_SHAPES = ((2, 67, 3, 24), (1, 1, 1, 1), (1, 40, 2, 128), (2, 9, 2, 192), (1, 2, 1, 4000))
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Case(NamedTuple):
+    """Tensors in some strides; `surroundings` are the storages that out and lse are cut out of."""
+
+    name: str
+    out: Tensor
+    lse: Tensor
+    other_out: Tensor
+    other_lse: Tensor
+    surroundings: tuple[Tensor, Tensor]
+
+
+def _dense(x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone()
+    return x, x
+
+
+def _rows_of_more(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Some tokens of a longer tensor."""
+    dim = 1 if x.dim() == 4 else 2
+    longer = torch.cat([torch.full_like(x, 7.0), x, torch.full_like(x, 7.0)], dim)
+    return longer.narrow(dim, x.shape[dim], x.shape[dim]), longer
+
+
+def _heads_first(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, S, H, D] laid out as [B, H, S, D], and [B, H, S] as [B, S, H]."""
+    storage = x.transpose(1, 2).contiguous()
+    return storage.transpose(1, 2), storage
+
+
+def _every_other(x: Tensor) -> tuple[Tensor, Tensor]:
+    storage = torch.stack([x, torch.full_like(x, 7.0)], -1).flatten(-2)
+    return storage[..., ::2], storage
+
+
+_STRIDES: tuple[Callable[[Tensor], tuple[Tensor, Tensor]], ...] = (_rows_of_more, _dense, _heads_first, _every_other)
+_PAIRS = tuple(zip(_STRIDES, (*_STRIDES[1:], _STRIDES[0]), strict=True))
+
+
+def _cases(device: str) -> Iterator[_Case]:
+    generator = torch.Generator().manual_seed(0)
+    for shape in _SHAPES:
+        for dtype in _TYPES:
+            for ours, theirs in _PAIRS if shape == _SHAPES[0] else _PAIRS[:1]:
+                batch, length, heads, _ = shape
+                out, other = (torch.randn(shape, generator=generator) for _ in range(2))
+                lse, other_lse = (torch.randn(batch, heads, length, generator=generator) * 20 for _ in range(2))
+                for x, rows, logs in ((out, slice(0, 3), lse), (other, slice(2, 5), other_lse)):
+                    if length > 5:  # of both, row 2 attends to nothing
+                        x[:, rows], logs[:, :, rows] = 0.0, -torch.inf
+                if length > 9:
+                    lse[:, :, 6:8] += 1e4
+                    lse[:, :, 8] = torch.finfo(torch.float32).min
+                tensors = (out.to(device), lse.to(device), other.to(device, dtype), other_lse.to(device))
+                (out, around), (lse, around_lse) = (ours(x) for x in tensors[:2])
+                (other, _), (other_lse, _) = (theirs(x) for x in tensors[2:])
+                name = f"{shape}, {dtype}, {ours.__name__}, {theirs.__name__}"
+                yield _Case(name, out, lse, other, other_lse, (around, around_lse))
+
+
+def check_all(device: str) -> int:
+    """Raise AssertionError for the first case that is wrong; returns how many there were."""
+    count = 0
+    for case in _cases(device):
+        for check in (_check_merge, _check_delta_and_projection):
+            try:
+                check(case)
+            except AssertionError as error:
+                raise AssertionError(f"{check.__name__}: {case.name}: {error}") from error
+        count += 1
+    return count
+
+
+def _check_merge(case: _Case) -> None:
+    from burst_plugin import fused
+
+    truth, truth_lse = case.out.double(), case.lse.double()
+    softmax.merge_(truth, truth_lse, case.other_out.double(), case.other_lse.double())
+    before = [x.clone() for x in case.surroundings]
+    kept = [x.clone() for x in (case.other_out, case.other_lse)]
+    fused.merge_(*case[1:5])
+    torch.testing.assert_close(case.lse.double(), truth_lse, rtol=2e-7, atol=1e-6)
+    torch.testing.assert_close(case.out.double(), truth, rtol=4e-6, atol=4e-6)  # the weight's: 1 ulp of 20 in lse
+    for whole, part, was in zip(case.surroundings, case[1:3], before, strict=True):
+        part.zero_()
+        outside = whole != 0
+        assert torch.equal(whole[outside], was[outside]), "what lies between the rows was written to"
+    assert all(torch.equal(x, y) for x, y in zip((case.other_out, case.other_lse), kept, strict=True))
+
+
+def _check_delta_and_projection(case: _Case) -> None:
+    from burst_plugin import fused
+
+    dout = case.other_out
+    for magnitude in (1.0, 1e-30) if dout.is_contiguous() and dout.dtype != torch.float16 else (1.0,):
+        scaled = dout if magnitude == 1.0 else dout * magnitude
+        truth = softmax.row_delta(case.out.double(), scaled.double())
+        found = fused.row_delta(case.out, scaled)
+        size = case.out.double().norm() * scaled.double().norm()
+        assert float((found.double() - truth).norm()) <= 1e-6 * float(size)
+        shadow = fused.project(scaled, found)
+        assert shadow.dtype == scaled.dtype
+        wanted = softmax.project(scaled.double(), found.double())
+        tolerance = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 1e-3}[scaled.dtype]
+        assert float((shadow.double() - wanted).norm()) <= tolerance * float(wanted.norm())
+        assert bool((shadow[(scaled == 0).all(-1)] == 0).all())
+
+
+if __name__ == "__main__":
+    print(check_all("cpu"), "cases")
