@@ -31,6 +31,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     if fused := _fused(out, other_out):
         fused.merge_(out, lse, other_out, other_lse)
         return
+    other_lse = other_lse.contiguous()  # where it is [B, S, H] in memory, exp and log would run one by one
     weight = torch.sigmoid_(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))  # -inf less -inf would be NaN
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
     torch.logaddexp(lse, other_lse, out=lse)
