@@ -57,11 +57,11 @@ def project(dout: Tensor, delta: Tensor) -> Tensor:
     if fused := _fused(dout, delta):
         shadow: Tensor = fused.project(dout, delta)
         return shadow
-    dtype = torch.promote_types(dout.dtype, torch.float32)
-    scale = dout.abs().amax(-1, keepdim=True).to(dtype)
-    unit = dout / scale.masked_fill(scale == 0, 1.0)
+    wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
+    scale = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
+    unit = wide / scale.masked_fill(scale == 0, 1.0)
     norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square_()
-    share = delta.transpose(1, 2).unsqueeze(-1).to(dtype) / (scale * norm)
+    share = delta.transpose(1, 2).unsqueeze(-1).to(wide.dtype) / (scale * norm)
     return unit.mul_(share.masked_fill_(scale == 0, 0.0)).to(dout.dtype)
 
 

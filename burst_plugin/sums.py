@@ -18,12 +18,15 @@ __all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts", "take_
 class TileSums:
     """Sums of either kind: tensors [B, S, H, D] or [B, H, S], to which the contributions of tiles are added.
 
-    `filled` says whether the tensors hold values already. A first contribution that covers everything is copied
-    rather than added.
+    `filled` says whether the tensors hold values already. The first contribution is copied rather than added; or, if
+    the sums may have other tensors than those given (`free`), one that covers everything becomes the sums.
     """
+
+    nothing: tuple[float, ...]  # what rows that nothing was added to read as, by tensor
 
     def __init__(self, tensors: tuple[Tensor, ...], filled: bool = False) -> None:
         self.tensors = tensors
+        self.free = False
         self._filled = filled
 
     def add(self, tile: Tile, side: str, parts: Sequence[Tensor]) -> None:
@@ -44,20 +47,32 @@ class TileSums:
     def settle(self) -> None:
         """See `Sums.settle`."""
         if not self._filled:
-            self._clear()
+            self._clear(slice(None))
             self._filled = True
 
     def _add(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
-        if not self._filled and rows == slice(0, self.tensors[0].shape[1]) and batch == slice(None):
-            for tensor, part in zip(self.tensors, parts, strict=True):
-                tensor.copy_(part)
-            self._filled = True
+        if not self._filled and batch == slice(None):
+            self._begin(rows, parts)
             return
         self.settle()
         self._accumulate(rows, batch, parts)
 
-    def _clear(self) -> None:
-        raise NotImplementedError
+    def _begin(self, rows: slice, parts: Sequence[Tensor]) -> None:
+        """The first contribution, to all batch rows."""
+        self._filled = True
+        length, pairs = self.tensors[0].shape[1], list(zip(self.tensors, parts, strict=True))
+        if self.free and rows == slice(0, length):
+            self.tensors = tuple(_taken(part, tensor) for tensor, part in pairs)
+            return
+        for rest in (slice(0, rows.start), slice(rows.stop, length)):
+            if rest.start < rest.stop:
+                self._clear(rest)
+        for tensor, part in pairs:
+            _rows(tensor, rows).copy_(part)
+
+    def _clear(self, rows: slice) -> None:
+        for tensor, value in zip(self.tensors, self.nothing, strict=False):
+            _rows(tensor, rows).fill_(value)
 
     def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
         raise NotImplementedError
@@ -66,9 +81,7 @@ class TileSums:
 class PlainSums(TileSums):
     """Tensors [B, S, H, D] that contributions are added to."""
 
-    def _clear(self) -> None:
-        for tensor in self.tensors:
-            tensor.zero_()
+    nothing = (0.0, 0.0)
 
     def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
         for tensor, part in zip(self.tensors, parts, strict=True):
@@ -78,10 +91,7 @@ class PlainSums(TileSums):
 class SoftmaxSums(TileSums):
     """out [B, S, H, Dv] and lse [B, H, S] over the keys seen so far; rows that saw none have out 0, lse -inf."""
 
-    def _clear(self) -> None:
-        out, lse = self.tensors
-        out.zero_()
-        lse.fill_(-torch.inf)
+    nothing = (0.0, -torch.inf)
 
     def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
         out, lse = self.tensors
@@ -95,8 +105,14 @@ class OwnSums:
     """
 
     def __init__(self, tensors: tuple[Tensor, ...], parts: int, make: Callable[[int, tuple[Tensor, ...]], TileSums]):
-        self.tensors = tensors
+        self._tensors = tensors
         self.parts = [make(part, views) for part, views in enumerate(in_parts(tensors, parts))]
+        self.parts[0].free = parts == 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The sums, once settled."""
+        return self.parts[0].tensors if len(self.parts) == 1 else self._tensors
 
     def settle(self) -> None:
         """See `Sums.settle`."""
@@ -117,3 +133,16 @@ def take_rows(x: Tensor, rows: Rows) -> Tensor:
     dim = 1 if x.dim() == 4 else 2
     parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _rows(x: Tensor, rows: slice) -> Tensor:
+    """A run of token rows of [B, S, H, D] or [B, H, S], as a view."""
+    return x[:, rows] if x.dim() == 4 else x[:, :, rows]
+
+
+def _taken(part: Tensor, tensor: Tensor) -> Tensor:
+    """`part` in place of `tensor` if it is as good and holds no more memory; else `tensor` with its values."""
+    alike = part.dtype == tensor.dtype and part.shape == tensor.shape and part.is_contiguous()
+    if alike and part.untyped_storage().nbytes() == part.nbytes:
+        return part.data  # a kernel's view of its own tensor: as an output it must not count as one
+    return tensor.copy_(part)
