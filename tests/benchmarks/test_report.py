@@ -98,8 +98,15 @@ def test_a_run_on_a_busy_machine_says_so(tmp_path: Path, capsys: pytest.CaptureF
     assert "BUSY MACHINE" in capsys.readouterr().out
 
 
-def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     path = results.save("train", {}, [], IDLE, tmp_path / "one.json")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            results.save("train", {}, [{"time_s": 1.0}], IDLE, path)
     with pytest.raises(ValueError, match="JSON"):
         results.save("train", {}, [{"time_s": float("nan")}], IDLE, path)
     assert results.load(path).rows == []
@@ -305,7 +312,12 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
     assert re.search(rf"{table.BEGIN}\n!\[knitting on .*\]\(docs/one.png\)\n\nKnitting:", readme.read_text())
     readme.write_text(text.replace("99", "98"))
     assert main([*options, "--check"]) == 1
-    for wrong in ("no markers", f"{table.END} {table.BEGIN}", f"{table.BEGIN} {table.BEGIN} {table.END}"):
+    for wrong in (
+        "no markers",
+        f"{table.END} {table.BEGIN}",
+        f"{table.BEGIN} {table.BEGIN} {table.END}",
+        f"{table.END} {table.BEGIN} {table.END}",
+    ):
         readme.write_text(wrong)
         assert main(options) == 2
 
@@ -421,8 +433,8 @@ def test_rates_and_mfu_from_made_up_ranks() -> None:
     assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
     faster = Trained([1.0, 2.0, 2.0], 90, 1000, 3e5)
     peak = train.peak_flops_per_s([slow, fast, faster])
-    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [slow, slow]], peak)
-    assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 200]
+    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], peak)
+    assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
     # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
     assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
     assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"]) == (70, 400, 3)
