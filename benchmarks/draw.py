@@ -109,7 +109,7 @@ def draw_cluster(result: Result) -> Any:
             axis = axes[row][column]
             _bars(axis, here, names)
             axis.set_title(f"{topology} ranks, {rate}", loc="left", fontsize=11)
-        axes[row][0].set_ylabel("time / bound")
+        axes[row][0].set_ylabel(f"time / {cases[0].yardstick()}")
     what = cases[0].what
     title = f"Emulated cluster (nodes × ranks per node), a NIC per {what['nic']}, compute {what['compute']}"
     _finish(figure, result, title, names)
@@ -123,7 +123,7 @@ def _bars(axis: Any, cases: Sequence[Case], names: Sequence[str]) -> None:
     for place, (case, direction) in enumerate(groups):
         for number, name in enumerate(names):
             x = place + (number - (len(names) - 1) / 2) * width
-            ratio = case.over_bound(name, direction)
+            ratio = case.ratio(name, direction)
             if ratio is None:
                 if case.refusal(name):
                     axis.text(x, 0.05, "×", color=COLOURS[number], ha="center", va="bottom", fontsize=9)
@@ -161,7 +161,7 @@ def draw_attention(result: Result) -> Any:
     for axis in flat[len(panels) :]:
         axis.set_axis_off()
     for number, (axis, cases) in enumerate(zip(flat, panels, strict=False), 1):
-        ends = _lines(axis, cases, names)
+        ends = _lines(axis, result, cases, names)
         if number % columns == 0 or number == len(panels):
             _name_lines(axis, ends)
     for line in axes:
@@ -170,7 +170,7 @@ def draw_attention(result: Result) -> Any:
     return figure
 
 
-def _lines(axis: Any, cases: Sequence[Case], names: Sequence[str]) -> dict[str, tuple[float, str]]:
+def _lines(axis: Any, result: Result, cases: Sequence[Case], names: Sequence[str]) -> dict[str, tuple[float, str]]:
     """Draw a panel; returns where each contender's line ends, and its colour."""
     what, ends = cases[0].what, {}
     for number, name in enumerate(names):
@@ -187,8 +187,8 @@ def _lines(axis: Any, cases: Sequence[Case], names: Sequence[str]) -> dict[str, 
     axis.minorticks_off()
     axis.set_ylim(0, 1.12)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
-    mask = "causal" if what["causal"] else "full"
-    title = f"{what['ranks']} ranks, {what['dtype']}, {mask}, {figures.heads(cases[0])} heads"
+    mask, ranks = "causal" if what["causal"] else "full", figures.ranks(result, cases[0])
+    title = f"{ranks}, {what['dtype']}, {mask}, {figures.heads(cases[0])} heads"
     axis.set_title(title, loc="left", fontsize=11)
     axis.set_xlabel("tokens")
     axis.grid(axis="y", alpha=0.3)
@@ -230,8 +230,9 @@ def draw_train(result: Result) -> Any:
             axis.barh(place, row["tokens_per_s"], 0.66, color=COLOURS[0] if parallel else COLOURS[6])
             ends = [row["tokens_per_s_min"], row["tokens_per_s_max"]]
             axis.plot(ends, [place, place], color="0.2", linewidth=1)
-            mfu = "" if row["mfu"] is None else f"MFU {row['mfu']:.0%}, "
-            words = f"  {row['tokens_per_s']:,.0f} tokens/s, {mfu}{row['peak_bytes'] / 1e6:,.0f} MB per rank"
+            mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.0%}"
+            memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
+            words = f"  {row['tokens_per_s']:,.0f} tokens/s{mfu}{memory}"
             axis.text(max(ends), place, words, va="center", fontsize=9.5)
         axis.set_yticks(range(len(mine)), list(map(_training, mine)), fontsize=9.5)
         axis.invert_yaxis()

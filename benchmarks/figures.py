@@ -39,16 +39,24 @@ class Case:
         found = {row.get("direction") for row in self.rows if measured(row)}
         return [direction for direction in DIRECTIONS if direction in found][:2]
 
-    def bound_s(self, direction: str) -> float | None:
-        """The least time that the case can take: the bound of the contender that is listed first and has one."""
-        return next(
-            (row["bound_s"] for row in self.rows if row.get("direction") == direction and measured(row)), None
-        )
+    def yardstick_s(self, direction: str) -> float | None:
+        """What all contenders' times are compared with: the bound of the first one that has one, or its time."""
+        row = self._yardstick(direction)
+        return None if row is None else row.get("bound_s") or row["time_s"]
 
-    def over_bound(self, contender: str, direction: str) -> float | None:
-        """A contender's time over the bound of the case, the same for all contenders."""
-        row, bound_s = self.row(contender, direction), self.bound_s(direction)
-        return row["time_s"] / bound_s if row is not None and bound_s else None
+    def yardstick(self) -> str:
+        """The same in words."""
+        row = next(filter(None, map(self._yardstick, self.directions())), None)
+        return "bound" if row is None or row.get("bound_s") else str(row["contender"])
+
+    def ratio(self, contender: str, direction: str) -> float | None:
+        """A contender's time over the yardstick, which is the same for all contenders."""
+        row, yardstick_s = self.row(contender, direction), self.yardstick_s(direction)
+        return row["time_s"] / yardstick_s if row is not None and yardstick_s else None
+
+    def _yardstick(self, direction: str) -> Row | None:
+        rows = [row for row in self.rows if row.get("direction") == direction and measured(row)]
+        return next((row for row in rows if row.get("bound_s")), rows[0] if rows else None)
 
 
 def measured(row: Row) -> bool:
@@ -106,6 +114,12 @@ def rate(case: Case) -> str:
     """What a NIC carries."""
     rate_mbit = case.what["rate_mbit"]
     return "no limit" if rate_mbit is None else f"{rate_mbit:g} mbit"
+
+
+def ranks(result: Result, case: Case) -> str:
+    """How many ranks attend together, and whether they take turns in one process."""
+    virtual = " in one process" if result.settings.get("on") == "virtual" else ""
+    return f"{case.what['ranks']} ranks{virtual}"
 
 
 def heads(case: Case) -> str:

@@ -19,8 +19,8 @@ _SELF = Path("/proc/self")
 class PeakMemory:
     """As a context manager; `nbytes` afterwards is the growth, None where the system does not say.
 
-    On GPUs it is what torch allocated; on CPUs what of this process was resident (Linux alone tells the peak of a
-    while; memory that was freed is given back to the system first, so that it counts again).
+    On GPUs it is what torch allocated; on CPUs what of this process was resident, but for mapped files (Linux alone
+    tells the peak of a while; memory that was freed is given back to the system first, so that it counts again).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before: int | None = torch.cuda.memory_allocated(self._device)
         else:
-            self._before = _resident_bytes("VmRSS") if _reset_peak() else None
+            self._before = _resident_bytes("VmRSS") - _resident_bytes("RssFile") if _reset_peak() else None
         return self
 
     def __exit__(
@@ -46,7 +46,7 @@ class PeakMemory:
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            peak = _resident_bytes("VmHWM")
+            peak = _resident_bytes("VmHWM") - _resident_bytes("RssFile")  # libraries are mapped once and stay
         self.nbytes = peak - self._before
 
 

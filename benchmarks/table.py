@@ -81,35 +81,37 @@ def _beneath(result: Result) -> str:
 
 
 def _cluster(result: Result) -> list[str]:
-    """Times over the bound, by topology, rate and heads."""
+    """Times over the bound, or over the first contender's, by topology, rate and heads."""
     parts = []
     for cases in figures.alike(figures.cluster_cases(result), "compute", "nic"):
         rows = [row for case in cases for row in case.rows]
         names = figures.contenders(rows)
         directions = cases[0].directions()
-        words = " / ".join(directions)
-        head = ["nodes×ranks", "link", "heads", f"bound, ms: {words}", *names]
+        words, yardstick = " / ".join(directions), cases[0].yardstick()
+        head = ["nodes×ranks", "link", "heads", f"{yardstick}, ms: {words}", *names]
         body = [
             [
                 figures.topology(case),
                 figures.rate(case),
                 figures.heads(case),
-                " / ".join(_milliseconds(case.bound_s(direction)) for direction in directions),
-                *(_over_bound(case, name) for name in names),
+                " / ".join(_milliseconds(case.yardstick_s(direction)) for direction in directions),
+                *(_ratios(case, name) for name in names),
             ]
             for case in cases
         ]
+        over = "the bound" if yardstick == "bound" else f"that of {yardstick}"
+        meaning = " The bound is the longer of computing and of sending all bytes over the link."
         parts.append(
-            f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over the "
-            f"bound, {words}. The bound is the longer of computing and of sending all bytes over the link."
+            f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over "
+            f"{over}, {words}.{meaning if yardstick == 'bound' else ''}"
         )
         parts.append(_table(head, body))
         parts += _missing(result, cases, lambda case: f"{figures.topology(case)}, {figures.heads(case)} heads")
     return parts
 
 
-def _over_bound(case: Case, contender: str) -> str:
-    ratios = [case.over_bound(contender, direction) for direction in case.directions()]
+def _ratios(case: Case, contender: str) -> str:
+    ratios = [case.ratio(contender, direction) for direction in case.directions()]
     if case.refusal(contender):
         return "refused"
     return " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
@@ -130,7 +132,7 @@ def _attention(result: Result) -> list[str]:
         ]
         mask = "causal" if what["causal"] else "full"
         parts.append(
-            f"Attention, forward and backward, {what['ranks']} ranks, {what['dtype']}, {mask}, head dim "
+            f"Attention, forward and backward, {figures.ranks(result, cases[0])}, {what['dtype']}, {mask}, head dim "
             f"{what['head_dim']}: time, and the share of the rate at which the kernel runs on one rank."
         )
         parts.append(_table(["tokens", "heads", *names], body))
@@ -161,7 +163,7 @@ def _train(result: Result) -> list[str]:
             f"{row['tokens_per_step']:,}",
             f"{row['tokens_per_s']:,.0f}",
             "–" if row["mfu"] is None else f"{row['mfu']:.1%}",
-            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+            "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB",
         ]
         for row in filter(figures.measured, result.rows)
     ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -24,7 +23,8 @@ from rich.table import Table
 
 from benchmarks.flops import train_flops_per_token
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.ranks import join_gloo, launch, launcher_environment, values
+from benchmarks.loopback import launch_local
+from benchmarks.ranks import launch, launcher_environment, values
 from benchmarks.results import Watch, save
 from benchmarks.train_ranks import EVERY_EXAMPLE, VOCABULARY, Example, Job, Model, Trained, prepare, run_rank
 
@@ -143,19 +143,15 @@ def measure(examples: Sequence[Example], jobs: Sequence[Job], repeats: int) -> d
 
 def _train(example: Example, job: Job) -> list[Trained]:
     """One training, in processes of its own."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if job.device == "cpu":
+        return values(launch_local(run_rank, job.ranks, example, job, timeout_s=_TIMEOUT_S))
 
     def enter(rank: int, directory: Path) -> None:
         os.environ.update(launcher_environment(rank, job.ranks, job.ranks))
-        torch.set_num_threads(max(1, cores // job.ranks))
-        if job.device == "cpu":
-            return join_gloo(rank, job.ranks, directory, loopback, _TIMEOUT_S / 2)
         torch.cuda.set_device(rank)
         store = dist.FileStore(str(directory / "store"), job.ranks)  # type: ignore[attr-defined]
         timeout = timedelta(seconds=_TIMEOUT_S / 2)
         dist.init_process_group("nccl", store=store, rank=rank, world_size=job.ranks, timeout=timeout)
-        return None
 
     return values(launch(run_rank, job.ranks, (example, job), enter, timeout_s=_TIMEOUT_S))
 
@@ -190,9 +186,15 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
         "tokens_per_s_max": max(rates),
         "mfu": None if peak is None else median(rates) * flops / (job.ranks * peak),
         "peak_flops_per_s": peak,
-        "peak_bytes": int(median(max(rank.peak_bytes for rank in ranks) for ranks in repeats)),
+        "peak_bytes": _peak_bytes(repeats),
         "repeats": len(repeats),
     }
+
+
+def _peak_bytes(repeats: Sequence[Sequence[Trained]]) -> int | None:
+    """The most of any rank, in the middle one of the repeats."""
+    every = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
+    return int(median(map(max, every))) if all(every) else None
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:
@@ -205,5 +207,6 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
         rates = (f"{row[key]:,.0f}" for key in ("tokens_per_s", "tokens_per_s_min", "tokens_per_s_max"))
         mfu = "not known" if row["mfu"] is None else f"{row['mfu']:.1%}"
         sizes = (str(row["context_parallel_size"]), f"{row['seq']:,}")
-        table.add_row(row["example"], *sizes, *rates, mfu, f"{row['peak_bytes'] / 1e6:,.0f} MB")
+        memory = "not known" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB"
+        table.add_row(row["example"], *sizes, *rates, mfu, memory)
     Console().print(table)

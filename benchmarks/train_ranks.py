@@ -8,22 +8,20 @@ import importlib
 import json
 import logging
 import os
-import resource
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.flops import cpu_peak_flops_per_s, gpu_peak_flops_per_s
+from benchmarks.peak_memory import PeakMemory
 from benchmarks.results import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -71,11 +69,11 @@ class Trained:
     """What one rank saw.
 
     steps_s: by step; peak_bytes: beyond what it held before the model was built; parameters: without the table of
-    input embeddings; peak_flops_per_s: of its device, measured on CPUs; None if it is not known.
+    input embeddings; peak_flops_per_s: of its device, measured on CPUs. None is what is not known.
     """
 
     steps_s: list[float]
-    peak_bytes: int
+    peak_bytes: int | None
     parameters: int
     peak_flops_per_s: float | None
 
@@ -101,9 +99,9 @@ class Example:
 
 def run_rank(rank: int, example: Example, job: Job) -> Trained:
     """Train, in a process that has joined its group, and measure."""
+    torch.set_num_threads(max(1, _cores() // job.ranks))
     for module in example.modules:
         importlib.import_module(module)
-    before_bytes = _held_bytes(job.device)
     ends = []
 
     def step_ended() -> None:
@@ -111,14 +109,21 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), PeakMemory(_device(job)) as peak:
         parameters = example.train(job, step_ended)
-    peak_bytes = _peak_bytes(job.device) - before_bytes
     steps_s = [stop - start for start, stop in pairwise(ends)]
     dist.barrier()  # all multiply at once, as they trained
     gpu = torch.cuda.get_device_name() if job.device == "cuda" else None
-    peak = cpu_peak_flops_per_s() if gpu is None else gpu_peak_flops_per_s(gpu)
-    return Trained(steps_s, peak_bytes, parameters, peak)
+    peak_flops_per_s = cpu_peak_flops_per_s() if gpu is None else gpu_peak_flops_per_s(gpu)
+    return Trained(steps_s, peak.nbytes, parameters, peak_flops_per_s)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _device(job: Job) -> torch.device:
+    return torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
 
 
 def prepare(device: str) -> None:
@@ -272,27 +277,6 @@ def _noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], No
 def _multiplying(model: nn.Module) -> int:
     """The number of parameters, without the table of input embeddings, which is only looked up in."""
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
-
-
-def _held_bytes(device: str) -> int:
-    """What this process holds now, apart from files that are mapped; on GPUs, of the GPU."""
-    if device == "cuda":
-        return int(torch.cuda.memory_allocated())
-    memory = psutil.Process().memory_info()
-    return int(memory.rss - getattr(memory, "shared", 0))
-
-
-def _peak_bytes(device: str) -> int:
-    """The most that this process has held, counted alike. The system keeps the peak: nothing is sampled."""
-    if device == "cuda":
-        return int(torch.cuda.max_memory_allocated())
-    shared = getattr(psutil.Process().memory_info(), "shared", 0)
-    if sys.platform != "linux":
-        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) - shared
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 - shared
-    raise RuntimeError("/proc/self/status has no line VmHWM")
 
 
 def _keep_memory() -> None:

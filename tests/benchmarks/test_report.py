@@ -254,10 +254,13 @@ TRAIN.append({"example": "DeepSpeed", "absent": "not installed: deepspeed"})
 def test_figures_from_made_up_rows() -> None:
     (case,) = figures.alike(figures.cluster_cases(made_up("cluster", CLUSTER)), "compute")[0]
     assert case.directions() == ["forward", "backward"]
-    assert case.bound_s("backward") == 0.56
-    assert case.over_bound("burst", "forward") == pytest.approx(1.05)
-    assert case.over_bound("flat", "backward") == pytest.approx(2.5)  # over the case's bound, not its own
-    assert case.over_bound("Ulysses", "forward") is None
+    assert (case.yardstick(), case.yardstick_s("backward")) == ("bound", 0.56)
+    assert case.ratio("burst", "forward") == pytest.approx(1.05)
+    assert case.ratio("flat", "backward") == pytest.approx(2.5)  # over the case's bound, not its own
+    assert case.ratio("Ulysses", "forward") is None
+    unbound = [{name: value for name, value in row.items() if name != "bound_s"} for row in CLUSTER]
+    (case,) = figures.alike(figures.cluster_cases(made_up("cluster", unbound)), "compute")[0]
+    assert (case.yardstick(), case.yardstick_s("backward"), case.ratio("flat", "backward")) == ("burst", 0.7, 2.0)
     assert figures.contenders(CLUSTER) == ["burst", "flat", "Ulysses"]
     assert figures.absent(CLUSTER) == {"USP": "yunchang is not installed"}
     assert list(figures.refused([case])) == [("Ulysses", "4 heads, 8 ranks")]
@@ -439,6 +442,7 @@ def test_rates_and_mfu_from_made_up_ranks() -> None:
     assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
     assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"]) == (70, 400, 3)
     assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
+    assert train.row(MEGATRON, job, [[replace(slow, peak_bytes=None)] * 2], None)["peak_bytes"] is None
     assert train.peak_flops_per_s([Trained([1.0], 1, 1, None)]) is None
 
 
