@@ -157,6 +157,7 @@ class Ring(Generic[S]):
         self._label = label
         self._direction = direction
         self._step = 0
+        self._on_gpu = cargo.device.type == "cuda"
         self._unnamed: AbstractContextManager[None] = nullcontext()
         self._device = cargo.device
         self._log = None if profile is None else profile.begin_pass(direction, self._device)
@@ -183,7 +184,7 @@ class Ring(Generic[S]):
     def work(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
         named = self._unnamed
-        if self._device.type == "cuda":
+        if self._on_gpu:
             name = f"burst {self._direction} step {self._step}, block {visit.owner}, part {visit.part}"
             named = torch.cuda.nvtx.range(name)
         return named if self._log is None else self._log.timed("kernel", named)

@@ -22,8 +22,6 @@ from burst_plugin.transport import Channel, Message
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem
 
-CPU = torch.device("cpu")
-
 
 def _train_step(cp: ContextParallel, problem: Problem) -> None:
     q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
@@ -277,7 +275,7 @@ def test_on_gpus_the_host_waits_only_when_the_profile_is_read(monkeypatch: pytes
 def test_off_it_costs_less_than_a_microsecond_per_step() -> None:
     """What a step does for profiles, with the step itself left out; the quickest of many, for the machine's sake."""
     ring: Ring[Any] = Ring.__new__(Ring)
-    ring._log, ring._direction, ring._device, ring._step, ring._unnamed = None, "forward", CPU, 0, nullcontext()
+    ring._log, ring._step, ring._on_gpu, ring._unnamed = None, 0, False, nullcontext()
     ring._move = lambda number, step: None  # type: ignore[method-assign]
     visit: Visit[Any] = Visit(0, 0, True, (), lambda: None)
 
