@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,8 @@ class Entry:
 
 def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
     """What this rank measured; times are the same on every rank."""
+    gc.collect()
+    gc.freeze()  # or the collector looks through all imported libraries in the middle of a pass, for 0.1 s
     links = _measured_links(setting)
     found: list[tuple[Case, Links, dict[str, Any]]] = []
     for case in work.cases:

@@ -1,10 +1,12 @@
-"""The command `burst`: `burst doctor` says what is installed, what is changed in Megatron, and what is refused."""
+"""The command `burst`: `doctor` says what is installed, changed and refused; `plan` what suits a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+
+from burst_plugin import plan_command
 
 __all__ = ["main"]
 
@@ -24,7 +26,20 @@ def _parser() -> argparse.ArgumentParser:
         "--megatron", metavar="TREE", help="a Megatron-LM checkout to look at, instead of an installed megatron-core"
     )
     doctor.set_defaults(run=_doctor)
+    plan = commands.add_parser("plan", help="say what each schedule takes on a cluster that you describe")
+    plan_command.add_arguments(plan)
+    plan.set_defaults(run=_plan)
     return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    try:
+        for line in plan_command.lines(options):
+            print(line)
+    except ValueError as error:
+        print(f"burst plan: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from burst_plugin.strategy import TRAVELLERS, Shapes, Strategy, hop_bytes_by_tra
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 
-__all__ = ["Links", "Load", "Plan", "Price", "plans", "price"]
+__all__ = ["Links", "Load", "Plan", "Price", "plans", "price", "visit_seconds"]
 
 DIRECTIONS = ("forward", "backward")
 _PARTS = (1, 2, 4)
@@ -140,6 +140,17 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
             found.append(Plan(strategy, forward, backward))
     best_s = min(each.step_s for each in found)
     return sorted(found, key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.parts, each.step_s))
+
+
+def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
+    """Seconds of work on a whole block, forward and backward, at the rate of the kernel.
+
+    2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that to every
+    visit of a zigzag layout; backward is 2.5 times as much (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    """
+    pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
+    forward = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
+    return forward, 2.5 * forward
 
 
 def _schedule(name: str, topology: Topology, load: Load, parts: int) -> Schedule:

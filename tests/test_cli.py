@@ -62,3 +62,24 @@ def test_doctor_looks_at_a_checkout(tmp_path: Path) -> None:
     assert "Megatron 0.99.3: not tested; tested are core_v0.16.1" in shown
     assert f"{tmp_path.resolve()} installs burst_plugin itself" in shown
     assert "cannot be imported here: made for another machine" in shown
+
+
+PLAN = ("plan", "--nodes", "2", "--seq", "65536", "--tflops", "500", "--intra-gb-s", "400")
+
+
+def test_plan_says_what_suits_a_cluster() -> None:
+    idle = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45").stdout
+    assert "2x4 (nodes x ranks per node), 8192 tokens per rank, 32/8 heads of 128, bfloat16, causal" in idle
+    assert "Best: Strategy(schedule='two_level_ring', parts=1); all communication is hidden behind work." in idle
+    busy = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "2").stdout
+    assert "parts=4); inter-node links are what ranks wait for." in busy
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "message"),
+    [("32", "4", "--heads 32 is not valid; write"), ("32/8", "0", "at least 1 node and 1 rank per node")],
+)
+def test_plan_refuses_what_cannot_be(heads: str, ranks: str, message: str) -> None:
+    done = burst(*PLAN, "--ranks-per-node", ranks, "--heads", heads, "--inter-gb-s", "45")
+    assert done.returncode == 1
+    assert message in done.stderr

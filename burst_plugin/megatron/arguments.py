@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="without --hierarchical-context-parallel-sizes: context-parallel ranks per node; auto asks each rank",
     )
     group.add_argument(
+        "--burst-parts",
+        type=int,
+        default=default.parts,
+        help="into how many parts blocks are cut, by heads, that travel one behind the other; see `burst plan`",
+    )
+    group.add_argument(
         "--burst-check",
         choices=CHECKS,
         default=default.check,
@@ -139,5 +145,6 @@ def parsed_strategy() -> Strategy | None:
         schedule=args.burst_schedule,
         kernel=args.burst_kernel,
         ranks_per_node=args.burst_ranks_per_node,
+        parts=args.burst_parts,
         check=args.burst_check,
     )
