@@ -151,7 +151,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": len(_cpus()),
         "memory_bytes": int(psutil.virtual_memory().total),
-        "os": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {platform.release().partition('-')[0]}",
         "gpu": gpus,
         "gpu_driver": next(iter(_nvidia_smi("driver_version")), None),
     }

@@ -153,7 +153,15 @@ def _time_and_share(case: Case, contender: str) -> str:
 
 def _train(result: Result) -> list[str]:
     """Tokens per second, MFU and memory of the examples."""
-    head = ["example", "ranks", "context parallel", "tokens in a sequence", "tokens in a step", "tokens/s", "MFU"]
+    head = [
+        "example",
+        "ranks",
+        "ranks that share a sequence",
+        "tokens in a sequence",
+        "tokens in a step",
+        "tokens/s",
+        "MFU",
+    ]
     body = [
         [
             row["example"],

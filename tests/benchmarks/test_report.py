@@ -85,6 +85,7 @@ def test_what_is_saved_is_loaded_with_all_that_it_was_measured_under(
     assert "BUSY" not in capsys.readouterr().out
     assert set(result.machine) == {"cpu", "cores", "memory_bytes", "os", "gpu", "gpu_driver"}
     assert result.machine["cores"] >= 1
+    assert re.fullmatch(r"[A-Za-z]+ [0-9.]+", result.machine["os"])
     assert result.machine["memory_bytes"] > 1e8
     assert result.versions["python"] == ".".join(map(str, sys.version_info[:3]))
     assert set(results.PACKAGES) < set(result.versions)
