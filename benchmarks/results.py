@@ -118,21 +118,21 @@ class Watch:
 
 def _read_clock() -> Clock:
     """The CPUs that this process may use; its own time is all of it, wherever it was spent."""
-    cpus = psutil.cpu_times(percpu=True)
-    cpus = [times for number, times in enumerate(cpus) if number in _cpus()]
+    mine = cpus()
+    used = [times for number, times in enumerate(psutil.cpu_times(percpu=True)) if number in mine]
     own_s = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             own_s += sum(process.cpu_times()[:4])  # user, system, and the same of children that were waited for
     return Clock(
-        everybody_s=sum(times.user + times.system + getattr(times, "nice", 0.0) for times in cpus),
+        everybody_s=sum(times.user + times.system + getattr(times, "nice", 0.0) for times in used),
         own_s=own_s,
-        stolen_s=sum(getattr(times, "steal", 0.0) for times in cpus),
-        capacity_s=time.monotonic() * len(cpus),
+        stolen_s=sum(getattr(times, "steal", 0.0) for times in used),
+        capacity_s=time.monotonic() * len(mine),
     )
 
 
-def _cpus() -> set[int]:
+def cpus() -> set[int]:
     """The CPUs that this process may run on."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
@@ -149,7 +149,7 @@ def machine() -> dict[str, Any]:
     gpus = _nvidia_smi("name")
     return {
         "cpu": _cpu_model(),
-        "cores": len(_cpus()),
+        "cores": len(cpus()),
         "memory_bytes": int(psutil.virtual_memory().total),
         "os": f"{platform.system()} {platform.release().partition('-')[0]}",
         "gpu": gpus,

@@ -153,15 +153,7 @@ def _time_and_share(case: Case, contender: str) -> str:
 
 def _train(result: Result) -> list[str]:
     """Tokens per second, MFU and memory of the examples."""
-    head = [
-        "example",
-        "ranks",
-        "ranks that share a sequence",
-        "tokens in a sequence",
-        "tokens in a step",
-        "tokens/s",
-        "MFU",
-    ]
+    head = ["example", "ranks", "ranks that share a sequence", "tokens in a sequence", "tokens in a step", "tokens/s"]
     body = [
         [
             row["example"],
@@ -178,7 +170,7 @@ def _train(result: Result) -> list[str]:
     return [
         "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
         "is the most that a rank needs beyond its libraries.",
-        _table([*head, "memory of a rank"], body),
+        _table([*head, "MFU", "memory of a rank"], body),
         *_missing(result, [], str),
     ]
 

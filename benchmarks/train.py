@@ -26,7 +26,8 @@ from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.loopback import launch_local
 from benchmarks.ranks import launch, launcher_environment, values
 from benchmarks.results import Watch, save
-from benchmarks.train_ranks import EVERY_EXAMPLE, VOCABULARY, Example, Job, Model, Trained, prepare, run_rank
+from benchmarks.train_examples import EVERY_EXAMPLE, VOCABULARY
+from benchmarks.train_ranks import WARM_UP, Example, Job, Model, Trained, prepare, run_rank
 
 _TIMEOUT_S = 1800.0
 _LIBRARIES_BYTES = 5e8
@@ -172,15 +173,20 @@ def peak_flops_per_s(ranks: Iterable[Trained]) -> float | None:
 def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: float | None) -> dict[str, Any]:
     """The row of one training, from what its ranks saw in each repeat and the `peak` FLOP/s of a rank."""
     rates = [tokens_per_s(job, ranks) for ranks in repeats]
-    parameters = repeats[0][0].parameters
-    flops = train_flops_per_token(parameters=parameters, layers=job.model.layers, width=job.model.hidden, seq=job.seq)
+    first = [rank.seen for rank in repeats[0]]
+    steps = WARM_UP + len(repeats[0][0].steps_s)
+    flops = train_flops_per_token(
+        parameters=first[0].parameters, layers=job.model.layers, width=job.model.hidden, seq=job.seq
+    )
     return {
         "example": example.name,
         "ranks": job.ranks,
         "context_parallel_size": job.context_parallel_size,
         "seq": job.seq,
         "tokens_per_step": job.tokens_per_step,
-        "parameters": parameters,
+        "parameters": first[0].parameters,
+        "kernel": first[0].kernel,
+        "ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // steps,
         "tokens_per_s": median(rates),
         "tokens_per_s_min": min(rates),
         "tokens_per_s_max": max(rates),
@@ -188,6 +194,7 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
         "peak_flops_per_s": peak,
         "peak_bytes": _peak_bytes(repeats),
         "repeats": len(repeats),
+        "steps": len(repeats[0][0].steps_s),
     }
 
 

@@ -22,7 +22,8 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from benchmarks import draw, figures, flops, limits, results, table, timeline, train
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
-from benchmarks.train_ranks import MEGATRON, Job, Model, Trained
+from benchmarks.train_examples import MEGATRON, noted
+from benchmarks.train_ranks import Job, Model, Seen, Trained
 
 ROOT = Path(__file__).parents[2]
 IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
@@ -433,18 +434,20 @@ def test_trainings_that_cannot_be_are_refused(
 def test_rates_and_mfu_from_made_up_ranks() -> None:
     model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
     job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
-    slow, fast = Trained([2.0, 9.0, 1.0], 70, 1000, 5e5), Trained([4.0, 1.0, 1.0], 50, 1000, 4e5)
+    seen = Seen(parameters=1000, kernel="abacus", ring_bytes=32)
+    slow, fast = Trained([2.0, 9.0, 1.0], 70, 5e5, seen), Trained([4.0, 1.0, 1.0], 50, 4e5, seen)
     assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
-    faster = Trained([1.0, 2.0, 2.0], 90, 1000, 3e5)
+    faster = Trained([1.0, 2.0, 2.0], 90, 3e5, seen)
     peak = train.peak_flops_per_s([slow, fast, faster])
     row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], peak)
     assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
     # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
     assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
-    assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"]) == (70, 400, 3)
+    assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"], row["steps"]) == (70, 400, 3, 3)
+    assert (row["kernel"], row["ring_bytes_per_step"]) == ("abacus", 16)  # 2 x 32 bytes in 4 steps
     assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
     assert train.row(MEGATRON, job, [[replace(slow, peak_bytes=None)] * 2], None)["peak_bytes"] is None
-    assert train.peak_flops_per_s([Trained([1.0], 1, 1, None)]) is None
+    assert train.peak_flops_per_s([Trained([1.0], 1, None, seen)]) is None
 
 
 def test_peaks_of_devices() -> None:
@@ -475,9 +478,20 @@ def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
     # of one layer: 32 x 64 qkv, 32 x 32, 32 x 192, 96 x 32, norms 2 x 32; behind it a norm of 32 and 32 x 264
     assert {row["parameters"] for row in rows if row["example"] == "Megatron"} == {20_832}
     for row in rows:
+        assert row["steps"] == 2
+        assert (row["ring_bytes_per_step"] > 0) == (row["context_parallel_size"] == 2)
+        hugging_face = row["example"] == "DeepSpeed" and row["context_parallel_size"] == 1
+        assert row["kernel"] == ("sdpa" if hugging_face else "torch_cpu")
         assert row["tokens_per_s"] > 10
         assert 0 < row["mfu"] < 1
         assert 1e5 < row["peak_bytes"] < 1e9
+
+
+def test_a_step_ends_when_all_its_batches_have_been_worked_on() -> None:
+    seen: list[Any] = []
+    for batch in noted("abcd", 2, lambda: seen.append("end")):
+        seen.append(batch)
+    assert seen == ["a", "b", "end", "c", "d", "end"]
 
 
 def test_an_example_whose_packages_are_missing_is_absent() -> None:
