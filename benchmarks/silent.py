@@ -40,14 +40,14 @@ class SilentTransport:
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """See `Transport.post`."""
         if sends and sends[0].data.device.type == "cpu":
-            self._label = sends[0].data[:LABEL_BYTES].clone()
+            self._label = sends[0].data[-LABEL_BYTES:].clone()
         for message in recvs:
             alike = next((sent.data for sent in sends if sent.data.numel() == message.data.numel()), None)
             if alike is not None and message.data.data_ptr() not in self._filled:
                 message.data.copy_(alike)
                 self._filled.add(message.data.data_ptr())
             elif self._label is not None:
-                message.data[:LABEL_BYTES] = self._label
+                message.data[-LABEL_BYTES:] = self._label
         return [_Nothing(tuple(dict.fromkeys(message.channel for message in (*recvs, *sends))))]
 
     def lease(self, nbytes: int, device: torch.device) -> Tensor:

@@ -40,7 +40,8 @@ __all__ = [
     "ring_error",
 ]
 
-LABEL_BYTES = _ALIGNMENT = 16
+LABEL_BYTES = 16
+_ALIGNMENT = 64  # of a CPU's widest vector: kernels read a block that came by 3 % slower at other places
 T = TypeVar("T")
 S = TypeVar("S", bound="Sums")
 Sco = TypeVar("Sco", bound="Sums", covariant=True)
@@ -100,15 +101,17 @@ class Cargo(Protocol[Sco]):
 
 
 class Packing:
-    """Tensors laid out one after another in one byte buffer, sections aligned to 16 bytes; a label first, if any."""
+    """Tensors laid out one after another in one byte buffer, each aligned to 64 bytes; then a label, if any."""
 
     def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], labelled: bool = False) -> None:
         self._sections: list[tuple[int, int, tuple[int, ...], torch.dtype]] = []
-        offset = LABEL_BYTES if labelled else 0
+        offset = 0
         for shape, dtype in tensors:
+            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
             nbytes = math.prod(shape) * dtype.itemsize
             self._sections.append((offset, offset + nbytes, shape, dtype))
-            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += nbytes
+        offset += LABEL_BYTES if labelled else 0
         self.nbytes = max(offset, 1)  # no backend is sure to carry empty messages
 
     def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
@@ -301,11 +304,11 @@ class Ring(Generic[S]):
 
     def _mark(self, buffer: Tensor) -> None:
         if self._label is not None:
-            buffer[:LABEL_BYTES] = self._label
+            buffer[-LABEL_BYTES:] = self._label
 
     def _is_ours(self, buffer: Tensor) -> bool:
         """Whether a message that arrived belongs to this call, as far as can be told without stalling."""
-        return self._label is None or torch.equal(buffer[:LABEL_BYTES], self._label)
+        return self._label is None or torch.equal(buffer[-LABEL_BYTES:], self._label)
 
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
         raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost

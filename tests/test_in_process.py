@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from burst_plugin import Link, Mask, RingError, SlidingWindow, Strategy, Topology, Traffic, VirtualRing, routes
-from burst_plugin.executor import Ring, lockstep
+from burst_plugin.executor import LABEL_BYTES, Packing, Ring, lockstep
 from burst_plugin.in_process import InProcessNetwork, InProcessTransport
 from burst_plugin.mask import Causal
 from burst_plugin.schedule import SCHEDULES
@@ -153,3 +153,22 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     grads = torch.autograd.grad(out, (q, k, v), problem.dout)
     found = errors(Result(out.detach(), *grads), reference(problem, Causal()))
     assert max(found.values()) < 1e-13, found
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_a_packing_starts_every_tensor_at_64_bytes_and_ends_with_the_label(labelled: bool) -> None:
+    """So that kernels read blocks that came by with whole vectors; and a message too short leaves no label behind."""
+    packing = Packing([((2, 3), torch.float32), ((5,), torch.bfloat16), ((4,), torch.float64)], labelled)
+    assert packing.nbytes == 128 + 32 + (LABEL_BYTES if labelled else 0)
+    buffer = torch.empty(packing.nbytes, dtype=torch.uint8)
+    views = packing.views(buffer)
+    assert [view.data_ptr() - buffer.data_ptr() for view in views] == [0, 64, 128]
+    assert [(view.shape, view.dtype) for view in views] == [
+        ((2, 3), torch.float32),
+        ((5,), torch.bfloat16),
+        ((4,), torch.float64),
+    ]
+    for number, view in enumerate(views):
+        view.fill_(number + 1)
+    assert [view.unique().tolist() for view in views] == [[1], [2], [3]]
+    assert Packing([((0, 3), torch.float32)]).nbytes == 1
