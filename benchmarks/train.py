@@ -87,7 +87,9 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         RefusedError: for sizes that do not go together, or more ranks than GPUs.
     """
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
-    device = "cuda" if options.device == "cuda" or gpus > 0 else "cpu"
+    if options.device == "cuda" and gpus == 0:
+        raise RefusedError("--device cuda: torch sees no GPU here. Take --device cpu.")
+    device = "cuda" if gpus > 0 else "cpu"
     ranks = options.ranks or (gpus if device == "cuda" else 2)
     given = {name: getattr(options, name, usual) for name, usual in _DEFAULTS[device].items()}
     for name, value in {**given, "ranks": ranks, "repeats": options.repeats}.items():

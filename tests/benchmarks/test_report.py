@@ -431,6 +431,20 @@ def test_trainings_that_cannot_be_are_refused(
     assert re.search(said, capsys.readouterr().err)
 
 
+def test_trainings_on_gpus_have_one_for_each_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--device", "cuda"]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 4)
+    assert main(["train", "--ranks", "8"]) == 2
+    assert "8 ranks need a GPU each; 4 fit" in capsys.readouterr().err
+    jobs = train.jobs_of(argparse.Namespace(**{**vars(asked()), "device": "auto"}))
+    assert [(job.device, job.ranks, job.seq) for job in jobs] == [("cuda", 4, 16384)] * 2 + [("cuda", 4, 65536)]
+    assert [job.device for job in train.jobs_of(asked())] == ["cpu"] * 3
+
+
 def test_rates_and_mfu_from_made_up_ranks() -> None:
     model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
     job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
