@@ -185,7 +185,7 @@ def _lines(axis: Any, result: Result, cases: Sequence[Case], names: Sequence[str
     lengths = sorted({case.what["seq"] for case in cases})
     axis.set_xticks(lengths, [f"{seq // 1024}K" if seq % 1024 == 0 else str(seq) for seq in lengths])
     axis.minorticks_off()
-    axis.set_ylim(0, 1.12)
+    axis.set_ylim(0, max(1.12, axis.dataLim.ymax * 1.05))
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     mask, ranks = "causal" if what["causal"] else "full", figures.ranks(result, cases[0])
     title = f"{ranks}, {what['dtype']}, {mask}, {figures.heads(cases[0])} heads"
@@ -198,7 +198,7 @@ def _lines(axis: Any, result: Result, cases: Sequence[Case], names: Sequence[str
 
 def _name_lines(axis: Any, ends: dict[str, tuple[float, str]]) -> None:
     """Contenders and their last shares, right of where their lines end, each at least a line of text apart."""
-    place = 1.13
+    place = axis.get_ylim()[1]
     for name, (share, colour) in sorted(ends.items(), key=lambda item: -item[1][0]):
         place = min(share, place - 0.07)
         where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 10}
