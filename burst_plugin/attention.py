@@ -238,7 +238,7 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Out
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         problem, cause = (str(error) if isinstance(error, ValueError) else repr(error)), error
     try:
-        number = cp.agree(call.signature() if call else {}, problem)
+        number = cp.agree(call.signature if call else {}, problem)
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"

@@ -49,7 +49,8 @@ class Call:
     has: tuple[str, ...] = ()  # of sink and bias, those that are there
     max_logits: bool = False
 
-    def signature(self) -> dict[str, object]:
+    @cached_property
+    def signature(self) -> Mapping[str, object]:
         """What has to be the same on every rank."""
         named = self.shapes._asdict()
         return {
@@ -181,7 +182,7 @@ class Call:
 
     @cached_property
     def _digest(self) -> bytes:
-        text = repr((self.signature(), self.member.topology, self.member.strategy.compared()))
+        text = repr((self.signature, self.member.topology, self.member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
     def _label(self, direction: str, number: int) -> Tensor | None:

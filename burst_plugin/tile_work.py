@@ -89,7 +89,8 @@ def _bias_batch(bias: Tensor, tile: Tile) -> slice:
 
 def _tokens(x: Tensor, rows: slice, tile: Tile) -> Tensor:
     """Rows of [B, S, H, D]; n pieces of S/n rows as [B * n, S/n, H, D]."""
-    x = x[_batch(tile), rows]
+    if tile.batch is not None or rows != slice(0, x.shape[1]):
+        x = x[_batch(tile), rows]
     return x if tile.pieces == 1 else _split(x, 1, tile.pieces).flatten(0, 1)
 
 

@@ -110,10 +110,15 @@ class BufferPool:
     def lease(self, nbytes: int, device: torch.device) -> Tensor:
         """A uint8 buffer of `nbytes`, at least one."""
         free = self._free.setdefault(device, [])
-        fitting = [buffer for buffer in free if buffer.numel() >= nbytes]
-        if fitting:
-            whole = min(fitting, key=Tensor.numel)
-            free[:] = [buffer for buffer in free if buffer is not whole]
+        found = None
+        for number, buffer in enumerate(free):
+            size = buffer.numel()
+            if size >= nbytes and (found is None or size < free[found].numel()):
+                found = number
+                if size == nbytes:
+                    break
+        if found is not None:
+            whole = free.pop(found)
         else:
             if free:
                 self.allocated_bytes -= free.pop().numel()

@@ -186,7 +186,7 @@ def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
     request_: Request, changes: dict[str, Any]
 ) -> None:
     one, other = call_of(Request()), call_of(request_, **changes)
-    assert one.signature() != other.signature()
+    assert one.signature != other.signature
     labels = [call._label("forward", 1) for call in (one, other, call_of(Request()))]
     assert labels[0] is not None
     assert labels[1] is not None
