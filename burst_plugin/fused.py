@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["merge_", "project", "row_delta", "try_out"]
+__all__ = ["merge_", "row_delta", "row_share", "try_out"]
 
 _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
@@ -74,20 +74,20 @@ def _row_delta(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _project(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _row_share(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
     inside = there[:, None] & (columns < sizes[2])[None, :]
-    dout = tl.load(_at(tensors[0], strides[0], batch, tokens, head, columns), mask=inside, other=0.0).to(tl.float32)
-    delta = tl.load(_at_rows(tensors[1], strides[1], batch, tokens, head), mask=there, other=0.0)
+    out = tl.load(_at(tensors[0], strides[0], batch, tokens, head, columns), mask=inside, other=0.0).to(tl.float32)
+    dout = tl.load(_at(tensors[1], strides[1], batch, tokens, head, columns), mask=inside, other=0.0).to(tl.float32)
     scale = tl.max(tl.abs(dout), 1)
     nothing = scale == 0.0
-    unit = dout / tl.where(nothing, 1.0, scale)[:, None]
-    share = delta / tl.where(nothing, 1.0, scale * tl.sum(unit * unit, 1))
-    found = tl.where(nothing[:, None], 0.0, unit * share[:, None])
-    at = _at(tensors[2], strides[2], batch, tokens, head, columns)
-    tl.store(at, found.to(tensors[2].dtype.element_ty), mask=inside)
+    scale = tl.where(nothing, 1.0, scale)
+    unit = dout / scale[:, None]
+    share = tl.sum(out * dout, 1) / tl.where(nothing, 1.0, scale * tl.sum(unit * unit, 1)) / scale
+    share = tl.minimum(tl.maximum(share, -3.4028234e38), 3.4028234e38)
+    tl.store(_at_rows(tensors[2], strides[2], batch, tokens, head), share, mask=there)
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -97,23 +97,26 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     """See `softmax.row_delta`; float32."""
-    batch, length, heads, _ = out.shape
-    delta = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
-    _launch(_row_delta, out.shape, (out, dout, delta))
-    return delta
+    return _rows_of(_row_delta, out, dout)
 
 
-def project(dout: Tensor, delta: Tensor) -> Tensor:
-    """See `softmax.project`; delta float32."""
-    found = torch.empty(dout.shape, dtype=dout.dtype, device=dout.device)
-    _launch(_project, dout.shape, (dout, delta, found))
-    return found
+def row_share(out: Tensor, dout: Tensor) -> Tensor:
+    """See `softmax.row_share`; float32."""
+    return _rows_of(_row_share, out, dout)
 
 
 def try_out(device: torch.device) -> None:
     """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
     rows, ones = torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, 1, 1, device=device)
     merge_(ones, rows, ones.clone(), rows.clone())
+
+
+def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
+    """What a kernel makes of rows of two [B, S, H, D]: [B, H, S], float32."""
+    batch, length, heads, _ = out.shape
+    found = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
+    _launch(kernel, out.shape, (out, dout, found))
+    return found
 
 
 def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...]) -> None:

@@ -4,8 +4,8 @@
     q      q              out, lse       q, dout, lse, out         dq
     kv     k, v           -              k, v                      dk, dv
 
-A side that travels backward as q sends delta = rowsum(out * dout) instead of out: as much information, and
-smaller by the head dim. Where it arrives, `softmax.project` makes an `out` of it that any kernel takes.
+A side that travels backward as q sends a number per row instead of out, `softmax.row_share`. Where it arrives,
+`softmax.project` makes of it and of dout an `out` that any kernel takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from burst_plugin.kernels import Queries
-from burst_plugin.softmax import project, row_delta
+from burst_plugin.softmax import project, row_share
 from burst_plugin.strategy import Shapes
 from burst_plugin.sums import PlainSums, SoftmaxSums, TileSums
 from burst_plugin.tile_work import Site, TileWork
@@ -93,14 +93,14 @@ class BackwardPass:
         if side == "kv" or not self._projects:
             return self.operands[side]
         q, dout, lse, out = self.operands["q"]
-        return q, dout, lse, row_delta(out, dout)
+        return q, dout, lse, row_share(out, dout)
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
         """See `Pass.incoming`."""
         if side == "kv" or not self._projects:
             return arrived
-        q, dout, lse, delta = arrived
-        return q, dout, lse, project(dout, delta)
+        q, dout, lse, share = arrived
+        return q, dout, lse, project(dout, share)
 
     def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
         """See `Pass.sums`."""

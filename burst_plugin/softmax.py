@@ -3,7 +3,7 @@ a backward pass for queries whose output stayed at home.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
 logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`,
-`row_delta` and `project` are one kernel each (`burst_plugin.fused`).
+`row_delta` and `row_share` are one kernel each (`burst_plugin.fused`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_sink", "merge_", "project", "row_delta", "sink_grad"]
+__all__ = ["add_sink", "merge_", "project", "row_delta", "row_share", "sink_grad"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,23 +46,33 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     return (out.to(dtype) * dout).sum(-1).transpose(1, 2)
 
 
-def project(dout: Tensor, delta: Tensor) -> Tensor:
-    """An output [B, S, H, D], type of `dout`, that has `rowsum(out * dout) = delta` [B, H, S].
+def row_share(out: Tensor, dout: Tensor) -> Tensor:
+    """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
 
-    A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the
-    true output on `dout`: `dout * delta / rowsum(dout**2)`, 0 where `dout` is 0. By Cauchy-Schwarz no row's
-    2-norm exceeds that of the true output. `dout` is scaled by its row's maximum first, so that its square
-    cannot underflow. Not for float16, where one element may overflow. Source: design of this package.
+    `dout` is scaled by its row's maximum first, so that its square cannot underflow; what is more than the type
+    holds, for gradients so small that it makes no difference, becomes the most that it holds.
     """
-    if fused := _fused(dout, delta):
-        shadow: Tensor = fused.project(dout, delta)
-        return shadow
+    if fused := _fused(out, dout):
+        share: Tensor = fused.row_share(out, dout)
+        return share
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
-    scale = torch.maximum(wide.amax(-1, keepdim=True), -wide.amin(-1, keepdim=True))
-    unit = wide / scale.masked_fill(scale == 0, 1.0)
-    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square_()
-    share = delta.transpose(1, 2).unsqueeze(-1).to(wide.dtype) / (scale * norm)
-    return unit.mul_(share.masked_fill_(scale == 0, 0.0)).to(dout.dtype)
+    scale = torch.maximum(wide.amax(-1), -wide.amin(-1)).transpose(1, 2)
+    scale = scale.masked_fill(scale == 0, 1.0)
+    norm = torch.linalg.vector_norm(wide / scale.transpose(1, 2).unsqueeze(-1), dim=-1).transpose(1, 2).square()
+    most = torch.finfo(wide.dtype).max
+    share = row_delta(out, dout) / (scale * norm.masked_fill(norm == 0, 1.0)) / scale
+    return share.clamp_(-most, most)
+
+
+def project(dout: Tensor, share: Tensor) -> Tensor:
+    """`dout * share`, [B, S, H, D] in the type of `dout`: an output that has `rowsum(out * dout) = delta`.
+
+    A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
+    output on `dout`: `dout * delta / rowsum(dout**2)`, of which `row_share` is what a row has in common. By
+    Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
+    Source: design of this package.
+    """
+    return (dout.to(share.dtype) * share.transpose(1, 2).unsqueeze(-1)).to(dout.dtype)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,7 @@ class Shapes(NamedTuple):
     def side(self, direction: str, side: str) -> tuple[TensorSpecs, TensorSpecs]:
         """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
 
-        Queries travel backward with delta in place of their output, except in float16 (see `softmax.project`).
+        Queries travel backward with a number per row in place of their output, except in float16 (`softmax.project`).
         """
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
         out = (self.batch, self.q_len, self.q_heads, self.v_dim)
