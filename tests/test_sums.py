@@ -63,7 +63,11 @@ def test_own_sums_take_the_first_contribution_as_it_is() -> None:
         assert tensor._base is None
 
 
-@pytest.mark.parametrize("part", [torch.ones(2, ROWS, 3, 4).double(), torch.ones(2, ROWS, 3, 8)[..., :4]], ids=str)
+@pytest.mark.parametrize(
+    "part",
+    [torch.ones(2, ROWS, 3, 4).double(), torch.ones(2, ROWS, 3, 8)[..., :4], torch.ones(3, ROWS, 3, 4)[:2]],
+    ids=["wider", "strided", "of more memory"],
+)
 def test_own_sums_keep_their_tensors_where_the_contribution_is_not_as_good(part: Tensor) -> None:
     own = OwnSums((blank(2, ROWS, 3, 4),), 1, lambda number, views: PlainSums(views))
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [part])

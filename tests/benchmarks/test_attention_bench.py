@@ -15,8 +15,9 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 
 from benchmarks import attention, attention_ranks, limits, overhead
 from benchmarks.__main__ import main
-from benchmarks.attention_rounds import Entry, OneProcess, rounds
-from benchmarks.attention_rows import attention_flops
+from benchmarks.attention_ranks import SILENT, Measured
+from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess, Times, rounds
+from benchmarks.attention_rows import Found, attention_flops
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.one_rank import Whole
@@ -131,6 +132,28 @@ def test_the_slowest_rank_counts_and_the_first_round_does_not() -> None:
     assert own.both_s[0] >= 0.06
 
 
+@pytest.mark.parametrize(("virtual", "share"), [(False, 0.75), (True, 1.5)])
+def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float) -> None:
+    def times(*both_s: float) -> Times:
+        return Times([s / 4 for s in both_s], [s * 3 / 4 for s in both_s], list(both_s))
+
+    found = {KERNEL: times(6.0, 3.0, 3.0), KERNEL_ALONE: times(2.0, 1.0, 1.0), "ring": times(4.0, 2.0, 3.0)}
+    found[f"ring{SILENT}"] = times(1.0, 1.5, 2.9)
+    found["slower"] = times(9.0, 9.0, 9.0)
+    every = [
+        Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.1), (7, 0.0))
+    ]
+    row = Found(CASE, every, virtual).row("contender", ["slower", "ring"])
+    assert row["configuration"] == "ring", "the best counts"
+    assert (row["kernel_share"], row["kernel_share_max"]) == (share, share)
+    assert row["kernel_share_min"] == pytest.approx(share * 2 / 3)
+    assert (row["both_s"], row["forward_s"], row["backward_s"]) == (3.0, 0.75, 2.25)
+    assert (row["kernel_s"], row["kernel_alone_s"]) == (3.0, 1.0)
+    assert row["exposed_s"] == pytest.approx(0.5)
+    assert row["flops_per_s"] == attention_flops(CASE)["both"] / 3.0
+    assert (row["peak_bytes"], row["error"]) == (7, 0.1)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -198,6 +221,17 @@ def test_plain_copies_say_what_was_never_sent() -> None:
         pending.wait()
     first.post([Message(1, channel, first.lease(8, CPU).fill_(7))], [])
     pending.wait()
+
+
+def test_plain_copies_arrive_in_the_order_in_which_they_were_sent() -> None:
+    first, second = CopyNetwork(2, CPU).transports()
+    channel = Channel(Traffic.GATHER, Link.INTRA)
+    sent, received = ([end.lease(8, CPU) for _ in range(3)] for end in (first, second))
+    for number, buffer in enumerate(sent):
+        first.post([Message(1, channel, buffer.fill_(number))], [])
+    for buffer in received:
+        second.post([], [Message(0, channel, buffer)])
+    assert [buffer.tolist() for buffer in received] == [[number] * 8 for number in range(3)]
 
 
 def test_silence_makes_the_same_visits_and_carries_nothing() -> None:

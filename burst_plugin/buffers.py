@@ -1,0 +1,78 @@
+"""How many buffers a schedule needs, found by going through it as the executor does. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from burst_plugin.topology import Traffic
+from burst_plugin.transfers import RankPlan, Schedule, Transfer
+
+__all__ = ["Held", "most_held"]
+
+
+class Held(NamedTuple):
+    """Buffers that a rank holds at once, beside its own tensors: operands of blocks, and sums of blocks.
+
+    With the heads in parts, a block is one part of a rank's.
+    """
+
+    operands: int
+    sums: int
+
+
+def most_held(schedule: Schedule) -> Held:
+    """The most of either that any rank holds at once; the two need not be at the same time."""
+    found = [held for rank in range(schedule.ranks) for held in _Books(schedule.plan(rank), schedule.reduces).held()]
+    return Held(max(held.operands for held in found), max(held.sums for held in found))
+
+
+class _Books:
+    """What one rank has leased: the bookkeeping of `executor.Ring`, without its tensors."""
+
+    def __init__(self, plan: RankPlan, reduces: bool) -> None:
+        self._plan, self._reduces = plan, reduces
+        self._blocks: set[int] = set()  # operands that are here, or on their way here
+        self._bags: set[int] = set()  # blocks whose sums are here
+        self._extra = dict.fromkeys(Traffic, 0)  # sums on their way, and operands of which only rows are sent
+        self._until: dict[int, list[Traffic]] = {}  # of those that are sent, by the step at which they have left
+
+    def held(self) -> Iterator[Held]:
+        """After everything that leases a buffer."""
+        for number, step in enumerate(self._plan.steps):
+            for traffic in self._until.pop(number, ()):
+                self._extra[traffic] -= 1
+            for traffic, transfer in step.due:
+                if transfer.dst == self._plan.rank and traffic is Traffic.REDUCE:
+                    self._arrive(transfer.block)
+            self._blocks.difference_update(step.drop)
+            for traffic, transfer in step.issue:
+                self._post(traffic, transfer)
+                yield self._now()
+            if step.visit is not None and self._reduces and not self._is_own(step.visit):
+                self._bags.add(step.visit)
+                yield self._now()
+        yield self._now()
+
+    def _arrive(self, block: int) -> None:
+        """Sums: either they are what this rank has of the block from now on, or they are added to that."""
+        self._extra[Traffic.REDUCE] -= 1
+        if not self._is_own(block):
+            self._bags.add(block)
+
+    def _post(self, traffic: Traffic, transfer: Transfer) -> None:
+        sends, whole = transfer.src == self._plan.rank, transfer.rows is None
+        if traffic is Traffic.GATHER and (whole or not sends):
+            self._blocks.add(transfer.block)
+            return
+        self._extra[traffic] += 1
+        if sends:
+            self._bags.discard(transfer.block)
+            self._until.setdefault(transfer.due, []).append(traffic)
+
+    def _is_own(self, block: int) -> bool:
+        return block % self._plan.ranks == self._plan.rank
+
+    def _now(self) -> Held:
+        operands = len(self._blocks) + self._extra[Traffic.GATHER]
+        return Held(operands, len(self._bags) + self._extra[Traffic.REDUCE])

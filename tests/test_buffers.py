@@ -1,0 +1,91 @@
+"""How many buffers schedules need: what the README says, and what rings lease."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from burst_plugin import Full, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
+from burst_plugin.buffers import Held, most_held
+from burst_plugin.copies import CopyNetwork
+from burst_plugin.schedule import SCHEDULES
+from burst_plugin.topology import Traffic
+from burst_plugin.transport import BufferPool
+from tests.support.reference import Problem
+
+TOPOLOGIES = [Topology(n, w) for n, w in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8))]
+LARGER = [topology for topology in TOPOLOGIES if topology.ranks > 2]
+
+
+@pytest.mark.parametrize("topology", LARGER, ids=str)
+def test_a_flat_ring_needs_two_blocks_and_three_sums(topology: Topology) -> None:
+    assert most_held(flat_ring(topology, reduces=False)) == Held(2, 0)
+    assert most_held(flat_ring(topology)) == Held(2, 3)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_two_level_ring_needs_no_more_than_the_readme_says(topology: Topology) -> None:
+    assert most_held(two_level_ring(topology, reduces=False)).operands <= 4
+    held = most_held(two_level_ring(topology))
+    assert held.operands <= 5
+    assert held.sums <= 6
+
+
+def test_the_readme_says_no_more_than_is_needed() -> None:
+    assert most_held(two_level_ring(Topology(4, 4), reduces=False)) == Held(4, 0)
+    assert most_held(two_level_ring(Topology(4, 4))) == Held(5, 6)
+    assert most_held(direct(Topology(4, 4))) == Held(3, 3)
+
+
+def leased_at_once(ring: VirtualRing, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """By size, the most buffers that any rank leases at once in a forward and a backward pass."""
+    now: dict[int, Counter[int]] = {}
+    most: Counter[int] = Counter()
+
+    class Counted(BufferPool):
+        def lease(self, nbytes: int, device: torch.device) -> torch.Tensor:
+            mine = now.setdefault(id(self), Counter())
+            mine[nbytes] += 1
+            most[nbytes] = max(most[nbytes], mine[nbytes])
+            return super().lease(nbytes, device)
+
+        def release(self, buffer: torch.Tensor) -> None:
+            now[id(self)][buffer.numel()] -= 1
+            super().release(buffer)
+
+    for member in ring.members:
+        member.transport.pool = Counted()  # type: ignore[attr-defined]
+    q, k, v = (x.requires_grad_() for x in Problem.draw(96, (4, 4), dtype=torch.bfloat16)[:3])
+    ring.attention(q, k, v, mask=Full())[0].sum().backward()
+    assert not any(+counts for counts in now.values())
+    return most
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(1, 4), Topology(2, 2), Topology(2, 4)], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rings_lease_what_was_counted(
+    schedule: str, topology: Topology, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = Strategy(schedule=schedule, backward="kv", parts=parts)
+    ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
+    most = leased_at_once(ring, monkeypatch)
+    counted = [most_held(SCHEDULES[schedule](topology, reduces, None).in_parts(parts)) for reduces in (False, True)]
+    operands, sums = sorted(most)  # in bfloat16 and in float32
+    assert (most[operands], most[sums]) == (max(held.operands for held in counted), counted[1].sums)
+    for member in ring.members:
+        held = member.transport.pool.allocated_bytes  # type: ignore[attr-defined]
+        assert held <= most[operands] * operands + most[sums] * sums
+
+
+def test_what_is_sent_by_rows_is_counted_while_it_is_on_its_way() -> None:
+    """Rank 0 packs rows of its block for rank 1 at step 0 and for rank 2 at step 1, when the former have left."""
+    needs = [{0: None}, {1: None, 0: ((0, 1),)}, {2: None, 0: ((0, 2),)}]
+    schedule = direct(Topology(1, 3), needs=needs)
+    assert {t.rows for t in schedule.transfers(Traffic.GATHER)} == {((0, 1),), ((0, 2),)}
+    assert most_held(schedule) == Held(1, 1)
+    late = replace(schedule, gather=tuple(t._replace(due=2) for t in schedule.gather))
+    assert most_held(late) == Held(2, 1)
