@@ -253,6 +253,13 @@ def rows_of_overhead() -> list[dict[str, Any]]:
     return overhead.measure(layers=2, steps=10, ranks=4)
 
 
+def test_what_a_visit_takes_is_told_from_calls_with_more_of_them() -> None:
+    """2 visits of 100 us and 600 us beside them, then 8 visits."""
+    found = overhead._by_visits({"own_s": 400e-6}, {"own_s": 175e-6})
+    assert found["visit_s"] == pytest.approx(100e-6)
+    assert found["call_s"] == pytest.approx(600e-6)
+
+
 def test_overhead_is_small_and_does_not_grow() -> None:
     """Ten times the goal, of the fastest step: what a busy machine does not reach, and a sleep in the ring does."""
     rows = rows_of_overhead()
@@ -264,6 +271,7 @@ def test_overhead_is_small_and_does_not_grow() -> None:
     for row in rows:
         assert 0 < row["own_s_min"] < 10 * overhead.GOAL_S, row
         assert row["own_s_min"] <= row["own_s"] <= row["own_s_max"]
+        assert row["visit_s"] == row["own_s"] or row["call_s"]
         assert row["new_tensors"] == row["new_tensors_late"]
         assert row["buffer_bytes"] == row["buffer_bytes_late"] > 0
         assert row["python_bytes_grown"] < 200_000, "10 steps of 2 layers"
