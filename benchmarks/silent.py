@@ -11,6 +11,7 @@ from torch import Tensor
 
 from burst_plugin.executor import LABEL_BYTES
 from burst_plugin.member import Member
+from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, Pending
 
 __all__ = ["SilentTransport", "silenced"]
@@ -25,29 +26,33 @@ class _Nothing:
 
 
 class SilentTransport:
-    """Every message has arrived when it is posted, and what it holds is this rank's own of the same size, once.
+    """Every message has arrived when it is posted; what it holds is this rank's own of the same size and kind, or 0.
 
-    So kernels work on numbers like those of a real block: random, and of the right type, since a buffer is only
-    used again for messages of one size. Results are wrong. On CPUs messages get the label of this rank's last one,
-    which is that of the pass in every schedule in which a rank sends before it receives.
+    So kernels work on numbers like those of a real block: bits of another type would be full of numbers that take
+    a CPU ten times as long. A buffer that holds the right kind already is left as it is. Results are wrong. On CPUs
+    messages get the label of this rank's last one, which is that of the pass in every schedule in which a rank sends
+    before it receives.
     """
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.device], list[Tensor]] = {}
-        self._filled: set[int] = set()
+        self._kinds: dict[int, Traffic] = {}  # of what buffers hold, by address
         self._label: Tensor | None = None
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """See `Transport.post`."""
         if sends and sends[0].data.device.type == "cpu":
             self._label = sends[0].data[-LABEL_BYTES:].clone()
+        own = {(sent.channel.traffic, sent.data.numel()): sent.data for sent in sends}
+        self._kinds.update({sent.data.data_ptr(): sent.channel.traffic for sent in sends})
         for message in recvs:
-            alike = next((sent.data for sent in sends if sent.data.numel() == message.data.numel()), None)
-            if alike is not None and message.data.data_ptr() not in self._filled:
-                message.data.copy_(alike)
-                self._filled.add(message.data.data_ptr())
-            elif self._label is not None:
-                message.data[-LABEL_BYTES:] = self._label
+            kind, buffer = message.channel.traffic, message.data
+            if self._kinds.get(buffer.data_ptr()) is not kind:
+                alike = own.get((kind, buffer.numel()))
+                buffer.zero_() if alike is None else buffer.copy_(alike)
+                self._kinds[buffer.data_ptr()] = kind
+            if self._label is not None:
+                buffer[-LABEL_BYTES:] = self._label
         return [_Nothing(tuple(dict.fromkeys(message.channel for message in (*recvs, *sends))))]
 
     def lease(self, nbytes: int, device: torch.device) -> Tensor:

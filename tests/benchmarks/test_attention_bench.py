@@ -246,6 +246,23 @@ def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
     assert not ring.network.sent_bytes
 
 
+def test_silence_does_not_read_sums_as_operands() -> None:
+    """Buffers of one size go from hand to hand; float32 bits read as bfloat16 are slow numbers, and NaN."""
+    transport, channels = SilentTransport(), {kind: Channel(kind, Link.INTRA) for kind in Traffic}
+
+    def exchange(kind: Traffic, value: int | None) -> list[int]:
+        buffer = transport.lease(32, CPU)
+        mine = [] if value is None else [Message(1, channels[kind], torch.full((32,), value, dtype=torch.uint8))]
+        transport.post(mine, [Message(1, channels[kind], buffer)])
+        transport.release(buffer)
+        return buffer[:16].unique().tolist()
+
+    assert exchange(Traffic.REDUCE, 7) == [7]
+    assert exchange(Traffic.GATHER, 8) == [8], "another kind"
+    assert exchange(Traffic.GATHER, 9) == [8], "there already"
+    assert exchange(Traffic.REDUCE, None) == [0], "nothing alike to take"
+
+
 # -------------------------------------------------------------------------------------------------------- overhead
 
 
