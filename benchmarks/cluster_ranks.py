@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,8 @@ from burst_plugin.topology import Topology
 __all__ = ["Setting", "Work", "measure_in_rank", "shapes_of"]
 
 PROBE_BYTES = 4 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
+_KEPT_BYTES = 16 << 20
 LEAD_S = 0.1  # by which a start is agreed on beforehand
 
 
@@ -54,6 +57,20 @@ class Work:
     timeout_s: float
 
 
+def _settle_memory() -> None:
+    """Keep two things of this process out of the times: they are not any contender's, and GPUs have neither.
+
+    Python's collector would look through all imported libraries in the middle of a pass, for 0.1 s; and the C library
+    would give freed tensors back to the system, to fetch them anew page by page.
+    """
+    gc.collect()
+    gc.freeze()
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 64 * _KEPT_BYTES)
+
+
 @dataclass
 class Entry:
     """One contender and its times so far, seconds, by direction."""
@@ -71,8 +88,7 @@ class Entry:
 
 def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
     """What this rank measured; times are the same on every rank."""
-    gc.collect()
-    gc.freeze()  # or the collector looks through all imported libraries in the middle of a pass, for 0.1 s
+    _settle_memory()
     links = _measured_links(setting)
     found: list[tuple[Case, Links, dict[str, Any]]] = []
     for case in work.cases:

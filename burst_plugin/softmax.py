@@ -43,7 +43,8 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
         delta: Tensor = fused.row_delta(out, dout)
         return delta
     dtype = torch.promote_types(out.dtype, torch.float32)
-    return (out.to(dtype) * dout).sum(-1).transpose(1, 2)
+    delta = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))  # CPUs are slow to multiply unlike types
+    return delta.transpose(1, 2)
 
 
 def row_share(out: Tensor, dout: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def row_share(out: Tensor, dout: Tensor) -> Tensor:
     scale = scale.masked_fill(scale == 0, 1.0)
     norm = torch.linalg.vector_norm(wide / scale.transpose(1, 2).unsqueeze(-1), dim=-1).transpose(1, 2).square()
     most = torch.finfo(wide.dtype).max
-    share = row_delta(out, dout) / (scale * norm.masked_fill(norm == 0, 1.0)) / scale
+    share = row_delta(out, wide) / (scale * norm.masked_fill(norm == 0, 1.0)) / scale
     return share.clamp_(-most, most)
 
 
