@@ -5,13 +5,14 @@ visit and no processor. What a contender itself does, packing, merging, Python, 
 kernels compute.
 
 One run is interleaved: in every round each contender does one forward and one backward pass, between a start agreed
-on by all ranks and the end of the last one. Figures are medians over rounds. The rate of the links is measured first,
-with the same ranks and nothing else to do, and is what the bound and the model use.
+on by all ranks and the end of the last one. Figures are medians over rounds. The bound is the longer of all work and of
+all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     names = tuple(options.contenders or (c.name for c in CONTENDERS))
-    console, rows = Console(), []
+    console, rows = Console(width=None if sys.stdout.isatty() else 120), []
     with results.Watch() as watch:
         for setting in settings(options):
             check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
@@ -126,7 +127,6 @@ def rows_of(
         "ranks_per_node": setting.ranks_per_node,
         "rate_mbit": setting.rate_mbit,
         "nic": setting.nic,
-        "link_bytes_per_s": links.inter_bytes_per_s,
         "q_heads": case.q_heads,
         "kv_heads": case.kv_heads,
         "seq": case.seq,

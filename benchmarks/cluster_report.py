@@ -18,7 +18,7 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
     """One line per case and contender; times in milliseconds, and as multiples of this project's."""
     table = Table(title=title, title_justify="left")
     table.add_column("heads")
-    table.add_column("contender")
+    table.add_column("contender", no_wrap=True)
     for name in ("forward", "backward", "both", "x burst", "/ bound", "/ model", "NIC MiB"):
         table.add_column(name, justify="right")
     for key, group in _grouped(rows, ("q_heads", "kv_heads")):
