@@ -5,8 +5,8 @@ visit and no processor. What a contender itself does, packing, merging, Python, 
 kernels compute.
 
 One run is interleaved: in every round each contender does one forward and one backward pass, between a start agreed
-on by all ranks and the end of the last one. Figures are medians over rounds. The bound is the longer of all work and of
-all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price.
+on by all ranks and the end of the last one. Figures are medians over rounds. The bound is the longer of all work and
+of all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price.
 """
 
 from __future__ import annotations
