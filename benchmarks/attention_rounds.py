@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from random import Random
 from statistics import median
 from typing import Any, Protocol
 
@@ -124,11 +125,13 @@ def kernel_entries(kernel: OneRank, whole: Whole, ranks: int) -> list[Entry]:
 
 
 def rounds(entries: Sequence[Entry], world: World, device: torch.device, count: int) -> dict[str, Times]:
-    """Time all entries `count` times, after one round that is not counted; collective."""
+    """Time all entries `count` times, after one round that is not counted; collective.
+
+    In another order every round, the same on all ranks: what ran before leaves caches and clocks behind.
+    """
     found = {entry.name: Times() for entry in entries}
     for number in range(count + 1):
-        first = number % len(entries)
-        for entry in (*entries[first:], *entries[:first]):
+        for entry in Random(number).sample(entries, len(entries)):
             forward_s, both_s = _timed(entry, world, device)
             slowest = world.most(forward_s), world.most(both_s - forward_s), world.most(both_s)
             if number:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -108,8 +109,8 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
                 entries.append((name, kept))
         for entry in (kept for _, kept in entries):
             entry.times = {direction: [] for direction in DIRECTIONS}
-        for _ in range(work.rounds):
-            for _, entry in entries:
+        for number in range(work.rounds):  # in another order every time, the same on all ranks
+            for _, entry in Random(number).sample(entries, len(entries)):
                 _take_turn(entry, inputs)
         for name, entry in entries:
             strategy = getattr(entry.contender, "strategy", None)

@@ -122,7 +122,9 @@ def test_the_slowest_rank_counts_and_the_first_round_does_not() -> None:
     calls: list[str] = []
     entries = [Entry(name, lambda n=name: calls.append(n), lambda saved: None) for name in "ab"]
     found = rounds(entries, Other(), CPU, 3)
-    assert "".join(calls) == "ab" + "ba" + "ab" + "ba", "interleaved, in another order every round"
+    turns = ["".join(calls[start : start + 2]) for start in range(0, 8, 2)]
+    assert all(sorted(turn) == ["a", "b"] for turn in turns), "interleaved"
+    assert len(set(turns)) == 2, "in one order and in another"
     assert found["a"].both_s == [1.0] * 3
     own = rounds([Entry("slow", lambda: time.sleep(0.02), lambda saved: time.sleep(0.04))], OneProcess(), CPU, 1)[
         "slow"
