@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import results
-from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, shapes_of
+from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, shapes_of, visit_seconds
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         for setting in settings(options):
             check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
             cases = tuple(case_of(setting, heads, options) for heads in options.heads)
-            work = Work(cases, slept, names, options.rounds, setting.nic, 120.0 + 60.0 * options.rounds)
+            work = Work(cases, slept, names, options.rounds, 120.0 + 60.0 * options.rounds)
             found = measure(setting, work)
             rows += found
             console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
@@ -110,10 +110,8 @@ def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:
 def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: Links) -> Price:
     """What the planner says of a strategy of ours."""
     topology, shapes = Topology(case.nodes, case.ranks_per_node), shapes_of(case)
-    visit_s = slept.forward_s if direction == "forward" else slept.backward_s
-    load = Load.of(
-        shapes, direction, choose_traveller(strategy, direction, shapes), visit_s * (0.5 if case.causal else 1)
-    )
+    visit_s = visit_seconds(case, slept)[DIRECTIONS.index(direction)]
+    load = Load.of(shapes, direction, choose_traveller(strategy, direction, shapes), visit_s)
     schedule = SCHEDULES[strategy.schedule_for(topology)](topology, load.reduce_bytes > 0, None)
     return price(schedule.in_parts(strategy.parts), load, links)
 

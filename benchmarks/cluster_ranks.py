@@ -23,7 +23,7 @@ from burst_plugin.planner import DIRECTIONS, Links, plans
 from burst_plugin.strategy import Shapes
 from burst_plugin.topology import Topology
 
-__all__ = ["Setting", "Work", "measure_in_rank", "shapes_of"]
+__all__ = ["Setting", "Work", "measure_in_rank", "shapes_of", "visit_seconds"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEPT_BYTES = 16 << 20
@@ -60,7 +60,6 @@ class Work:
     slept: Slept | None
     names: tuple[str, ...]
     rounds: int
-    nic: str
     timeout_s: float
 
 
@@ -143,7 +142,7 @@ def _best(
 def planned(case: Case, slept: Slept, links: Links) -> Burst:
     """`burst` as the planner would run it on these links, its two rings compared; keys and values travel forward."""
     shapes = shapes_of(case)
-    best = plans(Topology(case.nodes, case.ranks_per_node), shapes, (slept.forward_s, slept.backward_s), links)[0]
+    best = plans(Topology(case.nodes, case.ranks_per_node), shapes, visit_seconds(case, slept), links)[0]
     return replace(BURST[0], strategy=replace(BURST[0].strategy, parts=best.strategy.parts))
 
 
@@ -195,6 +194,12 @@ def _inputs(case: Case) -> tuple[Tensor, ...]:
     shapes = [(case.batch, case.seq, n, case.head_dim) for n in heads]
     q, k, v, dout = (torch.randn(shape, generator=generator).to(case.dtype) for shape in shapes)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def visit_seconds(case: Case, slept: Slept) -> tuple[float, float]:
+    """What is slept per visit, forward and backward: half of a full visit for causal masks."""
+    share = 0.5 if case.causal else 1.0
+    return slept.forward_s * share, slept.backward_s * share
 
 
 def shapes_of(case: Case) -> Shapes:
