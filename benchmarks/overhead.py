@@ -225,20 +225,25 @@ class _TorchDistributed:
 
     def __init__(self) -> None:
         self.wall_s = 0.0
-        self._original = dist.batch_isend_irecv
+        self._originals = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
 
     def __enter__(self) -> _TorchDistributed:
-        dist.batch_isend_irecv = self._post
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, self._timed(original))
         return self
 
     def __exit__(self, *_: object) -> None:
-        dist.batch_isend_irecv = self._original
+        for name, original in self._originals.items():
+            setattr(dist.ProcessGroup, name, original)
 
-    def _post(self, ops: list[dist.P2POp]) -> list[_TimedWork]:
-        start = time.perf_counter()
-        works = self._original(ops)
-        self.wall_s += time.perf_counter() - start
-        return [_TimedWork(work, self) for work in works]
+    def _timed(self, original: Callable[..., dist.Work]) -> Callable[..., _TimedWork]:
+        def post(*message: object) -> _TimedWork:
+            start = time.perf_counter()
+            work = original(*message)
+            self.wall_s += time.perf_counter() - start
+            return _TimedWork(work, self)
+
+        return post
 
 
 @dataclass

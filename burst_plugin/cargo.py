@@ -25,6 +25,7 @@ class CallCargo:
     def __init__(self, call: Call, works: Sequence[Pass], away: str, own: OwnSums) -> None:
         self._call, self._works, self._away, self._own = call, works, away, own
         self._outgoing: dict[int, Tensors] = {}
+        self._ranks, self._direction = call.member.topology.ranks, works[0].direction
 
     @property
     def device(self) -> torch.device:
@@ -33,7 +34,7 @@ class CallCargo:
 
     def packing(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """See `executor.Cargo`."""
-        return self._call.packing(self._works[0].direction, traffic, block % self._ranks, rows)
+        return self._call.packing(self._direction, traffic, block % self._ranks, rows)
 
     def operands(self, block: int, rows: Rows | None) -> Tensors:
         """See `executor.Cargo`."""
@@ -52,7 +53,3 @@ class CallCargo:
 
     def _work(self, block: int) -> Pass:
         return self._works[block // self._ranks]
-
-    @property
-    def _ranks(self) -> int:
-        return self._call.member.topology.ranks

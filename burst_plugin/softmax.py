@@ -50,30 +50,43 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
 def row_share(out: Tensor, dout: Tensor) -> Tensor:
     """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
 
-    `dout` is scaled by its row's maximum first, so that its square cannot underflow; what is more than the type
-    holds, for gradients so small that it makes no difference, becomes the most that it holds.
+    What is more than the type holds, for gradients so small that it makes no difference, becomes the most that it
+    holds.
     """
     if fused := _fused(out, dout):
         share: Tensor = fused.row_share(out, dout)
         return share
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
-    scale = torch.maximum(wide.amax(-1), -wide.amin(-1)).transpose(1, 2)
-    scale = scale.masked_fill(scale == 0, 1.0)
-    norm = torch.linalg.vector_norm(wide / scale.transpose(1, 2).unsqueeze(-1), dim=-1).transpose(1, 2).square()
+    norm = _row_norm(wide).transpose(1, 2)
+    norm.masked_fill_(norm == 0, 1.0)
     most = torch.finfo(wide.dtype).max
-    share = row_delta(out, wide) / (scale * norm.masked_fill(norm == 0, 1.0)) / scale
-    return share.clamp_(-most, most)
+    return (row_delta(out, wide) / norm).div_(norm).clamp_(-most, most).to(wide.dtype)
 
 
 def project(dout: Tensor, share: Tensor) -> Tensor:
-    """`dout * share`, [B, S, H, D] in the type of `dout`: an output that has `rowsum(out * dout) = delta`.
+    """`dout * share`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
+
+    It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `share`.
 
     A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
     output on `dout`: `dout * delta / rowsum(dout**2)`, of which `row_share` is what a row has in common. By
     Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
     Source: design of this package.
     """
-    return (dout.to(share.dtype) * share.transpose(1, 2).unsqueeze(-1)).to(dout.dtype)
+    share = share.transpose(1, 2).unsqueeze(-1)
+    if dout.is_cuda:  # which multiplies unlike types in one pass
+        return torch.mul(dout, share, out=torch.empty_like(dout))
+    wide = dout.to(share.dtype)
+    return wide * share if wide is dout else wide.mul_(share)
+
+
+def _row_norm(x: Tensor) -> Tensor:
+    """2-norms of the rows of x [B, S, H, D] as [B, S, H], float64; squares neither underflow nor overflow."""
+    if x.dtype != torch.float64:
+        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    largest = x.abs().amax(-1, keepdim=True)
+    largest.masked_fill_(largest == 0, 1.0)
+    return torch.linalg.vector_norm(x / largest, dim=-1) * largest.squeeze(-1)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -150,6 +150,34 @@ class _DistributedPending:
         self.messages = ()
 
 
+class _Communicator:
+    """A process group, as a ring posts to it.
+
+    Backends that launch a batch as one are handed it by `batch_isend_irecv`. For others that would post one message
+    after the other, with a dozen checks each: what it calls in the end is called here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
+        self._group, self._global_ranks = group, global_ranks
+        self._launches_batches: bool = group._get_backend(group_device(group)).supports_coalescing  # type: ignore[attr-defined]
+        self._group_ranks: dict[int, int] = {}  # of peers met so far
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
+        """Receives before sends."""
+        if self._launches_batches:
+            both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
+            ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
+            return dist.batch_isend_irecv(ops)
+        works = [self._group.recv([m.data], self._rank_of(m.peer), 0) for m in recvs]
+        return works + [self._group.send([m.data], self._rank_of(m.peer), 0) for m in sends]
+
+    def _rank_of(self, peer: int) -> int:
+        found = self._group_ranks.get(peer)
+        if found is None:
+            found = self._group_ranks[peer] = dist.get_group_rank(self._group, self._global_ranks[peer])
+        return found
+
+
 class DistributedTransport:
     """torch.distributed: NCCL, gloo, or whatever backend the groups have.
 
@@ -162,8 +190,10 @@ class DistributedTransport:
         global_ranks: Sequence[int],
         store: Store | None = None,
     ) -> None:
-        self._communicators = communicators
+        self._groups = communicators
         self._global_ranks = global_ranks
+        self._communicators: dict[dist.ProcessGroup, _Communicator] = {}
+        self._by_channel: dict[Channel, _Communicator] = {}
         self.store = store
         self.pool = BufferPool()
         self.sent_bytes: Counter[Channel] = Counter()
@@ -178,22 +208,32 @@ class DistributedTransport:
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """See `Transport.post`; receives are posted before sends."""
-        batches: dict[dist.ProcessGroup, list[tuple[Callable[..., Any], Message]]] = {}
-        for op, messages in ((dist.irecv, recvs), (dist.isend, sends)):
+        batches: dict[_Communicator, tuple[list[Message], list[Message]]] = {}
+        for number, messages in enumerate((recvs, sends)):
             for message in messages:
-                batches.setdefault(self._communicators[message.channel], []).append((op, message))
+                communicator = self._by_channel.get(message.channel) or self._communicator(message.channel)
+                batch = batches.get(communicator)
+                if batch is None:
+                    batch = batches[communicator] = ([], [])
+                batch[number].append(message)
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
-        return [self._batch(group, batch) for group, batch in batches.items()]
+        found: list[Pending] = []
+        for communicator, (theirs, ours) in batches.items():
+            messages = theirs + ours
+            try:
+                found.append(_DistributedPending(messages, communicator.post(ours, theirs)))
+            except RuntimeError as error:
+                raise PeerLostError(messages[0].peer, _reason(error)) from error
+        return found
 
-    def _batch(self, group: dist.ProcessGroup, batch: list[tuple[Callable[..., Any], Message]]) -> Pending:
-        ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], group) for op, m in batch]
-        messages = [message for _, message in batch]
-        try:
-            works = dist.batch_isend_irecv(ops)
-        except RuntimeError as error:
-            raise PeerLostError(messages[0].peer, _reason(error)) from error
-        return _DistributedPending(messages, works)
+    def _communicator(self, channel: Channel) -> _Communicator:
+        """That of a channel, which may share it with others."""
+        group = self._groups[channel]
+        if group not in self._communicators:
+            self._communicators[group] = _Communicator(group, self._global_ranks)
+        self._by_channel[channel] = self._communicators[group]
+        return self._by_channel[channel]
 
     def first_failure(self, text: str) -> str:
         """See `Transport.first_failure`; through the store that the ranks met at, while that can be reached."""

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import burst_plugin
 from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Topology, burst_attention, two_level_ring
@@ -100,15 +101,15 @@ def test_groups_beside_each_other_and_reuse_of_the_frameworks_own() -> None:
 
 
 def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[int, dict[str, dict[str, int]], str]:
-    """What batch_isend_irecv was given to send in one training step, agreement apart."""
+    """What process groups were given to send in one training step, agreement apart."""
     sent = Counter[str]()
-    original = dist.batch_isend_irecv
+    original = dist.ProcessGroup.send
 
-    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
-        sent["bytes"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
-        return original(ops)
+    def count(group: dist.ProcessGroup, tensors: list[Tensor], *to: int) -> dist.Work:
+        sent["bytes"] += sum(tensor.nbytes for tensor in tensors)
+        return original(group, tensors, *to)
 
-    dist.batch_isend_irecv = count
+    dist.ProcessGroup.send = count  # type: ignore[method-assign, assignment]
     cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     problem = Problem.draw(64, heads, dim=16)
     _train_step(cp, problem)
@@ -211,13 +212,13 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     options.update(changes.get(rank, {}))
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
     sends = Counter[int]()
-    original = dist.batch_isend_irecv
+    original = dist.ProcessGroup.send
 
-    def count(ops: list[dist.P2POp]) -> list[dist.Work]:
-        sends.update(op.tensor.nbytes for op in ops)
-        return original(ops)
+    def count(group: dist.ProcessGroup, tensors: list[Tensor], *to: int) -> dist.Work:
+        sends.update(tensor.nbytes for tensor in tensors)
+        return original(group, tensors, *to)
 
-    dist.batch_isend_irecv = count
+    dist.ProcessGroup.send = count  # type: ignore[method-assign, assignment]
     x = torch.zeros(1, options["tokens"], options["heads"], 8, dtype=options["dtype"])
     try:
         burst_attention(x, x, x, cp, scores=Scores(scale=options["scale"]))
@@ -360,7 +361,7 @@ def _group_of_one(rank: int) -> int:
     before = len(dist.distributed_c10d._world.pg_map)
     cp = ContextParallel(groups[rank])
     x = torch.randn(1, 16, 4, 8)
-    with mock.patch.object(dist, "batch_isend_irecv", side_effect=AssertionError("one rank has nobody to talk to")):
+    with mock.patch.object(dist.ProcessGroup, "send", side_effect=AssertionError("one rank has nobody to talk to")):
         burst_attention(x, x, x, cp)
         assert torch.equal(cp.unshard(x), x)
     return len(dist.distributed_c10d._world.pg_map) - before

@@ -8,6 +8,7 @@ whatever differs between contenders is their own.
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -25,14 +26,18 @@ __all__ = ["SleepingKernel", "kernel_for", "tile"]
 class SleepingKernel:
     """Takes the time of a kernel without the arithmetic, so that ranks do not compete for processors.
 
-    What it returns has the right shapes and is zero. See `Slept`.
+    What it returns has the right shapes and is zero: in float32 or wider, as the kernel for CPUs returns it, or
+    gradients in the type of `grads`, as flash_attn does. Zeros are written once and returned again and again, since
+    writing what a GPU would write takes the time of processors that other ranks want; who adds to them adds zero.
+    See `Slept`.
     """
 
     name = "sleeping"
     limits = Limits()
     features = frozenset({"head dims", "deterministic"})
 
-    def __init__(self, case: Case, slept: Slept) -> None:
+    def __init__(self, case: Case, slept: Slept, grads: torch.dtype | None = None) -> None:
+        self._grads = grads or torch.promote_types(case.dtype, torch.float32)
         full = case.batch * case.seq**2 * case.q_heads
         self._forward_s, self._backward_s = slept.forward_s / full, slept.backward_s / full
 
@@ -43,21 +48,22 @@ class SleepingKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         start_s = time.perf_counter()
-        found = q.new_zeros(*q.shape[:3], v.shape[3]), _rows(q)
+        out = _zeros((*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32))
+        found = out, out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
         _sleep_until(start_s + self._forward_s * _pairs(q, k, how))
         return found
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
         start_s = time.perf_counter()
-        grads = Grads(*(x.new_zeros(x.shape) for x in (queries.q, k, v)))
+        grads = Grads(*(_zeros(x.shape, self._grads, n) for n, x in enumerate((queries.q, k, v))))
         _sleep_until(start_s + self._backward_s * _pairs(queries.q, k, how))
         return grads
 
 
 def kernel_for(case: Case, slept: Slept | None) -> Kernel:
-    """The kernel of this case."""
-    return KERNELS["torch_cpu"] if slept is None else SleepingKernel(case, slept)
+    """The kernel of this case, as flash_attn would give what it finds."""
+    return KERNELS["torch_cpu"] if slept is None else SleepingKernel(case, slept, case.dtype)
 
 
 def tile(scale: float | None, causal: bool, head_dim: int) -> How:
@@ -65,9 +71,10 @@ def tile(scale: float | None, causal: bool, head_dim: int) -> How:
     return How(CAUSAL if causal else FULL, Scores(scale=head_dim**-0.5 if scale is None else scale))
 
 
-def _rows(q: Tensor) -> Tensor:
-    """lse [B, H, S] of zeros."""
-    return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.promote_types(q.dtype, torch.float32))
+@cache
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, _number: int = 0) -> Tensor:
+    """The same tensor for the same arguments."""
+    return torch.zeros(shape, dtype=dtype)
 
 
 def _pairs(q: Tensor, k: Tensor, how: How) -> float:
