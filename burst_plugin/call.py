@@ -118,10 +118,9 @@ class Call:
         return found
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
-        """The sums of a side of this rank's block, uninitialised."""
+        """The sums of a side of this rank's block, empty."""
         _, sums = self._of_block(self.member.rank, None).side(works[0].direction, side)
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in sums)
-        return OwnSums(tensors, self.parts, lambda part, views: works[part].sums(side, views, False))
+        return OwnSums(sums, self.device, self.parts, lambda part, place: works[part].sums(side, place, False))
 
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""

@@ -9,7 +9,7 @@ import torch
 
 from burst_plugin.executor import Packing
 from burst_plugin.passes import Pass, Tensors
-from burst_plugin.sums import OwnSums, TileSums, take_rows
+from burst_plugin.sums import OwnSums, Place, TileSums, take_rows
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 
@@ -43,9 +43,9 @@ class CallCargo:
         whole = self._outgoing[block]
         return whole if rows is None else tuple(take_rows(x, rows) for x in whole)
 
-    def sums(self, block: int, tensors: Tensors, filled: bool) -> TileSums:
+    def sums(self, block: int, place: Place, filled: bool) -> TileSums:
         """See `executor.Cargo`."""
-        return self._work(block).sums(self._away, tensors, filled)
+        return self._work(block).sums(self._away, place, filled)
 
     def own_sums(self, block: int) -> TileSums:
         """See `executor.Cargo`."""

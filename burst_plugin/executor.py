@@ -34,6 +34,7 @@ __all__ = [
     "Packing",
     "Ring",
     "RingError",
+    "Room",
     "Sums",
     "Visit",
     "lockstep",
@@ -58,6 +59,16 @@ def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError)
     return RingError(text if first == text else f"{first}; then {text}")
 
 
+class Room(Protocol):
+    """A place for sums of `length` token rows, made when it is needed."""
+
+    length: int
+
+    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """Where sums are kept from now on, with the values of the `first` contribution if there is one."""
+        ...
+
+
 class Sums(Protocol):
     """What accumulates on a side of the visits: dk and dv, dq, or out and lse."""
 
@@ -71,7 +82,7 @@ class Sums(Protocol):
         ...
 
     def settle(self) -> None:
-        """Make rows that nothing was added to read as nothing, before the sums are sent or used."""
+        """Have all in `tensors`, and rows that nothing was added to read as nothing, before sums are sent or used."""
         ...
 
 
@@ -91,8 +102,8 @@ class Cargo(Protocol[Sco]):
         """Some or all rows of a block of this rank, as they travel; asked for when they leave."""
         ...
 
-    def sums(self, block: int, tensors: tuple[Tensor, ...], filled: bool) -> Sco:
-        """Tensors as sums of a block; `filled` says whether they hold values already."""
+    def sums(self, block: int, place: tuple[Tensor, ...] | Room, filled: bool) -> Sco:
+        """Sums of a block in these tensors, or in room for them; `filled` says whether they hold values already."""
         ...
 
     def own_sums(self, block: int) -> Sco:
@@ -118,6 +129,28 @@ class Packing:
         """The tensors, as views of the buffer."""
         typed = {dtype: buffer.view(dtype) for dtype, *_ in self._sections}
         return tuple(typed[dtype].as_strided(shape, strides, at) for dtype, shape, strides, at in self._sections)
+
+    @property
+    def length(self) -> int:
+        """Token rows of the first tensor, [B, S, H, D]."""
+        return self._sections[0][1][1]
+
+
+class _LeasedRoom:
+    """See `Room`: `buffer` is None until one is leased."""
+
+    def __init__(self, packing: Packing, lease: Callable[[int], Tensor], buffer: Tensor | None = None) -> None:
+        self._packing, self._lease = packing, lease
+        self.buffer = buffer
+        self.length = packing.length
+
+    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """See `Room.tensors`."""
+        self.buffer = self._lease(self._packing.nbytes)
+        found = self._packing.views(self.buffer)
+        for tensor, part in zip(found, first or (), strict=False):
+            tensor.copy_(part)
+        return found
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -172,7 +205,7 @@ class Ring(Generic[S]):
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Tensor] = {}  # leased for operands, by block
-        self._bags: dict[int, tuple[Tensor, S]] = {}  # leased for sums, by block
+        self._bags: dict[int, tuple[_LeasedRoom, S]] = {}  # sums that are here, by block
         self._due: dict[int, list[Pending]] = {}
         self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
         self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
@@ -254,9 +287,10 @@ class Ring(Generic[S]):
         if traffic is Traffic.REDUCE:
             sums = self._bag(block)
             sums.settle()
-            buffer, _ = self._bags.pop(block)
-            self._sent.setdefault(transfer.due, []).append(buffer)
-            return buffer
+            room, _ = self._bags.pop(block)
+            assert room.buffer is not None, "settled sums are in their room"
+            self._sent.setdefault(transfer.due, []).append(room.buffer)
+            return room.buffer
         if transfer.rows is not None:
             buffer = self._pack(block, transfer.rows)
             self._sent.setdefault(transfer.due, []).append(buffer)
@@ -268,8 +302,7 @@ class Ring(Generic[S]):
     def _pack(self, block: int, rows: Rows | None) -> Tensor:
         """Operands of this rank in a leased buffer."""
         packing = self._cargo.packing(Traffic.GATHER, block, rows)
-        buffer = self._transport.lease(packing.nbytes, self._device)
-        self._mark(buffer)
+        buffer = self._lease(packing.nbytes)
         for view, tensor in zip(packing.views(buffer), self._cargo.operands(block, rows), strict=True):
             view.copy_(tensor)
         return buffer
@@ -287,22 +320,33 @@ class Ring(Generic[S]):
             self._operands[block] = packing.views(buffer)
             return
         arrived = self._cargo.sums(block, packing.views(buffer), True)
-        if block in self._bags or self._is_own(block):
-            self._bag(block).join(arrived, transfer.rows)
+        if self._is_own(block):
+            self._cargo.own_sums(block).join(arrived, transfer.rows)
             self._transport.release(buffer)
-        else:
-            self._bags[block] = (buffer, arrived)
+            return
+        room, here = self._bags.get(block, (None, None))
+        if room is not None and here is not None and (room.buffer is not None or transfer.rows is not None):
+            here.join(arrived, transfer.rows)
+            self._transport.release(buffer)
+            return
+        if here is not None:  # nothing but a contribution so far
+            arrived.join(here, None)
+        self._bags[block] = (_LeasedRoom(packing, self._lease, buffer), arrived)
 
     def _bag(self, block: int) -> S:
         """The sums of a block that this rank holds; fresh ones if it holds none."""
         if self._is_own(block):  # these outlive the ring
             return self._cargo.own_sums(block)
         if block not in self._bags:
-            packing = self._cargo.packing(Traffic.REDUCE, block, self._rows.get(block))
-            buffer = self._transport.lease(packing.nbytes, self._device)
-            self._mark(buffer)
-            self._bags[block] = (buffer, self._cargo.sums(block, packing.views(buffer), False))
+            room = _LeasedRoom(self._cargo.packing(Traffic.REDUCE, block, self._rows.get(block)), self._lease)
+            self._bags[block] = (room, self._cargo.sums(block, room, False))
         return self._bags[block][1]
+
+    def _lease(self, nbytes: int) -> Tensor:
+        """A buffer to send, with this call's label."""
+        buffer = self._transport.lease(nbytes, self._device)
+        self._mark(buffer)
+        return buffer
 
     def _is_own(self, block: int) -> bool:
         return block % self._plan.ranks == self._plan.rank

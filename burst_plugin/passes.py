@@ -17,7 +17,7 @@ from torch import Tensor
 from burst_plugin.kernels import Queries
 from burst_plugin.softmax import project, row_share
 from burst_plugin.strategy import Shapes
-from burst_plugin.sums import PlainSums, SoftmaxSums, TileSums
+from burst_plugin.sums import Place, PlainSums, SoftmaxSums, TileSums
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import Tile
 
@@ -40,8 +40,8 @@ class Pass(Protocol):
         """Operands that travelled, as `visit` reads them."""
         ...
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
-        """Tensors in the order of `Shapes.side`, as something to add to."""
+    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
+        """Something to add to, in tensors in the order of `Shapes.side` or in room for them."""
         ...
 
     def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
@@ -66,9 +66,9 @@ class ForwardPass:
         """See `Pass.incoming`."""
         return arrived
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
+    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
         """See `Pass.sums`; only queries sum up anything."""
-        return SoftmaxSums(tensors, filled) if side == "q" else PlainSums(tensors, filled)
+        return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
 
     def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """See `Pass.visit`."""
@@ -102,9 +102,9 @@ class BackwardPass:
         q, dout, lse, share = arrived
         return q, dout, lse, project(dout, share)
 
-    def sums(self, side: str, tensors: Tensors, filled: bool) -> TileSums:
+    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
         """See `Pass.sums`."""
-        return PlainSums(tensors, filled)
+        return PlainSums(place, filled)
 
     def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """See `Pass.visit`."""

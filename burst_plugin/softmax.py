@@ -83,10 +83,12 @@ def project(dout: Tensor, share: Tensor) -> Tensor:
 def _row_norm(x: Tensor) -> Tensor:
     """2-norms of the rows of x [B, S, H, D] as [B, S, H], float64; squares neither underflow nor overflow."""
     if x.dtype != torch.float64:
-        return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    largest = x.abs().amax(-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        return norm
+    largest = x.abs().amax(-1)
     largest.masked_fill_(largest == 0, 1.0)
-    return torch.linalg.vector_norm(x / largest, dim=-1) * largest.squeeze(-1)
+    norm = torch.linalg.vector_norm(x / largest.unsqueeze(-1), dim=-1)
+    return norm.mul_(largest)
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,36 +7,57 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import Sums
+from burst_plugin.executor import Room, Sums
 from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
 
 __all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts", "take_rows"]
 
+Place = tuple[Tensor, ...] | Room
+Shaped = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of tensors
+
 
 class TileSums:
     """Sums of either kind: tensors [B, S, H, D] or [B, H, S], to which the contributions of tiles are added.
 
-    `filled` says whether the tensors hold values already. The first contribution is copied rather than added; or, if
-    the sums may have other tensors than those given (`free`), one that covers everything becomes the sums.
+    `filled` says whether the tensors hold values already. The first contribution is copied rather than added; where
+    there is but room for tensors, one that covers everything is kept as it came until something is added to it.
     """
 
     nothing: tuple[float, ...]  # what rows that nothing was added to read as, by tensor
 
-    def __init__(self, tensors: tuple[Tensor, ...], filled: bool = False) -> None:
-        self.tensors = tensors
-        self.free = False
+    def __init__(self, place: Place, filled: bool = False) -> None:
+        self._tensors: tuple[Tensor, ...] | None = place if isinstance(place, tuple) else None
+        self._room = None if isinstance(place, tuple) else place
+        self._first: Sequence[Tensor] | None = None
         self._filled = filled
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """See `Sums.tensors`."""
+        return self._place()
+
+    def _place(self) -> tuple[Tensor, ...]:
+        """Put what was kept as it came into the room for it."""
+        if self._tensors is None:
+            assert self._room is not None
+            self._tensors, self._first = self._room.tensors(self._first), None
+        return self._tensors
+
     def add(self, tile: Tile, side: str, parts: Sequence[Tensor]) -> None:
-        """Add one tile's `parts` to its rows of this side."""
-        self._add(tile.rows(side), slice(None) if tile.batch is None else slice(*tile.batch), parts)
+        """Add one tile's `parts`, which are kept if need be, to its rows of this side."""
+        rows, batch = tile.rows(side), slice(None) if tile.batch is None else slice(*tile.batch)
+        if not self._filled and self._tensors is None and batch == slice(None) and rows == slice(0, self._length):
+            self._first, self._filled = parts, True
+            return
+        self._add(rows, batch, parts)
 
     def join(self, other: Sums, rows: Rows | None) -> None:
         """Add another rank's sums: of these rows, or of all."""
         if rows is None:
-            self._add(slice(0, self.tensors[0].shape[1]), slice(None), other.tensors)
+            first = other._first if isinstance(other, TileSums) else None
+            self._add(slice(0, self._length), slice(None), first or other.tensors)
             return
         offset = 0
         for start, stop in rows:
@@ -46,7 +67,9 @@ class TileSums:
 
     def settle(self) -> None:
         """See `Sums.settle`."""
-        if not self._filled:
+        if self._filled:
+            self._place()
+        else:
             self._clear(slice(None))
             self._filled = True
 
@@ -60,15 +83,18 @@ class TileSums:
     def _begin(self, rows: slice, parts: Sequence[Tensor]) -> None:
         """The first contribution, to all batch rows."""
         self._filled = True
-        length, pairs = self.tensors[0].shape[1], list(zip(self.tensors, parts, strict=True))
-        if self.free and rows == slice(0, length):
-            self.tensors = tuple(_taken(part, tensor) for tensor, part in pairs)
-            return
-        for rest in (slice(0, rows.start), slice(rows.stop, length)):
+        for rest in (slice(0, rows.start), slice(rows.stop, self._length)):
             if rest.start < rest.stop:
                 self._clear(rest)
-        for tensor, part in pairs:
+        for tensor, part in zip(self.tensors, parts, strict=True):
             _rows(tensor, rows).copy_(part)
+
+    @property
+    def _length(self) -> int:
+        if self._tensors is None:
+            assert self._room is not None
+            return self._room.length
+        return int(self._tensors[0].shape[1])
 
     def _clear(self, rows: slice) -> None:
         for tensor, value in zip(self.tensors, self.nothing, strict=False):
@@ -101,18 +127,25 @@ class SoftmaxSums(TileSums):
 class OwnSums:
     """The sums of a rank's own block: `tensors` whole, and `parts`, sums of their own, one per part of the heads.
 
-    `make` makes sums, of a part whose number it is given, out of tensors that hold no values yet.
+    `shapes` are those of the whole; `make` makes sums, of a part whose number it is given, in tensors or in room for
+    them.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], parts: int, make: Callable[[int, tuple[Tensor, ...]], TileSums]):
-        self._tensors = tensors
-        self.parts = [make(part, views) for part, views in enumerate(in_parts(tensors, parts))]
-        self.parts[0].free = parts == 1
+    def __init__(
+        self, shapes: Shaped, device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
+    ) -> None:
+        self._whole: tuple[Tensor, ...] | None = None
+        room = _OwnRoom(shapes, device)
+        if parts == 1:
+            self.parts = [make(0, room)]
+            return
+        self._whole = room.tensors(None)
+        self.parts = [make(part, views) for part, views in enumerate(in_parts(self._whole, parts))]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The sums, once settled."""
-        return self.parts[0].tensors if len(self.parts) == 1 else self._tensors
+        return self.parts[0].tensors if self._whole is None else self._whole
 
     def settle(self) -> None:
         """See `Sums.settle`."""
@@ -140,9 +173,21 @@ def _rows(x: Tensor, rows: slice) -> Tensor:
     return x[:, rows] if x.dim() == 4 else x[:, :, rows]
 
 
-def _taken(part: Tensor, tensor: Tensor) -> Tensor:
-    """`part` in place of `tensor` if it is as good and holds no more memory; else `tensor` with its values."""
-    alike = part.dtype == tensor.dtype and part.shape == tensor.shape and part.is_contiguous()
-    if alike and part.untyped_storage().nbytes() == part.nbytes:
-        return part.data  # a kernel's view of its own tensor: as an output it must not count as one
-    return tensor.copy_(part)
+class _OwnRoom:
+    """See `Room`: new tensors."""
+
+    def __init__(self, shapes: Shaped, device: torch.device) -> None:
+        self._shapes, self._device = shapes, device
+        self.length = shapes[0][0][1] if shapes else 0  # a side may have no sums
+
+    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """See `Room.tensors`; a contribution's own tensor where it is as good and holds no more memory."""
+        if first is None:
+            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes)
+        return tuple(self._taken(part, *each) for part, each in zip(first, self._shapes, strict=True))
+
+    def _taken(self, part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        alike = part.dtype == dtype and part.shape == shape and part.is_contiguous()
+        if alike and part.untyped_storage().nbytes() == part.nbytes:
+            return part.data  # a kernel's view of its own tensor: as an output it must not count as one
+        return torch.empty(shape, dtype=dtype, device=self._device).copy_(part)

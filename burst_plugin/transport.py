@@ -159,7 +159,7 @@ class _Communicator:
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
         self._group, self._global_ranks = group, global_ranks
-        self._launches_batches: bool = group._get_backend(group_device(group)).supports_coalescing  # type: ignore[attr-defined]
+        self._launches_batches: bool = group._get_backend(group_device(group)).supports_coalescing
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burst_plugin import Full, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
+from burst_plugin import Causal, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
 from burst_plugin.buffers import Held, most_held
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.schedule import SCHEDULES
@@ -59,7 +59,7 @@ def leased_at_once(ring: VirtualRing, monkeypatch: pytest.MonkeyPatch) -> Counte
     for member in ring.members:
         member.transport.pool = Counted()  # type: ignore[attr-defined]
     q, k, v = (x.requires_grad_() for x in Problem.draw(96, (4, 4), dtype=torch.bfloat16)[:3])
-    ring.attention(q, k, v, mask=Full())[0].sum().backward()
+    ring.attention(q, k, v, mask=Causal())[0].sum().backward()
     assert not any(+counts for counts in now.values())
     return most
 

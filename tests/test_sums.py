@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +25,25 @@ def plain() -> PlainSums:
 
 def softmax() -> SoftmaxSums:
     return SoftmaxSums((blank(2, ROWS, 3, 4), blank(2, 3, ROWS)))
+
+
+def own_sums(tensors: int, parts: int = 1) -> OwnSums:
+    shapes = [((2, ROWS, 3, 4), torch.float32)] * tensors
+    return OwnSums(shapes, torch.device("cpu"), parts, lambda number, place: PlainSums(place))
+
+
+class OneRoom:
+    """Room for one tensor, which counts how often it is asked for."""
+
+    length = ROWS
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        self.asked += 1
+        tensor = blank(2, ROWS, 3, 4)
+        return (tensor if first is None else tensor.copy_(first[0]),)
 
 
 def parts_of(sums: TileSums, rows: int) -> list[Tensor]:
@@ -49,7 +70,7 @@ def test_what_nothing_was_added_to_reads_as_nothing(
 
 
 def test_own_sums_take_the_first_contribution_as_it_is() -> None:
-    own = OwnSums((blank(2, ROWS, 3, 4), blank(2, ROWS, 3, 4)), 1, lambda part, views: PlainSums(views))
+    own = own_sums(2)
     given = [torch.ones(2, ROWS, 3, 4), torch.ones(2, 3, ROWS, 4).transpose(1, 2)]
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", given)
     own.parts[0].add(Tile(0, 2, 0, 1), "q", [torch.ones(2, 2, 3, 4)] * 2)
@@ -69,11 +90,42 @@ def test_own_sums_take_the_first_contribution_as_it_is() -> None:
     ids=["wider", "strided", "of more memory"],
 )
 def test_own_sums_keep_their_tensors_where_the_contribution_is_not_as_good(part: Tensor) -> None:
-    own = OwnSums((blank(2, ROWS, 3, 4),), 1, lambda number, views: PlainSums(views))
+    own = own_sums(1)
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [part])
     (tensor,) = own.tensors
     assert (tensor.dtype, tensor.untyped_storage().nbytes()) == (torch.float32, tensor.nbytes)
     assert bool((tensor == 1).all())
+
+
+def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
+    room, given = OneRoom(), torch.ones(2, ROWS, 3, 4)
+    sums = PlainSums(room)
+    sums.add(Tile(0, ROWS, 0, 1), "q", [given])
+    arrived = PlainSums((torch.full((2, ROWS, 3, 4), 2.0),), True)
+    arrived.join(sums, None)
+    assert room.asked == 0
+    assert bool((arrived.tensors[0] == 3).all())
+    sums.add(Tile(2, 4, 0, 1), "q", [torch.ones(2, 2, 3, 4)])
+    assert room.asked == 1
+    assert bool((given == 1).all()), "it belongs to the kernel"
+    assert sums.tensors[0][0, :, 0, 0].tolist() == [1, 1, 2, 2, 1, 1, 1, 1]
+
+
+def test_what_another_rank_sent_is_copied_out_of_its_buffer() -> None:
+    own, arrived = own_sums(1), PlainSums((torch.ones(2, ROWS, 3, 4),), True)
+    own.parts[0].join(arrived, None)
+    arrived.tensors[0].fill_(torch.nan)  # the next message
+    assert bool((own.tensors[0] == 1).all())
+
+
+@pytest.mark.parametrize("tiles", [[(0, 3)], [(0, 3), (3, ROWS)], []])
+def test_sums_with_room_read_as_nothing_where_nothing_was_added(tiles: list[tuple[int, int]]) -> None:
+    sums = PlainSums(OneRoom())
+    for start, stop in tiles:
+        sums.add(Tile(start, stop, 0, 1), "q", [torch.ones(2, stop - start, 3, 4)])
+    sums.settle()
+    covered = [float(any(start <= row < stop for start, stop in tiles)) for row in range(ROWS)]
+    assert sums.tensors[0][1, :, 2, 3].tolist() == covered
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -84,7 +136,7 @@ def test_sums_that_are_sent_stay_where_they_are(parts: int) -> None:
     place = leased.tensors[0].data_ptr()
     leased.add(Tile(0, ROWS, 0, 1), "q", [given])
     assert leased.tensors[0].data_ptr() == place
-    own = OwnSums((blank(2, ROWS, 3, 4),), parts, lambda number, views: PlainSums(views))
+    own = own_sums(1, parts)
     for sums in own.parts:
         sums.add(Tile(0, ROWS, 0, 1), "q", [given])
     assert bool((own.tensors[0] == 1).all())
