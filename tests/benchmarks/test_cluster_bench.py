@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,22 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> 
     asked = options(*arguments)
     with pytest.raises(RefusedError, match=message):
         [case_of(setting, heads, asked) for setting in settings(asked) for heads in asked.heads]
+
+
+def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
+    script = """if True:
+        import os, threading
+        from benchmarks.cluster_ranks import _defer_transfers
+        done = threading.Event()
+        mover = threading.Thread(target=done.wait)
+        mover.start()
+        _defer_transfers()
+        print(*(os.getpriority(os.PRIO_PROCESS, thread) for thread in (threading.get_native_id(), mover.native_id)))
+        done.set()
+    """
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    ranks, movers = map(int, found.stdout.split())
+    assert (ranks, movers) == (os.getpriority(os.PRIO_PROCESS, 0), 19)
 
 
 def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,3 +155,18 @@ def test_a_slept_call_takes_its_share_of_a_full_visit(
     assert slept_s == pytest.approx([0.16 * share, 0.32 * share])
     assert (out.shape, lse.shape) == (q.shape, (2, 4, q_len))
     assert [x.shape for x in grads[:3]] == [q.shape, k.shape, k.shape]
+
+
+def test_a_sleeping_kernel_gives_what_the_kernel_in_its_place_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32, as the kernel for CPUs; but peers get their gradients as flash_attn writes them."""
+    _slept_s(monkeypatch)
+    q, k = (torch.ones(2, 64, heads, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    how = tile(None, False, 8)
+    for kernel, grads_in in ((SleepingKernel(CASE, SLEPT), torch.float32), (kernel_for(CASE, SLEPT), torch.bfloat16)):
+        out, lse = kernel.forward(q, k, k, how)
+        assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
+        grads = kernel.backward(Queries(q, q, q, lse), k, k, how)[:3]
+        assert {grad.dtype for grad in grads} == {grads_in}
+        assert not any(bool(x.any()) for x in (out, lse, *grads))
+        lse += 1
+        assert not bool(kernel.forward(q, k, k, how)[1].any()), "a ring sums up in it"

@@ -1,0 +1,78 @@
+"""How messages are handed to a process group; what arrives is tested in test_gloo.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import transport
+from burst_plugin.topology import Link, Traffic
+from burst_plugin.transport import Channel, DistributedTransport, Message
+
+GATHER, REDUCE = (Channel(traffic, Link.INTRA) for traffic in Traffic)
+
+
+class Group:
+    """A process group of the global ranks 5, 6, 7, that notes what it is given."""
+
+    def __init__(self, launches_batches: bool) -> None:
+        self.backend = SimpleNamespace(supports_coalescing=launches_batches)
+        self.posted: list[tuple[Any, ...]] = []
+
+    def _get_backend(self, device: torch.device) -> SimpleNamespace:
+        return self.backend
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> str:
+        self.posted.append(("send", tensors[0].item(), rank, tag))
+        return "sent"
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> str:
+        self.posted.append(("recv", tensors[0].item(), rank, tag))
+        return "received"
+
+
+def message(peer: int, channel: Channel, value: int) -> Message:
+    return Message(peer, channel, torch.tensor([value], dtype=torch.uint8))
+
+
+@pytest.fixture(autouse=True)
+def _no_real_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "group_device", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank - 5)
+
+
+def test_messages_go_to_the_group_itself_receives_first() -> None:
+    group = Group(launches_batches=False)
+    ring = DistributedTransport({GATHER: group, REDUCE: group}, [5, 6, 7])  # type: ignore[dict-item]
+    sends = [message(1, GATHER, 10), message(2, REDUCE, 20)]
+    (pending,) = ring.post(sends, [message(2, GATHER, 30), message(0, REDUCE, 40)])
+    received = [("recv", 30, 2, 0), ("recv", 40, 0, 0)]
+    assert group.posted == [*received, ("send", 10, 1, 0), ("send", 20, 2, 0)]
+    assert [m.data.item() for m in pending.messages] == [30, 40, 10, 20], "as their works are"
+    assert ring.sent_bytes == {GATHER: 1, REDUCE: 1}
+
+
+def test_a_group_that_launches_batches_is_handed_one() -> None:
+    groups = {GATHER: Group(launches_batches=True), REDUCE: Group(launches_batches=True)}
+    ring = DistributedTransport(groups, [5, 6, 7])  # type: ignore[arg-type]
+    batches: list[list[tuple[Any, ...]]] = []
+
+    def launch(ops: list[tuple[Any, ...]]) -> list[str]:
+        batches.append(ops)
+        return ["all"]
+
+    with (
+        mock.patch.object(dist, "P2POp", side_effect=lambda op, data, peer, group: (op, data.item(), peer, group)),
+        mock.patch.object(dist, "batch_isend_irecv", side_effect=launch),
+    ):
+        ring.post([message(1, GATHER, 10)], [message(2, GATHER, 30), message(0, REDUCE, 40)])
+    assert batches == [
+        [(dist.irecv, 30, 7, groups[GATHER]), (dist.isend, 10, 6, groups[GATHER])],
+        [(dist.irecv, 40, 5, groups[REDUCE])],
+    ]
+    assert not groups[GATHER].posted
