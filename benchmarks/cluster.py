@@ -113,7 +113,7 @@ def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: L
     visit_s = visit_seconds(case, slept)[DIRECTIONS.index(direction)]
     load = Load.of(shapes, direction, choose_traveller(strategy, direction, shapes), visit_s)
     schedule = SCHEDULES[strategy.schedule_for(topology)](topology, load.reduce_bytes > 0, None)
-    return price(schedule.in_parts(strategy.parts), load, links)
+    return price(schedule.in_parts(strategy.parts_of(direction)), load, links)
 
 
 def rows_of(
@@ -135,8 +135,6 @@ def rows_of(
     if "times" not in found:
         return [{**base, **{why: found[why] for why in ("absent", "refused") if why in found}}]
     base |= {"configuration": found["configuration"], "repeats": len(found["times"]["forward"])}
-    if found["strategy"] is not None:
-        base["parts"] = found["strategy"].parts
     times = {**found["times"], "both": [sum(pair) for pair in zip(*found["times"].values(), strict=True)]}
     nic_bytes = {**found["nic_bytes"], "both": sum(found["nic_bytes"].values())}
     prices: dict[str, Price] = {}
@@ -145,6 +143,9 @@ def rows_of(
     rows = []
     for direction, each in times.items():
         row = {**base, "direction": direction, "nic_bytes": nic_bytes[direction]}
+        if found["strategy"] is not None:
+            cut = found["strategy"].parts if direction == "both" else found["strategy"].parts_of(direction)
+            row["parts"] = cut
         row |= {"time_s": median(each), "time_s_min": min(each), "time_s_max": max(each)}
         of = [prices[d] for d in (DIRECTIONS if direction == "both" else (direction,)) if d in prices]
         if of:

@@ -35,9 +35,8 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
                 f"{by['both']['time_s'] / by['both'][key]:.2f}" if key in by["both"] else ""
                 for key in ("bound_s", "model_s")
             ]
-            label = by["both"]["configuration"] + (
-                f" ({by['both']['parts']} parts)" if by["both"].get("parts", 1) > 1 else ""
-            )
+            cut = [by[d].get("parts", 1) for d in ("forward", "backward")]
+            label = by["both"]["configuration"] + (f" ({cut[0]}, {cut[1]} parts)" if max(cut) > 1 else "")
             table.add_row(
                 heads,
                 label,

@@ -78,7 +78,7 @@ def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, No
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program for its outputs, float32 or wider."""
-    works, heads = call.works("forward", inputs.bias), in_parts(inputs[:3], call.parts)
+    works, heads = call.works("forward", inputs.bias), in_parts(inputs[:3], call.parts("forward"))
     passes = [ForwardPass(work, *qkv) for work, qkv in zip(works, heads, strict=True)]
     sums = yield from attend(call, passes, number)
     out, lse = sums["q"]
@@ -92,7 +92,7 @@ def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
-    works, heads = call.works("backward", inputs.bias), in_parts((*queries, *inputs[1:3]), call.parts)
+    works, heads = call.works("backward", inputs.bias), in_parts((*queries, *inputs[1:3]), call.parts("backward"))
     passes = [
         BackwardPass(work, call.shapes, Queries(*mine[:4]), mine[4:]) for work, mine in zip(works, heads, strict=True)
     ]

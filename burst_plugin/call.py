@@ -73,7 +73,7 @@ class Call:
         member, found = self.member, {}
         for direction, away in self.travellers.items():
             reduces = bool(self.shapes.side(direction, away)[1])
-            found[direction] = member.routes.route(member.rank, self.attending, away, reduces)
+            found[direction] = member.routes.route(member.rank, self.attending, away, reduces, self.parts(direction))
         return found
 
     @cached_property
@@ -98,15 +98,15 @@ class Call:
         runs = self.route(direction).runs
         return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
 
-    @property
-    def parts(self) -> int:
+    def parts(self, direction: str) -> int:
         """How many parts the heads are cut into."""
-        return self.member.strategy.parts
+        return self.member.strategy.parts_of(direction)
 
     def works(self, direction: str, bias: Tensor | None) -> list[TileWork]:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
-        heads, found = self.shapes.q_heads // self.parts, []
-        for part in range(self.parts):
+        parts = self.parts(direction)
+        heads, found = self.shapes.q_heads // parts, []
+        for part in range(parts):
             largest = None
             if self.max_logits and direction == "forward":
                 largest = torch.full((heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
@@ -120,7 +120,7 @@ class Call:
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
         _, sums = self._of_block(self.member.rank, None).side(works[0].direction, side)
-        return OwnSums(sums, self.device, self.parts, lambda part, place: works[part].sums(side, place, False))
+        return OwnSums(sums, self.device, len(works), lambda part, place: works[part].sums(side, place, False))
 
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
@@ -144,7 +144,7 @@ class Call:
         """How rows of a part of a rank's block, or of its sums, travel."""
         key = (direction, traffic, owner, rows)
         if key not in self._packings:
-            part = self._of_block(owner, rows).of_part(self.parts)
+            part = self._of_block(owner, rows).of_part(self.parts(direction))
             operands, sums = part.side(direction, self.travellers[direction])
             tensors = operands if traffic is Traffic.GATHER else sums
             self._packings[key] = Packing(tensors, labelled=self.device.type == "cpu")
@@ -240,7 +240,7 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     shapes = shapes._replace(q_len=longest["q"], kv_len=longest["kv"])
     if request.mask.rows not in (None, shapes.batch):
         raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
-    if shapes.kv_heads % member.strategy.parts:
+    if any(shapes.kv_heads % member.strategy.parts_of(direction) for direction in _DIRECTIONS):
         valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
         raise ValueError(
             f"parts={member.strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use "

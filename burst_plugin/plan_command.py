@@ -48,11 +48,11 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
     found = plans(topology, shapes, visit_s, links)
     yield f"{topology}, {local} tokens per rank, {options.heads} heads of {dim}, {options.dtype}, {options.mask}"
-    yield f"{'schedule':<16}{'parts':>6}{'backward':>10}{'forward ms':>12}{'backward ms':>13}{'over the bound':>16}"
+    yield f"{'schedule':<16}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}{'over the bound':>16}"
     for plan in found[:_SHOWN]:
         strategy, bound_s = plan.strategy, plan.forward.bound_s + plan.backward.bound_s
         yield (
-            f"{strategy.schedule:<16}{strategy.parts:>6}{strategy.backward:>10}{1e3 * plan.forward.time_s:>12.2f}"
+            f"{strategy.schedule:<16}{strategy.parts!s:>8}{strategy.backward:>10}{1e3 * plan.forward.time_s:>12.2f}"
             f"{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
         )
     yield _advice(found[0])

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
@@ -111,25 +112,34 @@ class Plan(NamedTuple):
         """Seconds of a forward and a backward pass."""
         return self.forward.time_s + self.backward.time_s
 
+    @property
+    def parts(self) -> int:
+        """Of a forward and a backward pass together."""
+        return sum(map(self.strategy.parts_of, DIRECTIONS))
+
 
 def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
-    """Every schedule x number of parts with the travellers that suit it; best first.
+    """Every schedule x numbers of parts with the travellers that suit it; best first.
 
     The best is the cheapest; of those that are alike to 1 %, the one with the fewest parts. `visit_s` is the seconds
     of work on a whole block, forward and backward.
     """
     found = []
+    several = [n for n in _PARTS if shapes.kv_heads % n == 0]
     for name in SCHEDULES:
-        for parts in (n for n in _PARTS if shapes.kv_heads % n == 0):
-            best = [
-                min(
-                    ((price(_schedule(name, topology, load, parts), load, links), traveller))
-                    for traveller in TRAVELLERS
-                    for load in [Load.of(shapes, direction, traveller, each_s)]
-                )
-                for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
-            ]
-            (forward, forward_traveller), (backward, backward_traveller) = best
+        best = {
+            (direction, parts): min(
+                (price(_schedule(name, topology, load, parts), load, links), traveller)
+                for traveller in TRAVELLERS
+                for load in [Load.of(shapes, direction, traveller, each_s)]
+            )
+            for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
+            for parts in several
+        }
+        for parts in product(several, several):
+            (forward, forward_traveller), (backward, backward_traveller) = (
+                best[each] for each in zip(DIRECTIONS, parts, strict=True)
+            )
             strategy = Strategy(
                 schedule=name,
                 parts=parts,
@@ -139,7 +149,7 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
             )
             found.append(Plan(strategy, forward, backward))
     best_s = min(each.step_s for each in found)
-    return sorted(found, key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.parts, each.step_s))
+    return sorted(found, key=lambda each: (max(each.step_s, 1.01 * best_s), each.parts, each.step_s))
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:

@@ -117,7 +117,7 @@ class Routes:
         self._topology, self._strategy = topology, strategy
         self._pairs: dict[Attending, Pairs] = {}
         self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
-        self._routes: dict[tuple[int, Attending, str, bool], Route] = {}
+        self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
     def ranks(self) -> int:
@@ -148,13 +148,13 @@ class Routes:
             self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in ("q", "kv")})
         return self._pairs[attending]
 
-    def route(self, rank: int, attending: Attending, away: str, reduces: bool) -> Route:
+    def route(self, rank: int, attending: Attending, away: str, reduces: bool, parts: int = 1) -> Route:
         """One rank's route of a pass in which side `away` travels, and sums come home if it `reduces`."""
         pairs = self.pairs(attending)
-        key = (rank, attending, away, reduces)
+        key = (rank, attending, away, reduces, parts)
         if key not in self._routes:
             schedule = self._schedule(attending, away, reduces)
-            plan = schedule.in_parts(self._strategy.parts).plan(rank)
+            plan = schedule.in_parts(parts).plan(rank)
             home = "kv" if away == "q" else "q"
             owners = list(dict.fromkeys(s.visit % plan.ranks for s in plan.steps if s.visit is not None))
             runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}

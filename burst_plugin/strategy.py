@@ -44,7 +44,8 @@ class Strategy:
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
     parts: into how many parts blocks are cut, by heads, that travel one behind the other (`Schedule.in_parts`): where
     links are what everybody waits for, more parts keep them busy; otherwise they only make more and smaller kernel
-    calls. Must divide the number of key/value heads of a rank. `planner` says what it gives.
+    calls. Must divide the number of key/value heads of a rank. A number, or a pair: forward and backward. `planner`
+    says what it gives.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
@@ -60,7 +61,7 @@ class Strategy:
     backward: str = AUTO
     kernel: str | Kernel = AUTO
     ranks_per_node: int | str = AUTO
-    parts: int = 1
+    parts: int | tuple[int, int] = 1
     check: str = AUTO
     deterministic: bool = False
 
@@ -74,10 +75,14 @@ class Strategy:
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
-        if not isinstance(self.parts, int) or isinstance(self.parts, bool) or self.parts < 1:
-            raise ValueError(f"parts={self.parts!r} is not valid; use a positive number")
+        parts = (self.parts, self.parts) if isinstance(self.parts, int) else self.parts
+        if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not all(map(_is_positive, parts)):
+            raise ValueError(
+                f"parts={self.parts!r} is not valid; use a positive number, or two: forward and backward"
+            )
+        object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else tuple(parts))
         per_node = self.ranks_per_node
-        if per_node != AUTO and (not isinstance(per_node, int) or isinstance(per_node, bool) or per_node < 1):
+        if per_node != AUTO and not _is_positive(per_node):
             raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")
 
     @classmethod
@@ -98,11 +103,21 @@ class Strategy:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
+    def parts_of(self, direction: str) -> int:
+        """Into how many parts blocks are cut in a pass."""
+        if isinstance(self.parts, int):
+            return self.parts
+        return self.parts[("forward", "backward").index(direction)]
+
     def schedule_for(self, topology: Topology) -> str:
         """The name of the schedule to run on `topology`."""
         if self.schedule != AUTO:
             return self.schedule
         return "two_level_ring" if topology.levels == 2 else "flat_ring"
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _one_of(option: str, value: Any, valid: Collection[str]) -> None:

@@ -118,7 +118,7 @@ def cases(draw: st.DrawFn) -> Drawn:
         forward=draw(sides),
         backward=draw(sides),
         kernel=draw(st.sampled_from(RUNNABLE)) if plain else "auto",
-        parts=draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads % n == 0])),
+        parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads % n == 0])) for _ in range(2)),
     )
     tokens = (
         draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None

@@ -29,6 +29,10 @@ GQA = MHA._replace(kv_heads=8)
         ({"ranks_per_node": None}, "ranks_per_node=None is not valid"),
         ({"parts": 0}, "parts=0 is not valid; use a positive number"),
         ({"parts": 1.5}, "parts=1.5 is not valid"),
+        ({"parts": (1, 0)}, r"parts=\(1, 0\) is not valid; use a positive number, or two: forward and backward"),
+        ({"parts": [1, 2, 4]}, r"parts=\[1, 2, 4\] is not valid"),
+        ({"parts": "2"}, "parts='2' is not valid"),
+        ({"parts": True}, "parts=True is not valid"),
         ({"check": "never"}, "check='never' .* use one of: auto, always, sparse"),
     ],
 )

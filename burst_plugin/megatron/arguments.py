@@ -62,8 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         "--burst-parts",
         type=int,
-        default=default.parts,
-        help="into how many parts blocks are cut, by heads, that travel one behind the other; see `burst plan`",
+        nargs="+",
+        default=[default.parts],
+        metavar="N",
+        help="into how many parts blocks are cut, by heads, that travel one behind the other: one number, or two, "
+        "forward and backward; see `burst plan`",
     )
     group.add_argument(
         "--burst-check",
@@ -145,6 +148,6 @@ def parsed_strategy() -> Strategy | None:
         schedule=args.burst_schedule,
         kernel=args.burst_kernel,
         ranks_per_node=args.burst_ranks_per_node,
-        parts=args.burst_parts,
+        parts=args.burst_parts[0] if len(args.burst_parts) == 1 else tuple(args.burst_parts),
         check=args.burst_check,
     )

@@ -92,12 +92,13 @@ def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
         _core()
 
 
-def test_all_flags_reach_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("parts", [(2,), (1, 4)])
+def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     parser = add_arguments(argparse.ArgumentParser())
-    flags = ["--burst-schedule", "flat_ring", "--burst-check", "always", "--burst-parts", "2"]
+    flags = ["--burst-schedule", "flat_ring", "--burst-check", "always", "--burst-parts", *map(str, parts)]
     module = argparse.Namespace(_GLOBAL_ARGS=parser.parse_args(flags))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=2)
+    assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=2 if len(parts) == 1 else (1, 4))
 
 
 def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
