@@ -13,7 +13,6 @@ from burst_plugin.topology import Link, Topology
 
 __all__ = ["add_arguments", "lines"]
 
-_SHOWN = 6
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -49,7 +48,8 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     found = plans(topology, shapes, visit_s, links)
     yield f"{topology}, {local} tokens per rank, {options.heads} heads of {dim}, {options.dtype}, {options.mask}"
     yield f"{'schedule':<16}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}{'over the bound':>16}"
-    for plan in found[:_SHOWN]:
+    best = {plan.strategy.schedule: plan for plan in reversed(found)}
+    for plan in (plan for plan in found if plan.strategy.parts == 1 or plan is best[plan.strategy.schedule]):
         strategy, bound_s = plan.strategy, plan.forward.bound_s + plan.backward.bound_s
         yield (
             f"{strategy.schedule:<16}{strategy.parts!s:>8}{strategy.backward:>10}{1e3 * plan.forward.time_s:>12.2f}"
