@@ -225,7 +225,8 @@ class _TorchDistributed:
 
     def __init__(self) -> None:
         self.wall_s = 0.0
-        self._originals = {name: getattr(dist.ProcessGroup, name) for name in ("send", "recv")}
+        # As the class has them: what getattr gives would not bind to a group when it is put back.
+        self._originals = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
 
     def __enter__(self) -> _TorchDistributed:
         for name, original in self._originals.items():
