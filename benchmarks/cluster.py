@@ -27,9 +27,9 @@ from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.netns import EmulatedCluster
-from burst_plugin.planner import DIRECTIONS, Links, Load, Price, price
+from burst_plugin.planner import Links, Load, Price, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import Strategy, choose_traveller
+from burst_plugin.strategy import DIRECTIONS, Strategy, choose_traveller
 from burst_plugin.topology import Topology
 
 RANK_BYTES = 400 << 20  # of one forked rank: gloo's connections, buffers and blocks of the sizes used here
@@ -143,9 +143,8 @@ def rows_of(
     rows = []
     for direction, each in times.items():
         row = {**base, "direction": direction, "nic_bytes": nic_bytes[direction]}
-        if found["strategy"] is not None:
-            cut = found["strategy"].parts if direction == "both" else found["strategy"].parts_of(direction)
-            row["parts"] = cut
+        if found["strategy"] is not None and direction in DIRECTIONS:
+            row["parts"] = found["strategy"].parts_of(direction)
         row |= {"time_s": median(each), "time_s_min": min(each), "time_s_max": max(each)}
         of = [prices[d] for d in (DIRECTIONS if direction == "both" else (direction,)) if d in prices]
         if of:

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import BURST, Burst
 from benchmarks.netns import interface_bytes
-from burst_plugin.planner import DIRECTIONS, Links, plans
-from burst_plugin.strategy import Shapes
+from burst_plugin.planner import Links, plans
+from burst_plugin.strategy import DIRECTIONS, Shapes
 from burst_plugin.topology import Topology
 
 __all__ = ["Setting", "Work", "measure_in_rank", "shapes_of", "visit_seconds"]

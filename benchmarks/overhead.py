@@ -44,11 +44,11 @@ from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.request import Inputs, Request
+from burst_plugin.strategy import DIRECTIONS
 
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo
 _SHAPE = (1, 4, _PARTS, 8)  # of a rank's q, k and v: [batch, tokens, heads, head dim]
-_DIRECTIONS = ("forward", "backward")
 _COUNTED_STEP = 3  # the first step after those in which buffers are made
 
 
@@ -130,8 +130,8 @@ class Books:
 
     loop: Loop | None
     layers: int
-    wall_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in _DIRECTIONS})
-    own_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in _DIRECTIONS})
+    wall_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DIRECTIONS})
+    own_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DIRECTIONS})
     buffers: list[int] = field(default_factory=list)
     counts: list[dict[str, tuple[int, int]]] = field(default_factory=list)  # (operations, new tensors)
     python_bytes: int = 0  # what Python holds at the end, over what it held after step 3
@@ -150,7 +150,7 @@ class Books:
 
     def rows(self, transport: str, topology: Topology, traveller: str, visits: int) -> list[dict[str, Any]]:
         """One row per direction; `visits` are those of one call, of all ranks in the process."""
-        return [self._row(d, visits) | _named(transport, topology, traveller, d) for d in _DIRECTIONS]
+        return [self._row(d, visits) | _named(transport, topology, traveller, d) for d in DIRECTIONS]
 
     def _row(self, direction: str, visits: int) -> dict[str, Any]:
         per_step = visits * self.layers

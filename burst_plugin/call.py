@@ -21,7 +21,7 @@ from burst_plugin.passes import Pass
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
-from burst_plugin.strategy import Shapes, Strategy, choose_traveller
+from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy, choose_traveller
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import FULL, Tile, cut
@@ -31,7 +31,6 @@ from burst_plugin.transport import Channel
 
 __all__ = ["Call", "prepare"]
 
-_DIRECTIONS = ("forward", "backward")
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 
 
@@ -84,7 +83,7 @@ class Call:
                 owner: found if windows else tuple(piece for tile in found for piece in cut(tile))
                 for owner, found in self.route(direction).tiles.items()
             }
-            for direction in _DIRECTIONS
+            for direction in DIRECTIONS
         }
 
     def tiles(self, direction: str, owner: int) -> tuple[Tile, ...]:
@@ -138,7 +137,7 @@ class Call:
     @property
     def separate_links(self) -> set[bool]:
         """Whether the schedules of this call need separate communicators for the two links."""
-        return {self.route(direction).plan.separate_links for direction in _DIRECTIONS}
+        return {self.route(direction).plan.separate_links for direction in DIRECTIONS}
 
     def packing(self, direction: str, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
@@ -171,7 +170,7 @@ class Call:
     def _expected_bytes(self) -> dict[str, Counter[Channel]]:
         """What the schedule says that a pass sends."""
         counts: dict[str, Counter[Channel]] = {}
-        for direction in _DIRECTIONS:
+        for direction in DIRECTIONS:
             plan = self.route(direction).plan
             counts[direction] = Counter()
             for traffic, t in plan.sends:
@@ -188,7 +187,7 @@ class Call:
         """What every message of a pass carries on CPUs: of which kind of call it is, which one, and which pass."""
         if self.device.type != "cpu":
             return None
-        which = 2 * number + _DIRECTIONS.index(direction)
+        which = 2 * number + DIRECTIONS.index(direction)
         return torch.frombuffer(bytearray(self._digest + which.to_bytes(8, "little")), dtype=torch.uint8)
 
 
@@ -212,7 +211,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     if request.scores.seed != call.scores.seed:
         call = replace(call, scores=replace(call.scores, seed=request.scores.seed))
     check_extras(inputs, call.shapes, call.attending.kv.length)
-    schedules = {direction: call.route(direction).schedule for direction in _DIRECTIONS}
+    schedules = {direction: call.route(direction).schedule for direction in DIRECTIONS}
     member.choices = {
         **call.travellers,
         "kernel": call.kernel.name,
@@ -240,7 +239,7 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     shapes = shapes._replace(q_len=longest["q"], kv_len=longest["kv"])
     if request.mask.rows not in (None, shapes.batch):
         raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
-    if any(shapes.kv_heads % member.strategy.parts_of(direction) for direction in _DIRECTIONS):
+    if any(shapes.kv_heads % member.strategy.parts_of(direction) for direction in DIRECTIONS):
         valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
         raise ValueError(
             f"parts={member.strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use "
@@ -252,7 +251,7 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     features = _features(shapes, scores, member.strategy, has)
     case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, features)
     kernel = choose_kernel(member.strategy.kernel, case)
-    travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in _DIRECTIONS}
+    travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
     return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits)
 
@@ -279,7 +278,7 @@ def _deterministic(strategy: Strategy) -> bool:
 
 
 def _check_bias_traveller(strategy: Strategy, has: tuple[str, ...]) -> None:
-    for direction in _DIRECTIONS:
+    for direction in DIRECTIONS:
         if "bias" in has and getattr(strategy, direction) == "q":
             raise ValueError(
                 f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "

@@ -18,13 +18,12 @@ from itertools import product
 from typing import NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import TRAVELLERS, Shapes, Strategy, hop_bytes_by_traffic
+from burst_plugin.strategy import DIRECTIONS, TRAVELLERS, Shapes, Strategy, hop_bytes_by_traffic
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 
 __all__ = ["Links", "Load", "Plan", "Price", "plans", "price", "visit_seconds"]
 
-DIRECTIONS = ("forward", "backward")
 _PARTS = (1, 2, 4)
 _NEVER = float("inf")
 _DONE_BYTES = 1e-3  # less than that is left over by rounding

@@ -16,6 +16,7 @@ from burst_plugin.topology import Topology
 __all__ = [
     "AUTO",
     "CHECKS",
+    "DIRECTIONS",
     "TRAVELLERS",
     "Shapes",
     "Strategy",
@@ -28,6 +29,7 @@ __all__ = [
 AUTO = "auto"
 TRAVELLERS = ("q", "kv")
 CHECKS = (AUTO, "always", "sparse")
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ class Strategy:
         """Into how many parts blocks are cut in a pass."""
         if isinstance(self.parts, int):
             return self.parts
-        return self.parts[("forward", "backward").index(direction)]
+        return self.parts[DIRECTIONS.index(direction)]
 
     def schedule_for(self, topology: Topology) -> str:
         """The name of the schedule to run on `topology`."""

@@ -211,19 +211,22 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
     options.update(changes.get(rank, {}))
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
-    sends = Counter[int]()
-    original = dist.ProcessGroup.send
+    moved = Counter[int]()
 
-    def count(group: dist.ProcessGroup, tensors: list[Tensor], *to: int) -> dist.Work:
-        sends.update(tensor.nbytes for tensor in tensors)
-        return original(group, tensors, *to)
+    def counted(original: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        def count(group: dist.ProcessGroup, tensors: list[Tensor], *peer_and_tag: int) -> dist.Work:
+            moved.update(tensor.nbytes for tensor in tensors)
+            return original(group, tensors, *peer_and_tag)
 
-    dist.ProcessGroup.send = count  # type: ignore[method-assign, assignment]
+        return count
+
+    for name in ("send", "recv"):
+        setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
     x = torch.zeros(1, options["tokens"], options["heads"], 8, dtype=options["dtype"])
     try:
         burst_attention(x, x, x, cp, scores=Scores(scale=options["scale"]))
     finally:
-        assert set(sends) <= {EXCHANGE_BYTES}, "attention data moved before the error"
+        assert set(moved) <= {EXCHANGE_BYTES}, "attention data moved before the error"
 
 
 @pytest.mark.parametrize(

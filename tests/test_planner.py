@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from burst_plugin import Link, Topology, flat_ring, planner, two_level_ring
-from burst_plugin.planner import DIRECTIONS, Links, Load, plans, price
+from burst_plugin.planner import Links, Load, plans, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import Shapes
+from burst_plugin.strategy import DIRECTIONS, Shapes
 
 FAST = 1e12
 
