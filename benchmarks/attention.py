@@ -143,8 +143,9 @@ def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespac
     reasons = {c.name: _reason(c, case, options.on) for c in chosen}
     able = {c.name: c.configurations(case) for c in chosen if not reasons[c.name]}
     configurations = [each for found in able.values() for each in found]
-    if options.on == "virtual":
-        every = [virtual_rank(case, configurations, options.rounds)]
+    if options.on == "virtual":  # the ring alone: nothing is exchanged inside nodes
+        able = {name: found[:1] for name, found in able.items()}
+        every = [virtual_rank(case, [each for found in able.values() for each in found], options.rounds)]
     elif options.on == "torchrun":
         every = _gathered(group_rank(dist.get_rank(), case, configurations, options.rounds))
     else:

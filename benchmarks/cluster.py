@@ -27,9 +27,8 @@ from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.netns import EmulatedCluster
-from burst_plugin.planner import Links, Load, Price, price
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import DIRECTIONS, Strategy, choose_traveller
+from burst_plugin.planner import Links, Price, pass_price
+from burst_plugin.strategy import DIRECTIONS, Strategy
 from burst_plugin.topology import Topology
 
 RANK_BYTES = 400 << 20  # of one forked rank: gloo's connections, buffers and blocks of the sizes used here
@@ -109,11 +108,8 @@ def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:
 
 def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: Links) -> Price:
     """What the planner says of a strategy of ours."""
-    topology, shapes = Topology(case.nodes, case.ranks_per_node), shapes_of(case)
-    visit_s = visit_seconds(case, slept)[DIRECTIONS.index(direction)]
-    load = Load.of(shapes, direction, choose_traveller(strategy, direction, shapes), visit_s)
-    schedule = SCHEDULES[strategy.schedule_for(topology)](topology, load.reduce_bytes > 0, None)
-    return price(schedule.in_parts(strategy.parts_of(direction)), load, links)
+    topology, visit_s = Topology(case.nodes, case.ranks_per_node), visit_seconds(case, slept)
+    return pass_price(strategy, direction, topology, shapes_of(case), visit_s[DIRECTIONS.index(direction)], links)
 
 
 def rows_of(
@@ -145,6 +141,7 @@ def rows_of(
         row = {**base, "direction": direction, "nic_bytes": nic_bytes[direction]}
         if found["strategy"] is not None and direction in DIRECTIONS:
             row["parts"] = found["strategy"].parts_of(direction)
+            row["ulysses_degree"] = found["strategy"].ulysses_degree
         row |= {"time_s": median(each), "time_s_min": min(each), "time_s_max": max(each)}
         of = [prices[d] for d in (DIRECTIONS if direction == "both" else (direction,)) if d in prices]
         if of:

@@ -147,7 +147,7 @@ def _best(
         return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
     configurations: Sequence[Contender] = contender.configurations(case)
     if contender is BURST[0] and slept is not None:
-        configurations = (planned(case, slept, links),)
+        configurations = [planned(each, case, slept, links) for each in configurations if isinstance(each, Burst)]
     entries = []
     for each in configurations:
         entry = Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {})
@@ -158,11 +158,11 @@ def _best(
     return min(entries, key=lambda entry: entry.step_s), {}
 
 
-def planned(case: Case, slept: Slept, links: Links) -> Burst:
-    """`burst` as the planner would run it on these links, its two rings compared; keys and values travel forward."""
-    shapes = shapes_of(case)
-    best = plans(Topology(case.nodes, case.ranks_per_node), shapes, visit_seconds(case, slept), links)[0]
-    return replace(BURST[0], strategy=replace(BURST[0].strategy, parts=best.strategy.parts))
+def planned(burst: Burst, case: Case, slept: Slept, links: Links) -> Burst:
+    """`burst` with the number of parts that the planner gives it on these links; keys and values travel forward."""
+    found = plans(Topology(case.nodes, case.ranks_per_node), shapes_of(case), visit_seconds(case, slept), links)
+    best = next(each for each in found if each.strategy.ulysses_degree == burst.strategy.ulysses_degree)
+    return replace(burst, strategy=replace(burst.strategy, parts=best.strategy.parts))
 
 
 def _take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:

@@ -72,11 +72,11 @@ class SilentTransport:
 @contextmanager
 def silenced(members: Sequence[Member], transports: Sequence[SilentTransport]) -> Iterator[None]:
     """These members' passes without transfers."""
-    loud = [member.transport for member in members]
+    loud = [(member.transport, member.team_transport) for member in members]
     for member, transport in zip(members, transports, strict=True):
-        member.transport = transport
+        member.transport = member.team_transport = transport
     try:
         yield
     finally:
-        for member, transport in zip(members, loud, strict=True):
-            member.transport = transport
+        for member, (ring, team) in zip(members, loud, strict=True):
+            member.transport, member.team_transport = ring, team

@@ -10,8 +10,7 @@ algorithm 2) for travelling queries in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +23,21 @@ from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
-from burst_plugin.request import Inputs, Request
+from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
 from burst_plugin.sums import in_parts
 from burst_plugin.tile_work import bias_grad
+from burst_plugin.ulysses import by_rank, in_teams, one_pass
 
 _CAUSAL = Causal()
 _PLAIN = Scores()
 
 __all__ = [
-    "Outputs",
-    "Runner",
     "attend",
+    "attention_of",
     "backward_program",
     "burst_attention",
-    "differentiable_attention",
     "forward_program",
     "ring_attention",
 ]
@@ -101,76 +99,55 @@ def backward_program(
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
 
 
-class Outputs(NamedTuple):
-    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on."""
-
-    out: Tensor
-    lse: Tensor
-    max_logits: Tensor | None = None
-
-
-class Runner(Protocol):
-    """Runs the two passes, on whatever ranks there are in this process."""
-
-    def forward(self, inputs: Inputs) -> Outputs:
-        """What attention gives."""
-        ...
-
-    def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs."""
-        ...
-
-
-@dataclass(frozen=True)
-class _LocalRunner:
-    """This process is one rank."""
-
-    call: Call
-    number: int
-
-    def forward(self, inputs: Inputs) -> Outputs:
-        with self.call.member.exclusive(self.call.device):
-            return lockstep([forward_program(self.call, self.number, inputs)])[0]
-
-    def backward(self, inputs: Inputs, queries: Queries) -> tuple[Tensor | None, ...]:
-        with self.call.member.exclusive(self.call.device):
-            return lockstep([backward_program(self.call, self.number, inputs, queries)])[0]
-
-
 class _Attention(torch.autograd.Function):
-    """Saves the inputs, out and lse, nothing of the ring; any number of calls may await their backward pass."""
+    """The ring, for all ranks of this process: five inputs and three outputs each.
+
+    Saves the inputs, out and lse, nothing of the ring; any number of calls may await their backward pass.
+    """
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = Inputs(*tensors)  # type: ignore[arg-type]
-        with torch.autocast(inputs.q.device.type, enabled=False):  # softmax and sums are never lower than float32
-            out, lse, max_logits = runner.forward(inputs)
-        out = out.to(inputs.q.dtype)
-        ctx.runner = runner
-        ctx.save_for_backward(*inputs, out, lse)
-        ctx.mark_non_differentiable(*(x for x in (lse, max_logits) if x is not None))
-        return out, lse, max_logits
+    def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs = [Inputs(*each) for each in by_rank(tensors, len(calls))]  # type: ignore[arg-type]
+        with one_pass(calls):
+            found = lockstep([forward_program(c, number, each) for c, each in zip(calls, inputs, strict=True)])
+        found = [got._replace(out=got.out.to(given.q.dtype)) for got, given in zip(found, inputs, strict=True)]
+        ctx.calls, ctx.number = calls, number
+        ctx.save_for_backward(*tensors, *(x for got in found for x in got[:2]))
+        ctx.mark_non_differentiable(*(x for got in found for x in got[1:] if x is not None))
+        return tuple(x for got in found for x in got)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        *saved, out, lse = ctx.saved_tensors
-        inputs = Inputs(*saved)
-        with torch.autocast(inputs.q.device.type, enabled=False):
-            grads = ctx.runner.backward(inputs, Queries(inputs.q, dout.contiguous(), out, lse))
-        wanted = zip(ctx.needs_input_grad[1:], grads, inputs, strict=True)
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        calls, fields = ctx.calls, len(Inputs._fields)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        inputs = [Inputs(*each) for each in by_rank(saved[: fields * len(calls)], len(calls))]
+        found = by_rank(saved[fields * len(calls) :], len(calls))
+        programs = [
+            backward_program(call, ctx.number, mine, Queries(mine.q, dout.contiguous(), out, lse))
+            for call, mine, dout, (out, lse) in zip(calls, inputs, douts[:: len(Outputs._fields)], found, strict=True)
+        ]
+        with one_pass(calls):
+            grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
+        given = (x for each in inputs for x in each)
         return (
+            None,
             None,
             *(
                 grad.to(x.dtype) if wants and grad is not None and x is not None else None
-                for wants, grad, x in wanted
+                for wants, grad, x in zip(wanted, grads, given, strict=True)
             ),
         )
 
 
-def differentiable_attention(runner: Runner, inputs: Inputs) -> Outputs:
-    """What a runner gives, with gradients for its inputs; only out has one itself."""
-    return Outputs(*_Attention.apply(runner, *inputs))  # type: ignore[no-untyped-call]
+def attention_of(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
+    """What all ranks of this process get, from local tensors of each; only out has a gradient."""
+
+    def ring(given: Sequence[Inputs]) -> list[Outputs]:
+        found = _Attention.apply(calls, number, *(x for each in given for x in each))  # type: ignore[no-untyped-call]
+        return [Outputs(*each) for each in by_rank(found, len(calls))]
+
+    return in_teams(calls, number, inputs, ring)
 
 
 def burst_attention(
@@ -243,7 +220,7 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Out
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
     cp.connect(call.separate_links)
-    return differentiable_attention(_LocalRunner(call, number), inputs)
+    return attention_of([call], number, [inputs])[0]
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

@@ -28,6 +28,7 @@ from burst_plugin.tiles import FULL, Tile, cut
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
+from burst_plugin.ulysses import HeadExchange, Joined
 
 __all__ = ["Call", "prepare"]
 
@@ -36,7 +37,11 @@ _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 
 @dataclass(frozen=True)
 class Call:
-    """One attention call of one rank, all choices made. `shapes` has the lengths of the longest shard."""
+    """One attention call of one rank, all choices made.
+
+    `shapes` are those of the ring, after heads have been exchanged, with the lengths of the longest block; `scores`
+    are those of all heads.
+    """
 
     member: Member
     shapes: Shapes
@@ -72,7 +77,8 @@ class Call:
         member, found = self.member, {}
         for direction, away in self.travellers.items():
             reduces = bool(self.shapes.side(direction, away)[1])
-            found[direction] = member.routes.route(member.rank, self.attending, away, reduces, self.parts(direction))
+            route = member.routes.route(member.ring_rank, self.attending, away, reduces, self.parts(direction))
+            found[direction] = replace(route, plan=route.plan._replace(peers=member.ring_peers))
         return found
 
     @cached_property
@@ -105,20 +111,41 @@ class Call:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         parts = self.parts(direction)
         heads, found = self.shapes.q_heads // parts, []
+        first_head = self.member.team.share(self.heads).start
         for part in range(parts):
             largest = None
             if self.max_logits and direction == "forward":
                 largest = torch.full((heads,), -torch.inf, dtype=self.shapes.sum_dtype, device=self.device)
             mine = slice(part * heads, (part + 1) * heads)
-            how = How(FULL, self.scores.of_heads(mine), first_head=mine.start)
+            first = first_head + mine.start
+            how = How(FULL, self.scores.of_heads(slice(first, first + heads)), first_head=first)
             how = how._replace(deterministic=_deterministic(self.member.strategy))
             bias_of_part = bias if bias is None or bias.shape[1] == 1 else bias[:, mine]
             found.append(TileWork(self.kernel, how, bias_of_part, largest))
         return found
 
+    @property
+    def heads(self) -> int:
+        """Query heads of all ranks of a team together, those that q had before they were exchanged."""
+        return self.shapes.q_heads * self.member.strategy.ulysses_degree
+
+    def head_exchange(self, direction: str, number: int) -> HeadExchange:
+        """That before and after the ring, in one pass."""
+        member = self.member
+        return HeadExchange(
+            member.team, self._held, member.expected_bytes, self._label(direction, number), member.profile
+        )
+
+    @cached_property
+    def _held(self) -> dict[str, Joined]:
+        """What the team of this rank holds of either side."""
+        return {
+            side: self.member.routes.teams(self.attending.of(side))[self.member.ring_rank] for side in ("q", "kv")
+        }
+
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
-        _, sums = self._of_block(self.member.rank, None).side(works[0].direction, side)
+        _, sums = self._of_block(self.member.ring_rank, None).side(works[0].direction, side)
         return OwnSums(sums, self.device, len(works), lambda part, place: works[part].sums(side, place, False))
 
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
@@ -210,7 +237,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     call = known[key]
     if request.scores.seed != call.scores.seed:
         call = replace(call, scores=replace(call.scores, seed=request.scores.seed))
-    check_extras(inputs, call.shapes, call.attending.kv.length)
+    check_extras(inputs, call.attending.kv.length)
     schedules = {direction: call.route(direction).schedule for direction in DIRECTIONS}
     member.choices = {
         **call.travellers,
@@ -223,37 +250,46 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
 def _choose(member: Member, shapes: Shapes, request: Request, device: torch.device, has: tuple[str, ...]) -> Call:
     """The call that these arguments make."""
     ranks, rank, routes = member.topology.ranks, member.rank, member.routes
+    degree, all_heads = member.strategy.ulysses_degree, shapes.q_heads
     lengths = {"q": shapes.q_len, "kv": shapes.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
     for side, whole in tokens.items():
-        held = [sum(run.length for run in runs) for runs in routes.runs(whole)]
-        longest[side] = max(held)
+        held = [sum(run.length for run in runs) for runs in routes.shards(whole)]
+        longest[side] = max(sum(held[first : first + degree]) for first in range(0, ranks, degree))
         if lengths[side] != held[rank]:
             raise ValueError(
                 f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {routes.layout(whole).name!r}, but "
                 f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
                 "ContextParallel.shard, and pass the same tokens= to it and here"
             )
-    shapes = shapes._replace(q_len=longest["q"], kv_len=longest["kv"])
+    if shapes.kv_heads % degree:
+        raise ValueError(
+            f"ulysses_degree={degree} does not divide the {shapes.kv_heads} key/value heads that are here; use one "
+            f"of {_divisors(shapes.kv_heads)}"
+        )
+    shapes = shapes.of_part(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     if request.mask.rows not in (None, shapes.batch):
         raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
     if any(shapes.kv_heads % member.strategy.parts_of(direction) for direction in DIRECTIONS):
-        valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
         raise ValueError(
             f"parts={member.strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use "
-            f"one of {valid}"
+            f"one of {_divisors(shapes.kv_heads)}"
         )
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
     routes.pairs(attending)  # raises ValueError if the mask does not fit the lengths
-    scores = request.scores.resolved(shapes.qk_dim, shapes.q_heads)
+    scores = request.scores.resolved(shapes.qk_dim, all_heads)
     features = _features(shapes, scores, member.strategy, has)
     case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, features)
     kernel = choose_kernel(member.strategy.kernel, case)
     travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
     return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _features(shapes: Shapes, scores: Scores, strategy: Strategy, has: tuple[str, ...]) -> frozenset[str]:

@@ -25,7 +25,7 @@ class CallCargo:
     def __init__(self, call: Call, works: Sequence[Pass], away: str, own: OwnSums) -> None:
         self._call, self._works, self._away, self._own = call, works, away, own
         self._outgoing: dict[int, Tensors] = {}
-        self._ranks, self._direction = call.member.topology.ranks, works[0].direction
+        self._ranks, self._direction = call.member.routes.ranks, works[0].direction
 
     @property
     def device(self) -> torch.device:

@@ -78,8 +78,10 @@ class ContextParallel:
         self._communicators: dict[Channel, dist.ProcessGroup] = {}
         self._mark = ""
         self._transport = DistributedTransport({}, self._global_ranks)
+        self._team_transport = DistributedTransport({}, self._global_ranks)
         topology = self._find_topology(sizes)
-        self.member = Member(self.rank, topology, self.strategy, self._transport, Routes(topology, self.strategy))
+        routes = Routes(topology, self.strategy)
+        self.member = Member(self.rank, topology, self.strategy, self._transport, self._team_transport, routes)
 
     @property
     def ranks(self) -> int:
@@ -112,7 +114,7 @@ class ContextParallel:
             )
         tokens = tokens or Tokens(local.shape[dim] * self.ranks)
         layout = self.member.routes.layout(tokens)
-        lengths = [sum(run.length for run in runs) for runs in self.member.routes.runs(tokens)]
+        lengths = [sum(run.length for run in runs) for runs in self.member.routes.shards(tokens)]
         if local.shape[dim] != lengths[self.rank]:
             raise ValueError(
                 f"rank {self.rank} holds {lengths[self.rank]} of {tokens}, but local {list(local.shape)} has "
@@ -130,7 +132,7 @@ class ContextParallel:
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
         """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
-        return positions(self.member.routes.runs(tokens)[self.rank], device)
+        return positions(self.member.routes.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask) -> Tokens:
         """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
@@ -149,7 +151,7 @@ class ContextParallel:
 
         Attention data only: not the `agreement.EXCHANGE_BYTES` per peer by which ranks agree before a call.
         """
-        return as_traffic(self._transport.sent_bytes)
+        return as_traffic(self._transport.sent_bytes + self._team_transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
         """The same, as the schedule counts it for the calls made."""
@@ -158,17 +160,18 @@ class ContextParallel:
     def reset_traffic(self) -> None:
         """Start counting from zero."""
         self._transport.sent_bytes.clear()
+        self._team_transport.sent_bytes.clear()
         self.member.expected_bytes.clear()
 
     def allocated_bytes(self) -> int:
         """Bytes of all communication buffers; does not grow once every kind of call has been made twice."""
-        return self._transport.pool.allocated_bytes
+        return self._transport.pool.allocated_bytes + self._team_transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
         """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
         return {
             "topology": str(self.topology),
-            "schedule": self.strategy.schedule_for(self.topology),
+            "schedule": self.member.routes.schedule,
             "layout": self.strategy.layout,
             **self.member.choices,
         }
@@ -191,6 +194,10 @@ class ContextParallel:
             self._agreement.record_failures_in(store)
             self._transport = DistributedTransport(self._communicators, self._global_ranks, store)
             self.member.transport = self._transport
+            if self.strategy.ulysses_degree > 1:
+                channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
+                self._team_transport = DistributedTransport(channels, self._global_ranks, store)
+                self.member.team_transport = self._team_transport
         if separate_links is None:
             separate_links = {self.member.routes.dense(True).separate_links}
         for apart in sorted(separate_links):
@@ -253,18 +260,21 @@ class ContextParallel:
 
     def _create_communicators(self, group: dist.ProcessGroup, apart: bool) -> dict[Channel, dist.ProcessGroup]:
         """A process group for every channel: existing ones for gather, new ones for reduce."""
-        everyone = tuple(range(self.ranks))
-        members = dict.fromkeys(Link, everyone)
+        ring, place = self.member.ring_peers, self.member.ring_rank
+        members = dict.fromkeys(Link, tuple(ring))
         if apart:
+            topology = self.topology.of_teams(self.strategy.ulysses_degree)
             members = {
-                Link.INTRA: self.topology.node_peers(self.rank),
-                Link.INTER: self.topology.counterparts(self.rank),
+                Link.INTRA: tuple(ring[each] for each in topology.node_peers(place)),
+                Link.INTER: tuple(ring[each] for each in topology.counterparts(place)),
             }
         made: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
         for existing in (group, *self._hierarchy):
             there = dist.get_process_group_ranks(existing)
             made.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), existing)
         found: dict[Channel, dist.ProcessGroup] = {}
+        if len(ring) == 1:  # heads are exchanged by all ranks: nobody to go around with
+            return found
         for traffic in Traffic:
             for link in Link:
                 key = (traffic, members[link])

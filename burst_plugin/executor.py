@@ -37,7 +37,9 @@ __all__ = [
     "Room",
     "Sums",
     "Visit",
+    "bears",
     "lockstep",
+    "mark",
     "ring_error",
 ]
 
@@ -151,6 +153,17 @@ class _LeasedRoom:
         for tensor, part in zip(found, first or (), strict=False):
             tensor.copy_(part)
         return found
+
+
+def mark(buffer: Tensor, label: Tensor | None) -> None:
+    """Put a call's label on a message."""
+    if label is not None:
+        buffer[-LABEL_BYTES:] = label
+
+
+def bears(buffer: Tensor, label: Tensor | None) -> bool:
+    """Whether a message that arrived belongs to the call of that label, as far as can be told without stalling."""
+    return label is None or torch.equal(buffer[-LABEL_BYTES:], label)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -268,12 +281,12 @@ class Ring(Generic[S]):
             sends, recvs = batches.setdefault(transfer.due, ([], []))
             channel = Channel(traffic, transfer.link, self._plan.separate_links)
             if transfer.src == self._plan.rank:
-                sends.append(Message(transfer.dst, channel, self._outgoing(traffic, transfer)))
+                sends.append(Message(self._plan.peers[transfer.dst], channel, self._outgoing(traffic, transfer)))
             else:
                 packing = self._cargo.packing(traffic, transfer.block, transfer.rows)
                 buffer = self._transport.lease(packing.nbytes, self._device)
                 self._arriving[traffic, transfer] = buffer
-                recvs.append(Message(transfer.src, channel, buffer))
+                recvs.append(Message(self._plan.peers[transfer.src], channel, buffer))
         for due, (sends, recvs) in batches.items():
             try:
                 posted = self._transport.post(sends, recvs)
@@ -308,9 +321,10 @@ class Ring(Generic[S]):
         return buffer
 
     def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Tensor) -> None:
-        if not self._is_ours(buffer):
+        if not bears(buffer, self._label):
             lost = PeerLostError(
-                transfer.src, "what it sent belongs to another call, or to one with other shapes, types or options"
+                self._plan.peers[transfer.src],
+                "what it sent belongs to another call, or to one with other shapes, types or options",
             )
             self._give_up(number, lost)
         block = transfer.block
@@ -345,22 +359,15 @@ class Ring(Generic[S]):
     def _lease(self, nbytes: int) -> Tensor:
         """A buffer to send, with this call's label."""
         buffer = self._transport.lease(nbytes, self._device)
-        self._mark(buffer)
+        mark(buffer, self._label)
         return buffer
 
     def _is_own(self, block: int) -> bool:
         return block % self._plan.ranks == self._plan.rank
 
-    def _mark(self, buffer: Tensor) -> None:
-        if self._label is not None:
-            buffer[-LABEL_BYTES:] = self._label
-
-    def _is_ours(self, buffer: Tensor) -> bool:
-        """Whether a message that arrived belongs to this call, as far as can be told without stalling."""
-        return self._label is None or torch.equal(buffer[-LABEL_BYTES:], self._label)
-
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
-        raise ring_error(self._transport, self._plan.rank, f"{self._direction} step {number}", lost) from lost
+        rank = self._plan.peers[self._plan.rank]
+        raise ring_error(self._transport, rank, f"{self._direction} step {number}", lost) from lost
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:

@@ -15,24 +15,44 @@ from burst_plugin.routes import Routes
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transport import Channel, Transport
+from burst_plugin.ulysses import Team
 
 __all__ = ["Member", "as_traffic"]
 
 
 @dataclass
 class Member:
-    """A rank, the ring it is in, and its transport."""
+    """A rank of the context-parallel group, the ring it is in, and its transports: of the ring, and of its team."""
 
     rank: int
     topology: Topology
     strategy: Strategy
     transport: Transport
+    team_transport: Transport
     routes: Routes
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
+
+    @property
+    def team(self) -> Team:
+        """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
+        degree = self.strategy.ulysses_degree
+        first, place = self.rank - self.rank % degree, self.rank % degree
+        return Team(self.topology, range(first, first + degree), place, self.team_transport)
+
+    @property
+    def ring_rank(self) -> int:
+        """The number of this rank in its ring: that of its team."""
+        return self.rank // self.strategy.ulysses_degree
+
+    @property
+    def ring_peers(self) -> range:
+        """The ranks of its ring."""
+        degree = self.strategy.ulysses_degree
+        return range(self.rank % degree, self.topology.ranks, degree)
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:

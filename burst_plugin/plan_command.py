@@ -1,4 +1,4 @@
-"""`burst plan`: which schedule, traveller and number of parts suit a cluster, by what the planner says they take."""
+"""`burst plan`: which schedule, exchange of heads, parts and traveller suit a cluster, by the planner's prices."""
 
 from __future__ import annotations
 
@@ -47,13 +47,22 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
     found = plans(topology, shapes, visit_s, links)
     yield f"{topology}, {local} tokens per rank, {options.heads} heads of {dim}, {options.dtype}, {options.mask}"
-    yield f"{'schedule':<16}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}{'over the bound':>16}"
-    best = {plan.strategy.schedule: plan for plan in reversed(found)}
-    for plan in (plan for plan in found if plan.strategy.parts == 1 or plan is best[plan.strategy.schedule]):
+    yield (
+        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}"
+        f"{'over the bound':>16}"
+    )
+    best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(found)}
+    of_degree = {p.strategy.ulysses_degree: p for p in reversed(found)}
+    for plan in found:
         strategy, bound_s = plan.strategy, plan.forward.bound_s + plan.backward.bound_s
+        degree = strategy.ulysses_degree
+        if degree == 1 and strategy.parts != 1 and plan is not best[1, strategy.schedule]:
+            continue
+        if degree > 1 and plan is not of_degree[degree]:
+            continue
         yield (
-            f"{strategy.schedule:<16}{strategy.parts!s:>8}{strategy.backward:>10}{1e3 * plan.forward.time_s:>12.2f}"
-            f"{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
+            f"{strategy.schedule:<16}{degree:>8}{strategy.parts!s:>8}{strategy.backward:>10}"
+            f"{1e3 * plan.forward.time_s:>12.2f}{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
         )
     yield _advice(found[0])
 
@@ -63,4 +72,7 @@ def _advice(best: Plan) -> str:
     compute_s = best.forward.compute_s + best.backward.compute_s
     waits = best.step_s > 1.02 * compute_s
     why = f"{busiest[1]}-node links are what ranks wait for" if waits else "all communication is hidden behind work"
-    return f"Best: Strategy(schedule={best.strategy.schedule!r}, parts={best.strategy.parts}); {why}."
+    options = f"schedule={best.strategy.schedule!r}, parts={best.strategy.parts}"
+    if best.strategy.ulysses_degree > 1:
+        options += f", ulysses_degree={best.strategy.ulysses_degree}"
+    return f"Best: Strategy({options}); {why}."

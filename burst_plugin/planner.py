@@ -13,16 +13,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import DIRECTIONS, TRAVELLERS, Shapes, Strategy, hop_bytes_by_traffic
+from burst_plugin.strategy import (
+    DIRECTIONS,
+    TRAVELLERS,
+    Shapes,
+    Strategy,
+    choose_traveller,
+    hop_bytes_by_traffic,
+)
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 
-__all__ = ["Links", "Load", "Plan", "Price", "plans", "price", "visit_seconds"]
+__all__ = ["Links", "Load", "Plan", "Price", "pass_price", "plans", "price", "visit_seconds"]
 
 _PARTS = (1, 2, 4)
 _NEVER = float("inf")
@@ -117,20 +124,54 @@ class Plan(NamedTuple):
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
-def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
-    """Every schedule x numbers of parts with the travellers that suit it; best first.
+def pass_price(
+    strategy: Strategy, direction: str, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+) -> Price:
+    """That of one pass by `strategy`; `visit_s` is the seconds of work on a whole block where no heads are exchanged.
 
-    The best is the cheapest; of those that are alike to 1 %, the one with the fewest parts. `visit_s` is the seconds
-    of work on a whole block, forward and backward.
+    With such an exchange a visit is that of a longer block with fewer heads, and the exchange, which nothing hides,
+    is added: all operands on their way to their heads, all results on their way back.
+    """
+    degree = strategy.ulysses_degree
+    ring = shapes.of_part(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+    traveller = choose_traveller(strategy, direction, ring)
+    load = Load.of(ring, direction, traveller, degree * visit_s)
+    teams = topology.of_teams(degree)
+    schedule = SCHEDULES[strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
+    found = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
+    link = Link.INTRA if degree <= topology.ranks_per_node else Link.INTER
+    exchange_s = _exchanged_bytes(shapes, direction) * (degree - 1) / degree / links.bytes_per_s(link)
+    busy_s = {**found.link_s, link: found.link_s[link] + exchange_s}
+    return replace(found, time_s=found.time_s + exchange_s, link_s=busy_s)
+
+
+def _exchanged_bytes(shapes: Shapes, direction: str) -> int:
+    """Of a rank's q, k, v and out; backward their gradients, which are exchanged in the type of the inputs."""
+    q_numel, kv_numel = (
+        shapes.batch * length * heads * (shapes.qk_dim + shapes.v_dim)
+        for length, heads in ((shapes.q_len, shapes.q_heads), (shapes.kv_len, shapes.kv_heads))
+    )
+    lse_bytes = 4 * shapes.batch * shapes.q_len * shapes.q_heads if direction == "forward" else 0
+    return (q_numel + kv_numel) * shapes.dtype.itemsize + lse_bytes
+
+
+def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
+    """Every schedule x degree of exchange inside nodes x numbers of parts, with the travellers that suit; best first.
+
+    The best is the cheapest; of those that are alike to 1 %, the one with the lowest degree and the fewest parts.
+    `visit_s` is the seconds of work on a whole block, forward and backward.
     """
     found = []
-    several = [n for n in _PARTS if shapes.kv_heads % n == 0]
-    for name in SCHEDULES:
+    degrees = [n for n in range(1, topology.ranks_per_node + 1) if topology.ranks_per_node % n == 0]
+    for name, degree in product(SCHEDULES, (n for n in degrees if shapes.kv_heads % n == 0)):
+        several = [n for n in _PARTS if shapes.kv_heads // degree % n == 0]
+        options: dict[str, Any] = {"schedule": name, "ulysses_degree": degree}
+        options["ranks_per_node"] = topology.ranks_per_node
         best = {
             (direction, parts): min(
-                (price(_schedule(name, topology, load, parts), load, links), traveller)
+                (pass_price(strategy, direction, topology, shapes, each_s, links), traveller)
                 for traveller in TRAVELLERS
-                for load in [Load.of(shapes, direction, traveller, each_s)]
+                for strategy in [Strategy(parts=parts, forward=traveller, backward=traveller, **options)]
             )
             for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
             for parts in several
@@ -139,16 +180,13 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
             (forward, forward_traveller), (backward, backward_traveller) = (
                 best[each] for each in zip(DIRECTIONS, parts, strict=True)
             )
-            strategy = Strategy(
-                schedule=name,
-                parts=parts,
-                forward=forward_traveller,
-                backward=backward_traveller,
-                ranks_per_node=topology.ranks_per_node,
-            )
+            strategy = Strategy(parts=parts, forward=forward_traveller, backward=backward_traveller, **options)
             found.append(Plan(strategy, forward, backward))
     best_s = min(each.step_s for each in found)
-    return sorted(found, key=lambda each: (max(each.step_s, 1.01 * best_s), each.parts, each.step_s))
+    return sorted(
+        found,
+        key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.ulysses_degree, each.parts, each.step_s),
+    )
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
@@ -160,10 +198,6 @@ def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[flo
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
     forward = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
     return forward, 2.5 * forward
-
-
-def _schedule(name: str, topology: Topology, load: Load, parts: int) -> Schedule:
-    return SCHEDULES[name](topology, load.reduce_bytes > 0, None).in_parts(parts)
 
 
 def _nic(topology: Topology, links: Links, link: Link, rank: int) -> int:

@@ -10,9 +10,8 @@ from torch import Tensor
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.scores import Scores
-from burst_plugin.strategy import Shapes
 
-__all__ = ["Inputs", "Request", "check_extras", "check_tensors"]
+__all__ = ["Inputs", "Outputs", "Request", "check_extras", "check_tensors"]
 
 
 class Inputs(NamedTuple):
@@ -25,6 +24,14 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None
 
 
+class Outputs(NamedTuple):
+    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on."""
+
+    out: Tensor
+    lse: Tensor
+    max_logits: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Request:
     """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
@@ -35,21 +42,21 @@ class Request:
     max_logits: bool = False
 
 
-def check_extras(inputs: Inputs, shapes: Shapes, kv_length: int) -> None:
+def check_extras(inputs: Inputs, kv_length: int) -> None:
     """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
-    q = inputs.q
+    q, heads = inputs.q, inputs.q.shape[2]
     for name, extra in (("sink", inputs.sink), ("bias", inputs.bias)):
         if extra is not None and extra.device != q.device:
             raise ValueError(f"{name} is on {extra.device}, but q, k, v are on {q.device}; move it there")
-    if inputs.sink is not None and (inputs.sink.shape != (shapes.q_heads,) or not inputs.sink.is_floating_point()):
+    if inputs.sink is not None and (inputs.sink.shape != (heads,) or not inputs.sink.is_floating_point()):
         raise ValueError(
-            f"sink must be floating point [{shapes.q_heads}], one logit per query head, got {inputs.sink.dtype} "
+            f"sink must be floating point [{heads}], one logit per query head, got {inputs.sink.dtype} "
             f"{list(inputs.sink.shape)}"
         )
     bias = inputs.bias
     if bias is None:
         return
-    expected = (shapes.batch, shapes.q_heads, q.shape[1], kv_length)
+    expected = (q.shape[0], heads, q.shape[1], kv_length)
     shape = tuple(bias.shape)
     shared = tuple(1 if n == 1 else m for n, m in zip(shape[:2], expected, strict=False)) + expected[2:]
     if shape != shared or not bias.is_floating_point():

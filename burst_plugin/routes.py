@@ -18,6 +18,7 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
 from burst_plugin.transfers import Needs, RankPlan, Rows, Schedule
+from burst_plugin.ulysses import Joined, joined
 
 __all__ = ["Attending", "Pairs", "Route", "Routes"]
 
@@ -111,18 +112,27 @@ class Route:
 
 
 class Routes:
-    """The routes under one topology and strategy; ranks of one process may share them."""
+    """The routes under one topology and strategy; ranks of one process may share them.
+
+    With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold.
+    """
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
-        self._topology, self._strategy = topology, strategy
+        self._all, self._strategy = topology, strategy
+        self._topology = topology.of_teams(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the ring."""
         return self._topology.ranks
+
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule, for masks that leave most of the work."""
+        return self._strategy.schedule_for(self._topology)
 
     def layout(self, tokens: Tokens) -> Layout:
         """The rule by which these tokens are dealt out; ValueError if nothing says which."""
@@ -134,10 +144,19 @@ class Routes:
             )
         return LAYOUTS[name]
 
+    def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
+        """What every rank of the context-parallel group holds of a sequence."""
+        layout, ranks = self.layout(tokens), self._all.ranks
+        return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
+
+    def teams(self, tokens: Tokens) -> list[Joined]:
+        """What every team holds."""
+        shards, degree = self.shards(tokens), self._strategy.ulysses_degree
+        return [joined(shards[first : first + degree]) for first in range(0, len(shards), degree)]
+
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """What every rank holds of a sequence."""
-        layout = self.layout(tokens)
-        return [layout.runs(rank, self.ranks, tokens) for rank in range(self.ranks)]
+        """What every rank of the ring holds: the block of its team."""
+        return [team.runs for team in self.teams(tokens)]
 
     def pairs(self, attending: Attending) -> Pairs:
         """The tiles of every pair of ranks."""
@@ -173,9 +192,7 @@ class Routes:
         """The schedule in which every rank visits every block."""
         key = (None, "", reduces)
         if key not in self._schedules:
-            self._schedules[key] = SCHEDULES[self._strategy.schedule_for(self._topology)](
-                self._topology, reduces, None
-            )
+            self._schedules[key] = SCHEDULES[self.schedule](self._topology, reduces, None)
         return self._schedules[key]
 
     def load(self, attending: Attending) -> tuple[int, int]:
@@ -189,7 +206,7 @@ class Routes:
         if needs is None:
             return self.dense(reduces)
         if key not in self._schedules:
-            chosen = SCHEDULES[self._strategy.schedule_for(self._topology)](self._topology, reduces, needs)
+            chosen = SCHEDULES[self.schedule](self._topology, reduces, needs)
             if self._strategy.schedule == AUTO:
                 lengths = _lengths(pairs.runs[away])
                 candidates = [chosen, SCHEDULES["direct"](self._topology, reduces, needs)]

@@ -48,6 +48,9 @@ class Strategy:
     links are what everybody waits for, more parts keep them busy; otherwise they only make more and smaller kernel
     calls. Must divide the number of key/value heads of a rank. A number, or a pair: forward and backward. `planner`
     says what it gives.
+    ulysses_degree: ranks, consecutive and inside one node if it can be, that exchange heads before and after the ring
+    (`burst_plugin.ulysses`): the ring then has as many times fewer ranks, with longer blocks of fewer heads, and all
+    of them together need no ring at all. Must divide the number of key/value heads of a rank.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
@@ -64,6 +67,7 @@ class Strategy:
     kernel: str | Kernel = AUTO
     ranks_per_node: int | str = AUTO
     parts: int | tuple[int, int] = 1
+    ulysses_degree: int = 1
     check: str = AUTO
     deterministic: bool = False
 
@@ -83,6 +87,8 @@ class Strategy:
                 f"parts={self.parts!r} is not valid; use a positive number, or two: forward and backward"
             )
         object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else tuple(parts))
+        if not _is_positive(self.ulysses_degree):
+            raise ValueError(f"ulysses_degree={self.ulysses_degree!r} is not valid; use a positive number")
         per_node = self.ranks_per_node
         if per_node != AUTO and not _is_positive(per_node):
             raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")

@@ -132,7 +132,7 @@ def tiles(mask: Mask, lengths: tuple[int, int], q_runs: Sequence[Run], k_runs: S
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
     """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
 
-    Runs are in ascending order. Raises ValueError for runs of unlike strides.
+    Runs are in ascending order of their starts. Raises ValueError for runs of unlike strides.
     """
     strides = {run.stride for run in (*q_runs, *k_runs)}
     if len(strides) > 1:
@@ -141,7 +141,7 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
             "striped or neither (layout= of Strategy or Tokens)"
         )
     k_first = [run.start for run in k_runs]
-    k_last = [run.start + (run.length - 1) * run.stride for run in k_runs]
+    k_last = list(accumulate((run.start + (run.length - 1) * run.stride for run in k_runs), max))
     k_offsets = [0, *accumulate(run.length for run in k_runs)]
     found: list[Tile] = []
     q_offset = 0

@@ -89,6 +89,22 @@ class Topology:
         """The ranks at the same place of every node: the outer ring of `rank`."""
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
+    def of_teams(self, degree: int) -> Topology:
+        """That of teams of `degree` consecutive ranks, each inside a node or of whole nodes.
+
+        ValueError for other degrees.
+        """
+        if self.ranks_per_node % degree == 0:
+            return Topology(self.nodes, self.ranks_per_node // degree)
+        if self.ranks % degree == 0 and degree % self.ranks_per_node == 0:
+            return Topology(self.ranks // degree, 1)
+        valid = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+        valid = [n for n in valid if self.ranks_per_node % n == 0 or n % self.ranks_per_node == 0]
+        raise ValueError(
+            f"ulysses_degree={degree} does not divide {self} into teams inside nodes, or of whole nodes; use one of "
+            f"{valid}"
+        )
+
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node} (nodes x ranks per node)"
 

@@ -62,6 +62,7 @@ class RankPlan(NamedTuple):
     steps: tuple[Step, ...]
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
     separate_links: bool
+    peers: Sequence[int]  # by what number a transport knows each rank of the schedule
 
     @property
     def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
@@ -129,7 +130,7 @@ class Schedule:
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
-        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links)
+        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links, range(self.ranks))
 
     def in_parts(self, parts: int) -> Schedule:
         """The same for blocks cut into `parts`, which take turns in every phase; steps are as much shorter.

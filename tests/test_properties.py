@@ -90,10 +90,16 @@ def cu_seqlens(length: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(0, length), max_size=4).map(lambda cuts: (0, *sorted(cuts), length))
 
 
+def degrees(topology: Topology) -> list[int]:
+    """Of teams that exchange heads: inside nodes, or of whole nodes."""
+    several = [n for n in range(1, topology.ranks + 1) if topology.ranks % n == 0]
+    return [n for n in several if topology.ranks_per_node % n == 0 or n % topology.ranks_per_node == 0]
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Drawn:
     """Everything that attention can be asked to do, at once."""
-    topology = draw(st.builds(Topology, st.integers(1, 3), st.integers(1, 3)))
+    topology = draw(st.builds(Topology, st.integers(1, 3), st.integers(1, 4)))
     q_len = draw(st.integers(1, 40))
     kv_len = draw(st.one_of(st.just(q_len), st.just(q_len), st.integers(1, 40)))
     kv_heads, group = draw(st.sampled_from([1, 2, 2, 4])), draw(st.integers(1, 2))
@@ -112,13 +118,15 @@ def cases(draw: st.DrawFn) -> Drawn:
     )
     plain = scores == Scores(seed=scores.seed) and not has_bias
     sides = st.just("kv") if has_bias else st.sampled_from(["q", "kv", "auto"])
+    degree = draw(st.sampled_from([n for n in degrees(topology) if kv_heads % n == 0]))
     strategy = Strategy(
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        ulysses_degree=degree,
         schedule=draw(st.sampled_from(["auto", *SCHEDULES])),
         forward=draw(sides),
         backward=draw(sides),
         kernel=draw(st.sampled_from(RUNNABLE)) if plain else "auto",
-        parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads % n == 0])) for _ in range(2)),
+        parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads // degree % n == 0])) for _ in range(2)),
     )
     tokens = (
         draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None

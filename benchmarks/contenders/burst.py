@@ -23,6 +23,7 @@ class Burst:
 
     name: str
     strategy: Strategy = _DEFAULTS
+    several: bool = False
 
     def absent(self) -> str | None:
         """See `Contender.absent`."""
@@ -30,11 +31,25 @@ class Burst:
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
+        degree = self.strategy.ulysses_degree
+        if case.kv_heads % degree or case.ranks_per_node % degree:
+            return f"{degree} ranks of a node cannot exchange {case.kv_heads} key/value heads"
         return None
 
     def configurations(self, case: Case) -> tuple[Contender, ...]:
-        """See `Contender.configurations`."""
-        return (self,) if self.refuse(case) is None else ()
+        """See `Contender.configurations`; `several` of them differ in how many ranks of a node exchange heads."""
+        several = [self.of_degree(n) for n in range(1, (case.ranks_per_node if self.several else 1) + 1)]
+        return tuple(each for each in several if each.refuse(case) is None)
+
+    def of_degree(self, degree: int) -> Burst:
+        """With that many ranks of a node exchanging heads."""
+        if degree == 1:
+            return self
+        return replace(
+            self,
+            name=f"{self.name}, Ulysses {degree} in nodes",
+            strategy=replace(self.strategy, ulysses_degree=degree),
+        )
 
     def prepare(self, case: Case, slept: Slept | None) -> BurstSession:
         """See `Contender.prepare`."""
@@ -66,7 +81,7 @@ class BurstSession:
 
 
 BURST = (
-    Burst("burst"),
+    Burst("burst", several=True),
     Burst("burst flat ring", replace(_DEFAULTS, schedule="flat_ring")),
     Burst("burst, q travels", replace(_DEFAULTS, forward="kv", backward="q")),
     Burst("burst, kv travels", replace(_DEFAULTS, forward="kv", backward="kv")),

@@ -69,6 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "forward and backward; see `burst plan`",
     )
     group.add_argument(
+        "--burst-ulysses-degree",
+        type=int,
+        default=default.ulysses_degree,
+        metavar="N",
+        help="consecutive context-parallel ranks that exchange heads before and after the ring; see `burst plan`",
+    )
+    group.add_argument(
         "--burst-check",
         choices=CHECKS,
         default=default.check,
@@ -149,5 +156,6 @@ def parsed_strategy() -> Strategy | None:
         kernel=args.burst_kernel,
         ranks_per_node=args.burst_ranks_per_node,
         parts=args.burst_parts[0] if len(args.burst_parts) == 1 else tuple(args.burst_parts),
+        ulysses_degree=args.burst_ulysses_degree,
         check=args.burst_check,
     )

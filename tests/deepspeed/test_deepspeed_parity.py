@@ -57,6 +57,10 @@ def test_every_zero_stage_equals_one_rank(ranks: int, cp: int) -> None:
     check([replace(STEPS, stage=stage, cp=cp, checkpointing=stage % 2 == 1) for stage in range(4)], ranks)
 
 
+def test_heads_exchanged_inside_nodes() -> None:
+    check([replace(STEPS, stage=3, cp=4, block={"ulysses_degree": 2, "ranks_per_node": 2})], 4)
+
+
 def _labels_of_first_rank(cp: int) -> int:
     labels = torch.nn.functional.pad(BATCHES[0]["labels"][:, 1:], (0, 1), value=-100)
     chunks = labels.chunk(2 * cp, 1)

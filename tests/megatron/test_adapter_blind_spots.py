@@ -96,9 +96,11 @@ def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     parser = add_arguments(argparse.ArgumentParser())
     flags = ["--burst-schedule", "flat_ring", "--burst-check", "always", "--burst-parts", *map(str, parts)]
+    flags += ["--burst-ulysses-degree", "2"]
     module = argparse.Namespace(_GLOBAL_ARGS=parser.parse_args(flags))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=2 if len(parts) == 1 else (1, 4))
+    expected = 2 if len(parts) == 1 else (1, 4)
+    assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=expected, ulysses_degree=2)
 
 
 def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:

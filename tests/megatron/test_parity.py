@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from burst_plugin import Strategy
 from tests.support.megatron_gpt import GptRun, StepResult, one_step, random_tokens
 from tests.support.ranks import run_ranks
 
@@ -40,7 +41,17 @@ CP2 = GptRun(cp=2, cp_comm_type="burst")
 CP4 = GptRun(cp=4, hierarchical=(2, 2), cp_comm_type="burst")
 
 
-@pytest.mark.parametrize("run", [CP2, CP4, replace(CP4, hierarchical=None)], ids=["cp2", "cp4_2x2", "cp4_flat"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        CP2,
+        CP4,
+        replace(CP4, hierarchical=None),
+        replace(CP4, strategy=Strategy(ulysses_degree=2)),
+        replace(CP2, strategy=Strategy(ulysses_degree=2)),
+    ],
+    ids=["cp2", "cp4_2x2", "cp4_flat", "cp4_2x2_ulysses2", "cp2_ulysses2"],
+)
 def test_context_parallel_equals_one_rank(run: GptRun) -> None:
     check_parity(run)
 

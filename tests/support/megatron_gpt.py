@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from burst_plugin import Strategy
 from burst_plugin.megatron import cpu
 
 _WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
@@ -42,6 +43,7 @@ class GptRun:
     cp: int = 1
     hierarchical: tuple[int, ...] | None = None
     cp_comm_type: str | None = None
+    strategy: Strategy | None = None
     sequence_parallel: bool = False
     recompute: str = "none"
     per_token_loss: bool = False
@@ -82,7 +84,7 @@ def join(run: GptRun) -> None:
     if run.cp_comm_type == "burst":
         from burst_plugin import megatron as burst_megatron
 
-        burst_megatron.install()
+        burst_megatron.install(run.strategy)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=run.pp,

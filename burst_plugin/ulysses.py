@@ -1,0 +1,338 @@
+"""Heads exchanged inside teams of ranks, so that a ring of teams is left: Ulysses and ring, "2D attention".
+
+`ulysses_degree` consecutive ranks are a *team*. Before the ring each of them gives its tokens of some heads to those
+who work on these heads, and has the tokens of the whole team for its own share of the heads; afterwards outputs take
+the way back. Rank j of every team goes around a ring with the ranks j of the others.
+
+8 tokens over 4 ranks in zigzag, degree 2, heads a b; two rings, of ranks 0 2 (head a) and 1 3 (head b):
+
+                 before           after
+    team 0  rank 0   0 7   a b        0 1 6 7   a        rows are sorted by position, and neighbours joined: a team's
+            rank 1   1 6   a b        0 1 6 7   b        block in zigzag is what one rank of two would hold, and a
+    team 1  rank 2   2 5   a b        2 3 4 5   a        whole group's is the sequence: one ring of one rank
+            rank 3   3 4   a b        2 3 4 5   b
+
+What goes to where it is read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
+it is (degree - 1) / degree of q, k, v and out, once, whatever the number of ranks, but not hidden behind work.
+
+Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719) and LoongTrain's 2D attention
+(2406.18485, section 4.2) for ring and exchange together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_plugin.executor import Packing, bears, lockstep, mark, ring_error
+from burst_plugin.layout import Run
+from burst_plugin.profile import Profile
+from burst_plugin.request import Inputs, Outputs
+from burst_plugin.topology import Topology, Traffic
+from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
+
+if TYPE_CHECKING:
+    from burst_plugin.call import Call
+
+__all__ = ["HeadExchange", "Joined", "Team", "by_rank", "in_teams", "joined", "one_pass"]
+
+T = TypeVar("T")
+
+
+class Span(NamedTuple):
+    """`length` rows: from `local` on in the rank's own order, from `joint` on in the team's."""
+
+    local: int
+    joint: int
+    length: int
+
+
+class Joined(NamedTuple):
+    """What a team holds: its runs, and where each member's rows are among them."""
+
+    runs: tuple[Run, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+    def count(self, member: int) -> int:
+        """How many rows a member brings."""
+        return sum(span.length for span in self.spans[member])
+
+    @property
+    def length(self) -> int:
+        """Rows of the whole team."""
+        return sum(run.length for run in self.runs)
+
+
+def joined(held: Sequence[tuple[Run, ...]]) -> Joined:
+    """The rows of all members, by position; a team of one keeps its order."""
+    pieces = []
+    for member, runs in enumerate(held):
+        starts = accumulate((run.length for run in runs), initial=0)
+        pieces += [(run, member, start) for run, start in zip(runs, starts, strict=False)]
+    if len(held) > 1:
+        pieces.sort()
+    found: list[Run] = []
+    spans: list[list[Span]] = [[] for _ in held]
+    at = 0
+    for run, member, start in pieces:
+        spans[member].append(Span(start, at, run.length))
+        at += run.length
+        last = found[-1] if found and len(held) > 1 else None
+        if last is not None and last.stride == run.stride and last.start + last.length * last.stride == run.start:
+            found[-1] = last._replace(length=last.length + run.length)
+        else:
+            found.append(run)
+    return Joined(tuple(found), tuple(map(tuple, spans)))
+
+
+@dataclass(frozen=True)
+class Team:
+    """A rank's team: its members are the CP ranks `peers`, of which this rank is number `place`."""
+
+    topology: Topology
+    peers: Sequence[int]
+    place: int
+    transport: Transport
+
+    @property
+    def degree(self) -> int:
+        """How many ranks, and shares of the heads."""
+        return len(self.peers)
+
+    @property
+    def others(self) -> list[int]:
+        """The members besides this rank."""
+        return [member for member in range(self.degree) if member != self.place]
+
+    def share(self, heads: int) -> slice:
+        """This rank's, of so many heads."""
+        return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
+
+    def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
+        """To or from a member."""
+        peer = self.peers[member]
+        return Message(peer, Channel(traffic, self.topology.link(self.peers[self.place], peer)), data)
+
+
+class _Piece(NamedTuple):
+    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, H / degree, D]."""
+
+    local: Tensor
+    joint: Tensor
+    rows: Joined
+    degree: int
+
+    def share(self, member: int) -> Tensor:
+        """The heads of a member, of the local rows."""
+        return self.local.chunk(self.degree, 2)[member]
+
+    def spec(self, rows_of: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of a member's rows of one share of the heads."""
+        batch, _, heads, dim = self.joint.shape
+        return (batch, self.rows.count(rows_of), heads, dim), self.local.dtype
+
+    def to_joint(self, member: int, part: Tensor) -> None:
+        """Put a member's rows of this rank's heads, `part`, among the team's."""
+        for local, joint, length in self.rows.spans[member]:
+            self.joint.narrow(1, joint, length).copy_(part.narrow(1, local, length))
+
+    def from_joint(self, member: int, part: Tensor) -> None:
+        """The other way round."""
+        for local, joint, length in self.rows.spans[member]:
+            part.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """One rank's part in the exchange of its team, in one pass.
+
+    `joined` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
+    The bytes that are to be sent are counted in `expected_bytes`.
+    """
+
+    team: Team
+    joined: Mapping[str, Joined]
+    expected_bytes: Counter[Channel]
+    label: Tensor | None = None
+    profile: Profile | None = None
+
+    def run(
+        self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
+    ) -> Generator[None, None, list[Tensor]]:
+        """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the team together.
+
+        To heads: [B, S_local, H, D] becomes [B, S_team, H / degree, D], the team's rows of this rank's share. Back:
+        the other way round. Yields once, while messages are under way, for ranks that take turns.
+        """
+        log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
+        transport = self.team.transport if log is None else log.watch(self.team.transport)
+        pieces = [self._piece(to_heads, x, self.joined[side]) for x, side in zip(tensors, sides, strict=True)]
+        try:
+            with nullcontext() if log is None else log.timed("move"):
+                under_way = self._begin(transport, to_heads, pieces)
+            yield
+            with nullcontext() if log is None else log.timed("move"):
+                self._finish(transport, to_heads, pieces, under_way)
+        except PeerLostError as lost:
+            raise ring_error(transport, self.team.peers[self.team.place], "the exchange of heads", lost) from lost
+        return [piece.joint if to_heads else piece.local for piece in pieces]
+
+    def _piece(self, to_heads: bool, x: Tensor, rows: Joined) -> _Piece:
+        degree, (batch, _, heads, dim) = self.team.degree, x.shape
+        if to_heads:
+            return _Piece(x, x.new_empty((batch, rows.length, heads // degree, dim)), rows, degree)
+        local = x.new_empty((batch, rows.count(self.team.place), heads * degree, dim))
+        return _Piece(local, x, rows, degree)
+
+    def _begin(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece]) -> _UnderWay:
+        """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
+        team, device = self.team, pieces[0].local.device
+        traffic = Traffic.GATHER if to_heads else Traffic.REDUCE
+        sends, recvs = [], []
+        for member in team.others:
+            sender_s, receiver_s = (self._packing(pieces, rows_of) for rows_of in (team.place, member))
+            out, back = (sender_s, receiver_s) if to_heads else (receiver_s, sender_s)
+            sends.append(team.message(traffic, member, transport.lease(out.nbytes, device)))
+            recvs.append(team.message(traffic, member, transport.lease(back.nbytes, device)))
+            for piece, view in zip(pieces, out.views(sends[-1].data), strict=True):
+                if to_heads:
+                    view.copy_(piece.share(member))
+                else:
+                    piece.from_joint(member, view)
+            mark(sends[-1].data, self.label)
+            self.expected_bytes[sends[-1].channel] += out.nbytes
+        under_way = _UnderWay(sends, recvs, transport.post(sends, recvs))
+        for piece in pieces:
+            (piece.to_joint if to_heads else piece.from_joint)(team.place, piece.share(team.place))
+        return under_way
+
+    def _finish(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece], under_way: _UnderWay) -> None:
+        """Wait, and put what arrived in its place."""
+        for pending in under_way.pending:
+            pending.wait()
+        for member, message in zip(self.team.others, under_way.recvs, strict=True):
+            if not bears(message.data, self.label):
+                raise PeerLostError(message.peer, "what it sent belongs to another call")
+            packing = self._packing(pieces, member if to_heads else self.team.place)
+            for piece, view in zip(pieces, packing.views(message.data), strict=True):
+                if to_heads:
+                    piece.to_joint(member, view)
+                else:
+                    piece.share(member).copy_(view)
+        for message in (*under_way.sends, *under_way.recvs):
+            transport.release(message.data)
+
+    def _packing(self, pieces: Sequence[_Piece], rows_of: int) -> Packing:
+        return Packing([piece.spec(rows_of) for piece in pieces], labelled=self.label is not None)
+
+
+class _UnderWay(NamedTuple):
+    sends: list[Message]
+    recvs: list[Message]
+    pending: list[Pending]
+
+
+class _Exchange(torch.autograd.Function):
+    """Tensors of all ranks of this process, one of each of `sides` per rank; gradients take the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, calls: Sequence[Call], number: int, to_heads: bool, sides: Sequence[str], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.calls, ctx.number, ctx.to_heads, ctx.sides = calls, number, to_heads, sides
+        each = by_rank(tensors, len(calls))
+        exchanges = [call.head_exchange("forward", number) for call in calls]
+        with one_pass(calls):
+            found = lockstep([e.run(to_heads, mine, sides) for e, mine in zip(exchanges, each, strict=True)])
+        return tuple(x for of_rank in found for x in of_rank)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        calls, needed = ctx.calls, ctx.needs_input_grad[4:]
+        wanted = [n for n in range(len(ctx.sides)) if needed[n]]
+        sides = [ctx.sides[n] for n in wanted]
+        exchanges = [call.head_exchange("backward", ctx.number) for call in calls]
+        with one_pass(calls):
+            found = lockstep(
+                [
+                    exchange.run(not ctx.to_heads, [mine[n] for n in wanted], sides)
+                    for exchange, mine in zip(exchanges, by_rank(grads, len(calls)), strict=True)
+                ]
+            )
+        given = [dict(zip(wanted, of_rank, strict=True)) for of_rank in found]
+        return (None,) * 4 + tuple(of_rank.get(n) for of_rank in given for n in range(len(ctx.sides)))
+
+
+def in_teams(
+    calls: Sequence[Call],
+    number: int,
+    inputs: Sequence[Inputs],
+    ring: Callable[[Sequence[Inputs]], list[Outputs]],
+) -> list[Outputs]:
+    """What `ring` makes of the inputs of all ranks of this process, heads exchanged before and after."""
+    teams = [call.member.team for call in calls]
+    if teams[0].degree == 1:
+        return ring(inputs)
+
+    def exchanged(to_heads: bool, sides: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Any, ...]]:
+        flat = (x for of_rank in tensors for x in of_rank)
+        return by_rank(_Exchange.apply(calls, number, to_heads, sides, *flat), len(calls))  # type: ignore[no-untyped-call]
+
+    sides = ("q", "kv", "kv") if inputs[0].bias is None else ("q", "kv", "kv", "q")
+    given = exchanged(True, sides, [_local(each, teams[0].degree) for each in inputs])
+    found = ring([_of_heads(team, each, mine) for team, each, mine in zip(teams, inputs, given, strict=True)])
+    rows = exchanged(False, ("q", "q"), [(got.out, got.lse.transpose(1, 2).unsqueeze(3)) for got in found])
+    return [
+        Outputs(out, lse.squeeze(3).transpose(1, 2), _all_heads(team, got.max_logits))
+        for team, got, (out, lse) in zip(teams, found, rows, strict=True)
+    ]
+
+
+def _local(inputs: Inputs, degree: int) -> list[Tensor]:
+    """What is exchanged, as [B, S_local, H, D]; a bias that heads share goes to every one of them."""
+    tensors = [inputs.q, inputs.k, inputs.v]
+    if inputs.bias is not None:
+        rows = inputs.bias.transpose(1, 2)
+        tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, degree, -1))
+    return tensors
+
+
+def _of_heads(team: Team, inputs: Inputs, exchanged: Sequence[Tensor]) -> Inputs:
+    """What the ring is given: a share of the heads."""
+    q, k, v, *bias = exchanged
+    sink = None if inputs.sink is None else inputs.sink[team.share(inputs.q.shape[2])]
+    return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
+
+
+def _all_heads(team: Team, max_logits: Tensor | None) -> Tensor | None:
+    """The largest scores of all heads: this rank saw nothing of those that are not its share."""
+    if max_logits is None:
+        return None
+    found = max_logits.new_full((len(max_logits) * team.degree,), -torch.inf)
+    found[team.share(len(found))] = max_logits
+    return found
+
+
+def by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
+    """The same number of items for each rank."""
+    each = len(flat) // ranks
+    return [tuple(flat[each * rank : each * (rank + 1)]) for rank in range(ranks)]
+
+
+@contextmanager
+def one_pass(calls: Sequence[Call]) -> Iterator[None]:
+    """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
+    with ExitStack() as stack:
+        for call in calls:
+            stack.enter_context(call.member.exclusive(call.device))
+        stack.enter_context(torch.autocast(calls[0].device.type, enabled=False))
+        yield

@@ -1,0 +1,170 @@
+"""Heads exchanged inside teams: which rows a team holds, the exchange itself, and rings of teams over processes.
+
+What attention gives with it, for drawn shapes, masks and options, is in `test_properties.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Tokens, Topology, Traffic, burst_attention
+from burst_plugin.executor import lockstep
+from burst_plugin.in_process import InProcessNetwork
+from burst_plugin.layout import LAYOUTS, Run, positions
+from burst_plugin.transport import Channel
+from burst_plugin.ulysses import HeadExchange, Team, joined
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.reference import Problem, Result, errors, reference
+
+SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
+
+
+def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
+    shards = [LAYOUTS["zigzag"].runs(rank, 8, Tokens(64)) for rank in range(8)]
+    for degree in (2, 4, 8):
+        teams = [joined(shards[first : first + degree]).runs for first in range(0, 8, degree)]
+        for rank, runs in enumerate(teams):
+            expected = LAYOUTS["zigzag"].runs(rank, len(teams), Tokens(64))
+            assert torch.equal(positions(runs), positions(expected))
+    assert teams == [(Run(0, 64),)], "one run of all: one kernel call"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tokens", [Tokens(24), Tokens(23), Tokens(3), Tokens(24, (0, 5, 5, 24))], ids=str)
+def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> None:
+    shards = [LAYOUTS[layout].runs(rank, 4, tokens) for rank in range(4)]
+    for degree in (1, 2, 4):
+        team = joined(shards[:degree])
+        assert sum(team.count(member) for member in range(degree)) == team.length
+        at = positions(team.runs)
+        for member, runs in enumerate(shards[:degree]):
+            for local, joint, length in team.spans[member]:
+                assert at[joint : joint + length].tolist() == positions(runs)[local : local + length].tolist()
+
+
+@pytest.mark.parametrize(
+    ("topology", "degree", "ring"),
+    [
+        (Topology(2, 4), 1, Topology(2, 4)),
+        (Topology(2, 4), 2, Topology(2, 2)),
+        (Topology(2, 4), 4, Topology(2, 1)),
+        (Topology(2, 4), 8, Topology(1, 1)),
+        (Topology(4, 2), 4, Topology(2, 1)),
+    ],
+    ids=str,
+)
+def test_a_ring_of_teams(topology: Topology, degree: int, ring: Topology) -> None:
+    assert topology.of_teams(degree) == ring
+
+
+def test_teams_that_would_straddle_nodes_are_refused_with_what_can_be_had() -> None:
+    with pytest.raises(ValueError, match=r"ulysses_degree=3 .* use one of \[1, 2, 4, 8\]"):
+        Topology(2, 4).of_teams(3)
+    with pytest.raises(ValueError, match=r"ulysses_degree=2 .* use one of \[1, 3, 6\]"):
+        Topology(2, 3).of_teams(2)
+    with pytest.raises(ValueError, match="ulysses_degree=0 is not valid; use a positive number"):
+        Strategy(ulysses_degree=0)
+
+
+def test_what_is_exchanged_comes_back_and_is_counted() -> None:
+    """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that is as unkind as it can be."""
+    topology, tokens = Topology(1, 3), Tokens(7)
+    shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
+    team = joined(shards)
+    network, expected = InProcessNetwork(3), [Counter[Channel]() for _ in range(3)]
+    whole = [torch.randn(2, 7, heads, dim) for heads, dim in ((6, 4), (3, 5))]
+    local = [[x[:, positions(runs)] for x in whole] for runs in shards]
+
+    def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        exchanges = [
+            HeadExchange(Team(topology, range(3), rank, wires), {"q": team, "kv": team}, expected[rank])
+            for rank, wires in enumerate(network.transports())
+        ]
+        return lockstep([e.run(to_heads, mine, ("q", "kv")) for e, mine in zip(exchanges, tensors, strict=True)])
+
+    there = run(True, local)
+    for rank, (q, k) in enumerate(there):
+        order = positions(team.runs)
+        assert torch.equal(q, whole[0][:, order, 2 * rank : 2 * rank + 2])
+        assert torch.equal(k, whole[1][:, order, rank : rank + 1])
+    for mine, back in zip(local, run(False, there), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(mine, back, strict=True))
+    for rank in range(3):
+        assert expected[rank] == Counter({c: n for (r, c), n in network.sent_bytes.items() if r == rank})
+        assert set(expected[rank]) == {Channel(traffic, Link.INTRA) for traffic in Traffic}
+
+
+# --------------------------------------------------------------------------------------------- over processes
+
+
+def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tuple[Result, bool, torch.Tensor]:
+    """Whole results of the last of three steps; whether bytes and buffers are what they should be; largest scores."""
+    nodes = 2 if strategy.ranks_per_node == 2 else 1
+    levels = None
+    if nodes == 2:
+        inner, outer = ([dist.new_group(ranks) for ranks in pairs] for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3))))
+        levels = [inner[rank // 2], outer[rank % 2]]
+    cp = ContextParallel(dist.group.WORLD, hierarchy=levels, strategy=strategy)
+    tokens, buffers = Tokens(length), []
+    for _ in range(3):
+        q, k, v = (cp.shard(x, tokens=tokens).requires_grad_() for x in problem[:3])
+        assert problem.sink is not None
+        sink = problem.sink.clone().requires_grad_()
+        options: dict[str, Any] = {"scores": SCORES, "sink": sink, "tokens": tokens}
+        out, _, largest = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True, **options)
+        *grads, dsink = torch.autograd.grad(out, (q, k, v, sink), cp.shard(problem.dout, tokens=tokens))
+        buffers.append(cp.allocated_bytes())
+    dist.all_reduce(dsink)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    whole = [cp.unshard(x, tokens=tokens) for x in (out.detach(), *grads)]
+    right = cp.traffic() == cp.expected_traffic() and buffers[1] == buffers[2]
+    return Result(*whole, dsink), right, largest
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize(("degree", "per_node"), [(2, 2), (2, 4), (4, 4), (4, 2)])
+def test_exact_over_gloo(degree: int, per_node: int, backward: str) -> None:
+    problem = Problem.draw((26, 26), (4, 4)).with_sink()
+    truth = reference(problem, Causal(), SCORES)
+    strategy = Strategy(ulysses_degree=degree, backward=backward, ranks_per_node=per_node)
+    alone = run_ranks(_train, 4, Strategy(backward=backward, ranks_per_node=per_node), problem, 26)[0]
+    for found, right, largest in run_ranks(_train, 4, strategy, problem, 26):
+        assert right
+        assert max(errors(found, truth).values()) < 2e-6
+        assert torch.allclose(largest, alone[2])
+
+
+def _wrong(rank: int, degree: int, heads: int) -> None:
+    x = torch.randn(1, 4, heads, 8)
+    burst_attention(x, x, x, ContextParallel(dist.group.WORLD, strategy=Strategy(ulysses_degree=degree)))
+
+
+def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
+    for outcome in run_ranks_outcomes(_wrong, 2, 2, 3):
+        assert outcome.error is not None
+        assert outcome.error.rstrip().splitlines()[-1] == (
+            "ValueError: ulysses_degree=2 does not divide the 3 key/value heads that are here; use one of [1, 3]"
+        )
+
+
+def _die(rank: int) -> None:
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(ulysses_degree=2, check="sparse"))
+    x = torch.randn(1, 4, 2, 8, requires_grad=True)
+    burst_attention(x, x, x, cp)
+    out = burst_attention(x, x, x, cp)
+    assert isinstance(out, torch.Tensor)
+    if rank == 1:
+        os._exit(1)
+    out.sum().backward()
+
+
+def test_a_rank_that_is_lost_is_named() -> None:
+    survivor = run_ranks_outcomes(_die, 2)[0]
+    assert survivor.error is not None
+    assert "rank 1 of the context-parallel group was missed at the exchange of heads by rank 0" in survivor.error
