@@ -139,10 +139,19 @@ def pass_price(
     teams = topology.of_teams(degree)
     schedule = SCHEDULES[strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
     found = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
-    link = Link.INTRA if degree <= topology.ranks_per_node else Link.INTER
-    exchange_s = _exchanged_bytes(shapes, direction) * (degree - 1) / degree / links.bytes_per_s(link)
-    busy_s = {**found.link_s, link: found.link_s[link] + exchange_s}
-    return replace(found, time_s=found.time_s + exchange_s, link_s=busy_s)
+    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, direction), links)
+    busy_s = {link: found.link_s[link] + exchange_s[link] for link in Link}
+    return replace(found, time_s=found.time_s + max(exchange_s.values()), link_s=busy_s)
+
+
+def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
+    """How long each link is busy while ranks exchange heads: every member of a team gets a share of `nbytes`."""
+    inside = min(degree, topology.ranks_per_node)
+    ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
+    return {
+        Link.INTRA: nbytes * (inside - 1) / degree / links.intra_bytes_per_s,
+        Link.INTER: nbytes * (degree - inside) / degree / links.inter_bytes_per_s * ranks_per_nic,
+    }
 
 
 def _exchanged_bytes(shapes: Shapes, direction: str) -> int:
@@ -156,14 +165,13 @@ def _exchanged_bytes(shapes: Shapes, direction: str) -> int:
 
 
 def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
-    """Every schedule x degree of exchange inside nodes x numbers of parts, with the travellers that suit; best first.
+    """Every schedule x degree of the exchange of heads x numbers of parts, with the travellers that suit; best first.
 
     The best is the cheapest; of those that are alike to 1 %, the one with the lowest degree and the fewest parts.
     `visit_s` is the seconds of work on a whole block, forward and backward.
     """
     found = []
-    degrees = [n for n in range(1, topology.ranks_per_node + 1) if topology.ranks_per_node % n == 0]
-    for name, degree in product(SCHEDULES, (n for n in degrees if shapes.kv_heads % n == 0)):
+    for name, degree in product(SCHEDULES, (n for n in topology.team_sizes if shapes.kv_heads % n == 0)):
         several = [n for n in _PARTS if shapes.kv_heads // degree % n == 0]
         options: dict[str, Any] = {"schedule": name, "ulysses_degree": degree}
         options["ranks_per_node"] = topology.ranks_per_node

@@ -94,16 +94,18 @@ class Topology:
 
         ValueError for other degrees.
         """
-        if self.ranks_per_node % degree == 0:
-            return Topology(self.nodes, self.ranks_per_node // degree)
-        if self.ranks % degree == 0 and degree % self.ranks_per_node == 0:
-            return Topology(self.ranks // degree, 1)
-        valid = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
-        valid = [n for n in valid if self.ranks_per_node % n == 0 or n % self.ranks_per_node == 0]
-        raise ValueError(
-            f"ulysses_degree={degree} does not divide {self} into teams inside nodes, or of whole nodes; use one of "
-            f"{valid}"
-        )
+        if degree not in self.team_sizes:
+            raise ValueError(
+                f"ulysses_degree={degree} does not divide {self} into teams inside nodes, or of whole nodes; use one "
+                f"of {self.team_sizes}"
+            )
+        return Topology(max(1, self.ranks // max(degree, self.ranks_per_node)), max(1, self.ranks_per_node // degree))
+
+    @property
+    def team_sizes(self) -> list[int]:
+        """Into teams of how many ranks it can be divided, inside nodes or of whole nodes."""
+        several = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
+        return [n for n in several if self.ranks_per_node % n == 0 or n % self.ranks_per_node == 0]
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node} (nodes x ranks per node)"

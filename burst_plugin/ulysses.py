@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["HeadExchange", "Joined", "Team", "by_rank", "in_teams", "joined", "one_pass"]
 
 T = TypeVar("T")
+Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 class Span(NamedTuple):
@@ -134,7 +135,7 @@ class _Piece(NamedTuple):
         """The heads of a member, of the local rows."""
         return self.local.chunk(self.degree, 2)[member]
 
-    def spec(self, rows_of: int) -> tuple[tuple[int, ...], torch.dtype]:
+    def spec(self, rows_of: int) -> Spec:
         """Of a member's rows of one share of the heads."""
         batch, _, heads, dim = self.joint.shape
         return (batch, self.rows.count(rows_of), heads, dim), self.local.dtype
@@ -163,6 +164,7 @@ class HeadExchange:
     expected_bytes: Counter[Channel]
     label: Tensor | None = None
     profile: Profile | None = None
+    _packings: dict[tuple[Spec, ...], Packing] = field(default_factory=dict)  # members bring alike numbers of rows
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
@@ -231,7 +233,10 @@ class HeadExchange:
             transport.release(message.data)
 
     def _packing(self, pieces: Sequence[_Piece], rows_of: int) -> Packing:
-        return Packing([piece.spec(rows_of) for piece in pieces], labelled=self.label is not None)
+        specs = tuple(piece.spec(rows_of) for piece in pieces)
+        if specs not in self._packings:
+            self._packings[specs] = Packing(specs, labelled=self.label is not None)
+        return self._packings[specs]
 
 
 class _UnderWay(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from burst_plugin import Link, Topology, flat_ring, planner, two_level_ring
-from burst_plugin.planner import Links, Load, plans, price
+from burst_plugin.planner import Links, Load, pass_price, plans, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import DIRECTIONS, Shapes
+from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy
 
 FAST = 1e12
 
@@ -88,7 +88,23 @@ def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     times = [each.step_s for each in busy]
     assert min(times) * 1.01 >= times[0]
     many = plans(topology, shapes._replace(kv_heads=32), (0.001, 0.002), Links(450e9, 5e9))
-    assert many[0].strategy.backward == "q", "dq of 32 heads is half of dk and dv of 32"
+    ring = next(each for each in many if each.strategy.ulysses_degree == 1)
+    assert ring.strategy.backward == "q", "dq of 32 heads is half of dk and dv of 32"
+    assert many[0].strategy.ulysses_degree == 16, "links are slow, and an exchange of heads takes less than 15 hops"
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_an_exchange_of_heads_is_added_to_a_ring_of_fewer_ranks(direction: str) -> None:
+    """q, k, v, out of 1,024 tokens, 4 heads of 64, in bfloat16, and forward 4 bytes a row for lse."""
+    shapes = Shapes(1, 1024, 1024, 4, 4, 64, 64, torch.bfloat16)
+    nbytes = 4 * 1024 * 4 * 64 * 2 + (1024 * 4 * 4 if direction == "forward" else 0)
+
+    def time_s(topology: Topology, links: Links) -> float:
+        return pass_price(Strategy(ulysses_degree=4), direction, topology, shapes, 0.01, links).time_s
+
+    assert time_s(Topology(1, 4), Links(1e9, 1e8)) == pytest.approx(0.04 + nbytes * 3 / 4 / 1e9)
+    assert time_s(Topology(2, 2), Links(FAST, 1e8)) == pytest.approx(0.04 + nbytes / 2 / 1e8, rel=1e-3)
+    assert time_s(Topology(2, 2), Links(FAST, 1e8, "node")) == pytest.approx(0.04 + nbytes / 1e8, rel=1e-3)
 
 
 def test_512_ranks_are_priced_in_seconds() -> None:

@@ -146,6 +146,14 @@ def test_pieces_stay_in_their_batch_rows() -> None:
     assert {piece.batch for piece in cut(window)} == {(1, 3)}
 
 
+def test_runs_between_each_other() -> None:
+    """As teams hold them of a striped sequence: the first run ends behind the end of the second."""
+    runs = [Run(0, 12, 2), Run(1, 11, 2)]
+    for mask in (Keys(((22, 23),)), Keys(((0, 3), (17, 18))), SlidingWindow(3), Causal()):
+        painted = allowed(mask, (23, 23), torch.arange(23), torch.arange(23))
+        assert sum(tile.work for tile in tiles(mask, (23, 23), runs, runs)) == int(painted.sum())
+
+
 def test_unlike_strides_are_refused() -> None:
     with pytest.raises(ValueError, match="unlike strides"):
         tiles(Full(), (8, 8), (Run(0, 4, 1),), (Run(0, 4, 2),))

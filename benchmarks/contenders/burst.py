@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.contenders.kernels import SleepingKernel
 from benchmarks.contenders.protocol import Case, Contender, Slept
-from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, burst_attention
+from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, Topology, burst_attention
 from burst_plugin.strategy import AUTO
 
 __all__ = ["BURST", "Burst"]
@@ -32,22 +32,24 @@ class Burst:
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
         degree = self.strategy.ulysses_degree
-        if case.kv_heads % degree or case.ranks_per_node % degree:
-            return f"{degree} ranks of a node cannot exchange {case.kv_heads} key/value heads"
+        sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
+        if case.kv_heads % degree or degree not in sizes:
+            return f"teams of {degree} ranks cannot exchange {case.kv_heads} key/value heads"
         return None
 
     def configurations(self, case: Case) -> tuple[Contender, ...]:
-        """See `Contender.configurations`; `several` of them differ in how many ranks of a node exchange heads."""
-        several = [self.of_degree(n) for n in range(1, (case.ranks_per_node if self.several else 1) + 1)]
+        """See `Contender.configurations`; `several` of them differ in how many ranks exchange heads."""
+        sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
+        several = [self.of_degree(n) for n in (sizes if self.several else [1])]
         return tuple(each for each in several if each.refuse(case) is None)
 
     def of_degree(self, degree: int) -> Burst:
-        """With that many ranks of a node exchanging heads."""
+        """With that many ranks exchanging heads."""
         if degree == 1:
             return self
         return replace(
             self,
-            name=f"{self.name}, Ulysses {degree} in nodes",
+            name=f"{self.name}, Ulysses of {degree}",
             strategy=replace(self.strategy, ulysses_degree=degree),
         )
 
