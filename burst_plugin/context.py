@@ -169,8 +169,10 @@ class ContextParallel:
 
     def describe(self) -> dict[str, str]:
         """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
+        degree = self.strategy.ulysses_degree
         return {
             "topology": str(self.topology),
+            **({"ulysses_degree": str(degree)} if degree > 1 else {}),
             "schedule": self.member.routes.schedule,
             "layout": self.strategy.layout,
             **self.member.choices,

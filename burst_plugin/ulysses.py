@@ -133,7 +133,8 @@ class _Piece(NamedTuple):
 
     def share(self, member: int) -> Tensor:
         """The heads of a member, of the local rows."""
-        return self.local.chunk(self.degree, 2)[member]
+        heads = self.local.shape[2] // self.degree
+        return self.local.narrow(2, member * heads, heads)
 
     def spec(self, rows_of: int) -> Spec:
         """Of a member's rows of one share of the heads."""

@@ -124,6 +124,7 @@ def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tupl
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     whole = [cp.unshard(x, tokens=tokens) for x in (out.detach(), *grads)]
     right = cp.traffic() == cp.expected_traffic() and buffers[1] == buffers[2]
+    assert cp.describe().get("ulysses_degree", "1") == str(strategy.ulysses_degree)
     return Result(*whole, dsink), right, largest
 
 
