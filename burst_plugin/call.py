@@ -28,7 +28,7 @@ from burst_plugin.tiles import FULL, Tile, cut
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange, Joined
+from burst_plugin.ulysses import HeadExchange
 
 __all__ = ["Call", "prepare"]
 
@@ -132,16 +132,8 @@ class Call:
     def head_exchange(self, direction: str, number: int) -> HeadExchange:
         """That before and after the ring, in one pass."""
         member = self.member
-        return HeadExchange(
-            member.team, self._held, member.expected_bytes, self._label(direction, number), member.profile
-        )
-
-    @cached_property
-    def _held(self) -> dict[str, Joined]:
-        """What the team of this rank holds of either side."""
-        return {
-            side: self.member.routes.teams(self.attending.of(side))[self.member.ring_rank] for side in ("q", "kv")
-        }
+        held = {side: member.routes.teams(self.attending.of(side))[member.ring_rank] for side in ("q", "kv")}
+        return HeadExchange(member.team, held, member.expected_bytes, self._label(direction, number), member.profile)
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""

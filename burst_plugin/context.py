@@ -200,6 +200,8 @@ class ContextParallel:
                 channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
                 self._team_transport = DistributedTransport(channels, self._global_ranks, store)
                 self.member.team_transport = self._team_transport
+        if self.member.routes.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+            return
         if separate_links is None:
             separate_links = {self.member.routes.dense(True).separate_links}
         for apart in sorted(separate_links):
@@ -275,8 +277,6 @@ class ContextParallel:
             there = dist.get_process_group_ranks(existing)
             made.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), existing)
         found: dict[Channel, dist.ProcessGroup] = {}
-        if len(ring) == 1:  # heads are exchanged by all ranks: nobody to go around with
-            return found
         for traffic in Traffic:
             for link in Link:
                 key = (traffic, members[link])

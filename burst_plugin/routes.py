@@ -121,6 +121,7 @@ class Routes:
         self._all, self._strategy = topology, strategy
         self._topology = topology.of_teams(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
+        self._teams: dict[Tokens, list[Joined]] = {}
         self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
@@ -151,8 +152,12 @@ class Routes:
 
     def teams(self, tokens: Tokens) -> list[Joined]:
         """What every team holds."""
-        shards, degree = self.shards(tokens), self._strategy.ulysses_degree
-        return [joined(shards[first : first + degree]) for first in range(0, len(shards), degree)]
+        if tokens not in self._teams:
+            if len(self._teams) >= _KNOWN:
+                self._teams.clear()
+            shards, degree = self.shards(tokens), self._strategy.ulysses_degree
+            self._teams[tokens] = [joined(shards[first : first + degree]) for first in range(0, len(shards), degree)]
+        return self._teams[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
         """What every rank of the ring holds: the block of its team."""
