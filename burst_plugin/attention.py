@@ -60,7 +60,7 @@ def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, No
             with ring.work(visit):
                 here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
                 site = call.site(direction, visit.owner)
-                for tile in call.tiles(direction, visit.owner):
+                for tile in call.tiles(direction, visit.owner, visit.turn):
                     found = work.visit(here["q"], here["kv"], tile, site)
                     if found[home]:
                         at_home.add(tile, home, found[home])

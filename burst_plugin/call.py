@@ -24,7 +24,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy, choose_traveller
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import Site, TileWork
-from burst_plugin.tiles import FULL, Tile, cut
+from burst_plugin.tiles import FULL, Tile, cut, in_turns
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
@@ -82,19 +82,21 @@ class Call:
         return found
 
     @cached_property
-    def _tiles(self) -> dict[str, dict[int, tuple[Tile, ...]]]:
+    def _tiles(self) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
         windows = "windows" in self.kernel.features
-        return {
-            direction: {
-                owner: found if windows else tuple(piece for tile in found for piece in cut(tile))
-                for owner, found in self.route(direction).tiles.items()
-            }
-            for direction in DIRECTIONS
-        }
+        found = {}
+        for direction in DIRECTIONS:
+            route = self.route(direction)
+            for owner, tiles in route.tiles.items():
+                turns = in_turns(tiles, route.kept if owner == self.member.ring_rank else 0.0)
+                for turn, mine in enumerate(turns):
+                    pieces = mine if windows else tuple(piece for tile in mine for piece in cut(tile))
+                    found[direction, owner, turn] = pieces
+        return found
 
-    def tiles(self, direction: str, owner: int) -> tuple[Tile, ...]:
+    def tiles(self, direction: str, owner: int, turn: int) -> tuple[Tile, ...]:
         """The work of a visit, in tiles that the kernel has."""
-        return self._tiles[direction][owner]
+        return self._tiles[direction, owner, turn]
 
     def site(self, direction: str, owner: int) -> Site:
         """Which tokens meet in a visit, if anything depends on them."""

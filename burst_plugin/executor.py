@@ -174,11 +174,13 @@ def _round_up(number: int, multiple: int) -> int:
 class Visit(Generic[S]):
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
-    A rank's own block (`is_own`) has no operands: it did not travel.
+    A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each
+    (`turn` 0 and 1).
     """
 
     owner: int
     part: int
+    turn: int
     is_own: bool
     operands: tuple[Tensor, ...]
     _sums: Callable[[], S]
@@ -233,7 +235,7 @@ class Ring(Generic[S]):
                 continue
             part, owner = divmod(block, self._plan.ranks)
             operands = () if self._is_own(block) else self._operands[block]
-            yield Visit(owner, part, self._is_own(block), operands, partial(self._bag, block))
+            yield Visit(owner, part, step.turn, self._is_own(block), operands, partial(self._bag, block))
 
     def work(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""

@@ -98,10 +98,10 @@ def price(schedule: Schedule, load: Load, links: Links) -> Price:
         for t in schedule.transfers(traffic):
             sent[t.link, _nic(schedule.topology, links, t.link, t.src)] += load.bytes_of(traffic) / schedule.parts
     busy_s = {link: max((n for (of, _), n in sent.items() if of is link), default=0.0) for link in Link}
-    visits = max(sum(block is not None for block in visits) for visits in schedule.visits)
+    most = max(sum(schedule.work(rank)) for rank in range(schedule.ranks))
     return Price(
         time_s=_Simulation(schedule, load, links).run(),
-        compute_s=visits * load.visit_s / schedule.parts,
+        compute_s=most * load.visit_s,
         link_s={link: nbytes / links.bytes_per_s(link) for link, nbytes in busy_s.items()},
     )
 
@@ -241,6 +241,7 @@ class _Simulation:
             links.nic == "rank" or schedule.topology.ranks_per_node == 1
         )
         self._ranks = {rank: _Rank() for rank in range(1 if self._alike else schedule.ranks)}
+        self._work = {rank: schedule.work(rank) for rank in self._ranks}
         everything = [_Message(traffic, t) for traffic in Traffic for t in schedule.transfers(traffic)]
         messages = [m for m in everything if not self._alike or m.transfer.src == 0]
         self._steps = max([len(schedule.visits[0]), *(m.transfer.due + 1 for m in messages)])
@@ -291,9 +292,8 @@ class _Simulation:
             if self._posted[message] == (1 if self._alike else 2):
                 self._left[message] = max(self._load.bytes_of(message.traffic) / self._schedule.parts, 1.0)
                 self._streams.setdefault(message.stream, deque()).append(message)
-        visits = self._schedule.visits[number]
-        if step < len(visits) and visits[step] is not None:
-            rank.free_s = now + self._load.visit_s / self._schedule.parts
+        if step < len(self._work[number]):
+            rank.free_s = now + self._work[number][step] * self._load.visit_s
         return True
 
     def _rates(self) -> dict[_Message, float]:

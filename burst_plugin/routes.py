@@ -103,12 +103,16 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner."""
+    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner.
+
+    `kept` is the share of its own tiles that a rank works on at the end (`Schedule.keeping`).
+    """
 
     schedule: str
     plan: RankPlan
     tiles: Mapping[int, tuple[Tile, ...]]
     runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and visit: the tokens that are here
+    kept: float
 
 
 class Routes:
@@ -190,7 +194,7 @@ class Routes:
                     tiles[owner] = pairs.of_ranks(*((owner, rank) if away == "q" else (rank, owner)))
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
-            self._routes[key] = Route(schedule.name, plan, tiles, runs)
+            self._routes[key] = Route(schedule.name, plan, tiles, runs, schedule.kept)
         return self._routes[key]
 
     def dense(self, reduces: bool) -> Schedule:

@@ -20,11 +20,11 @@ a line at the end.
             node 1   rank 2  2  3 |*0  1      behind
                      rank 3  3  2 |*1  0
 
-    sums reduced       step 0 | 1  2 | 3      half of the work inside the home node waits until the end: what
-            node 0   rank 0  0 |*2  3 | 1     other nodes summed up crosses on its way home meanwhile
-                     rank 1  1 |*3  2 | 0
-            node 1   rank 2  2 |*0  1 | 3
-                     rank 3  3 |*1  0 | 2
+    sums reduced       step 0 | 1  2 | 3  4     half of the work inside the home node waits until the end: what
+            node 0   rank 0  0/|*2  3 | 1 /0    other nodes summed up crosses on its way home meanwhile; and of the
+                     rank 1  1/|*3  2 | 0 /1    own block a share (/) to the very end, for the last hop, inside the
+            node 1   rank 2  2/|*0  1 | 3 /2    node, to hide behind
+                     rank 3  3/|*1  0 | 2 /3
 
 `direct`, 4 ranks and a window, so that a rank needs something of the rank before it only; `.` is no visit:
 
@@ -33,6 +33,9 @@ a line at the end.
             rank 1  1  0       it needs, and gets back the sums of those rows: bytes are exactly the need, but
             rank 2  2  1       nothing is passed on, so that what many ranks of a node need crosses many times
             rank 3  3  2
+
+Wherever sums come home over several nodes the own block is visited in two turns like that; inside one node the last
+hop is short, and one tile is faster than two.
 
 Sources: RingAttention (arXiv 2310.01889); the two-level ring of BurstAttention (2403.09347, section 3.1)
 and LoongTrain's double ring (2406.18485, section 4.4).
@@ -60,7 +63,7 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
         src, dst = (owner + distance) % ranks, (owner + distance + 1) % ranks
         return Transfer(owner, src, dst, topology.link(src, dst), issue, issue + 1)
 
-    return Schedule(
+    schedule = Schedule(
         name="flat_ring",
         topology=topology,
         visits=tuple(tuple((rank - step) % ranks for step in range(ranks)) for rank in range(ranks)),
@@ -68,7 +71,8 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
         reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)) if reduces else (),
         reduces=reduces,
         phases=tuple(range(ranks)),
-    ).pruned(needs)
+    )
+    return schedule.keeping(_kept(topology, Link.INTER)).pruned(needs)
 
 
 def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
@@ -80,7 +84,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
     Gather: per rank n(w-1) hops inside nodes and n-1 between them; a block crosses while the node that it leaves
     is working around its inner ring. Reduce: the same counts. A node sums up its contributions to a block around
     the inner ring; from the rank where that ends one running sum goes on to the next node, to be added there, and
-    so on until it is home, all of it behind work but for one hop inside the home node.
+    so on until it is home, all of it behind work.
     """
     n, w = topology.nodes, topology.ranks_per_node
     head = -(-w // 2) if reduces and n > 1 else w  # visits in the home node that come first
@@ -118,7 +122,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
 
     places = [(node, i) for node in range(n) for i in range(w)]
     order = sorted((when(j, t), j, t) for j in range(n) for t in range(w))
-    return Schedule(
+    schedule = Schedule(
         name="two_level_ring",
         topology=topology,
         visits=tuple(tuple(at(node - j, i - t) for _, j, t in order) for node, i in places),
@@ -127,7 +131,8 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         reduces=reduces,
         separate_links=topology.levels == 2,
         phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
-    ).pruned(needs)
+    )
+    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)
 
 
 def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
@@ -164,7 +169,14 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
         else (),
         reduces=reduces,
         phases=tuple(range(len(distances))),
-    )
+    ).keeping(_kept(topology, Link.INTER))
+
+
+def _kept(topology: Topology, last_hop: Link) -> float:
+    """The share of the work on its own block that a rank keeps for the end, for sums to come home over that link."""
+    if topology.nodes == 1:
+        return 0.0
+    return 0.5 if last_hop is Link.INTER else 0.25
 
 
 SCHEDULES: Mapping[str, Callable[[Topology, bool, Needs | None], Schedule]] = MappingProxyType(

@@ -35,7 +35,10 @@ from burst_plugin.layout import Run
 from burst_plugin.mask import Mask
 from burst_plugin.region import Region
 
-__all__ = ["ANTICAUSAL", "CAUSAL", "FULL", "Band", "Regions", "Tile", "cut", "row_spans", "tiles"]
+__all__ = ["ANTICAUSAL", "CAUSAL", "FULL", "Band", "Regions", "Tile", "cut", "in_turns", "row_spans", "tiles"]
+
+
+_CUTS = 8  # places at which a visit can be cut in two turns
 
 
 class Band(NamedTuple):
@@ -241,6 +244,46 @@ def cut(tile: Tile) -> Iterator[Tile]:
                 return
             band = FULL
         yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band))
+
+
+def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """The work of a visit in two turns, the second with about a share of `kept`; cut between two keys.
+
+    Half of the keys of a causal square are a quarter of its work:
+
+        queries   c . . .        first turn    c .   and below it    second turn    . .
+                  f c . .                      f c                                  . .
+                  f f c .                                    f f                    c .
+                  f f f c                                    f f                    f c
+    """
+    if not kept or not found:
+        return tuple(found), ()
+    first, stop = min(tile.k_start for tile in found), max(tile.k_stop for tile in found)
+    cuts = [_between_keys(found, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
+    wanted = kept * _pairs_of(found)
+    return min(cuts, key=lambda turns: abs(_pairs_of(turns[1]) - wanted))
+
+
+def _between_keys(found: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """What attends to keys before and from `column` on."""
+    before: list[Tile] = []
+    after: list[Tile] = []
+    for tile in found:
+        if not tile.k_start < column < tile.k_stop:
+            (before if tile.k_stop <= column else after).append(tile)
+            continue
+        shifted = (None if edge is None else edge - (column - tile.k_start) for edge in tile.band)
+        for turn, part, band in (
+            (before, tile._replace(k_stop=column), tile.band),
+            (after, tile._replace(k_start=column), shifted),
+        ):
+            turn += [piece._replace(batch=tile.batch) for piece in _banded(part, *band)]
+    return tuple(before), tuple(after)
+
+
+def _pairs_of(found: Sequence[Tile]) -> int:
+    """Pairs that attend, of all batch rows that a tile is for."""
+    return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in found)
 
 
 def _staircase(tile: Tile, first: int, step: int, band: Band) -> Iterator[Tile]:

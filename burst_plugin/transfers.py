@@ -7,6 +7,9 @@ Operands move ahead of the work (*gather*), sums follow one step behind and end 
 Blocks have the numbers of their owners. In `parts`, each is cut into as many, by heads: part p of the block of rank
 r has the number `r + p * ranks` and takes the way of the whole, one behind the other (`Schedule.in_parts`).
 
+A rank may work on its own block in two *turns*, the second of them at the last step, while sums that others made are
+on their way home (`Schedule.keeping`).
+
 Time: a transfer with `issue=s, due=d` is posted before the work of step s and waited for before the work of
 step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s can leave from step s+1 on.
 """
@@ -52,6 +55,7 @@ class Step(NamedTuple):
     due: tuple[tuple[Traffic, Transfer], ...]
     issue: tuple[tuple[Traffic, Transfer], ...]
     drop: tuple[int, ...]  # blocks whose operands nobody needs here from this step on
+    turn: int = 0  # how often the block was visited before
 
 
 class RankPlan(NamedTuple):
@@ -82,7 +86,8 @@ class Schedule:
 
     `reduces` is whether sums are brought home; `separate_links` whether transfers on both links are under way at
     once for unlike times, so that each link needs communicators of its own; `phases` the steps at which the ring
-    around a node begins anew; `parts` how many parts blocks are cut into.
+    around a node begins anew; `parts` how many parts blocks are cut into; `kept` the share of the work on its own
+    block that every rank keeps for a second visit, 0 if there is none.
     """
 
     name: str
@@ -94,6 +99,7 @@ class Schedule:
     separate_links: bool = False
     phases: tuple[int, ...] = (0,)
     parts: int = 1
+    kept: float = 0.0
 
     @property
     def ranks(self) -> int:
@@ -113,24 +119,55 @@ class Schedule:
             for link in Link
         }
 
+    def turns(self, rank: int) -> list[int]:
+        """How often the block of each visit was visited before: 0, and 1 for what was kept of the own block."""
+        seen: Counter[int | None] = Counter()
+        found = []
+        for block in self.visits[rank]:
+            found.append(0 if block is None else seen[block])
+            seen[block] += 1
+        return found
+
+    def work(self, rank: int) -> list[float]:
+        """How much of a whole block's work there is at every step."""
+        shares = (1.0 - self.kept, self.kept)
+        return [
+            0.0 if block is None else (shares[turn] if block % self.ranks == rank else 1.0) / self.parts
+            for block, turn in zip(self.visits[rank], self.turns(rank), strict=True)
+        ]
+
     def plan(self, rank: int) -> RankPlan:
         """The part of `rank`: its visits, and the transfers in which it takes part, step by step."""
         mine = [(kind, t) for kind in Traffic for t in self.transfers(kind) if rank in (t.src, t.dst)]
         last = max([len(self.visits[rank]) + 1, *(t.due + 1 for _, t in mine)])
         due: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
         issue: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
-        needed = {block: step + 1 for step, block in enumerate(self.visits[rank]) if block is not None}
+        needed = {b: s + 1 for s, b in enumerate(self.visits[rank]) if b is not None and b % self.ranks != rank}
         for kind, t in mine:
             issue[t.issue].append((kind, t))
             due[t.due].append((kind, t))
             if kind is Traffic.GATHER and t.src == rank and t.rows is None:
                 needed[t.block] = max(needed.get(t.block, 0), t.due)
-        visits = [*self.visits[rank], *[None] * (last - len(self.visits[rank]))]
+        rest = last - len(self.visits[rank])
+        visits, turns = [*self.visits[rank], *[None] * rest], [*self.turns(rank), *[0] * rest]
         drop = [tuple(b for b, end in needed.items() if end == step) for step in range(last)]
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
-        steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s]) for s in range(last))
+        steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s], turns[s]) for s in range(last))
         return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links, range(self.ranks))
+
+    def keeping(self, share: float) -> Schedule:
+        """With a last step at which every rank works on what it kept of its own block, which is visited first.
+
+            sums of    | a   b   c   d              waits  | of d, one hop from home
+            keeping    | a/  b   c   d   /a                | nothing: they travel meanwhile
+
+        Whatever is still under way is that much less waited for; a `share` of 0, or nothing to bring home, changes
+        nothing.
+        """
+        if not share or not self.reduces or self.ranks == 1:
+            return self
+        return replace(self, visits=tuple((*visits, visits[0]) for visits in self.visits), kept=share)
 
     def in_parts(self, parts: int) -> Schedule:
         """The same for blocks cut into `parts`, which take turns in every phase; steps are as much shorter.
@@ -219,6 +256,7 @@ class Schedule:
         for rank, visits in enumerate(self.visits):
             owners = range(self.ranks) if needs is None else needs[rank]
             wanted = [owner + part * self.ranks for part in range(self.parts) for owner in owners]
+            wanted += [block for block in wanted if self.kept and block % self.ranks == rank]
             if sorted(block for block in visits if block is not None) != sorted(wanted):
                 raise ScheduleError(f"{self.name}: rank {rank} does not visit every block exactly once: {visits}")
         for t in (*self.gather, *self.reduce):
@@ -248,17 +286,18 @@ class Schedule:
                     raise ScheduleError(f"{self.name}: rank {rank} visits block {block} at step {step} without it")
 
     def _validate_reduce(self) -> None:
-        """Follow the sums; a set of contributing ranks is one integer, a bit per rank."""
+        """Follow the sums; a set of contributions is one integer, a bit per rank and turn."""
         if not self.reduces:
             return
         bags: Counter[tuple[int, int]] = Counter()
         expected: Counter[int] = Counter()
-        events: list[tuple[int, int, Transfer | tuple[int, int]]] = []
+        events: list[tuple[int, int, Transfer | tuple[int, int, int]]] = []
         for rank, visits in enumerate(self.visits):
-            events += [(step + 1, 0, (rank, block)) for step, block in enumerate(visits) if block is not None]
-            for block in visits:
+            for step, (block, turn) in enumerate(zip(visits, self.turns(rank), strict=True)):
                 if block is not None:
-                    expected[block] |= 1 << rank
+                    bit = 1 << (rank + turn * self.ranks)
+                    events.append((step + 1, 0, (rank, block, bit)))
+                    expected[block] |= bit
         for t in self.reduce:
             events += [(t.due, 1, t), (t.issue, 2, t)]
         cargo: dict[Transfer, int] = {}
@@ -272,7 +311,7 @@ class Schedule:
                     continue
                 piece = cargo[what]
             else:
-                here, piece = what, 1 << what[0]
+                here, piece = what[:2], what[2]
             if bags[here] & piece:
                 raise ScheduleError(f"{self.name}: a contribution to block {here[1]} is counted twice: {what}")
             bags[here] |= piece
@@ -280,13 +319,26 @@ class Schedule:
             if rank != block % self.ranks or piece != expected[block]:
                 raise ScheduleError(f"{self.name}: the sum of block {block} ends incomplete at rank {rank}")
 
+    def _cell(self, rank: int, block: int | None, turn: int, crossed: bool) -> str:
+        if block is None:
+            return "."
+        if self.kept and block % self.ranks == rank:
+            return f"/{block}" if turn else f"{block}/"
+        return f"{'*' if crossed else ''}{block}"
+
     def format(self) -> str:
-        """The schedule as a grid: rows are ranks, columns steps, `*` a block that came from another node."""
+        """The schedule as a grid: rows are ranks, columns steps, `*` a block that came from another node.
+
+        `0/` and `/0` are the two turns of a rank on its own block.
+        """
         crossed = {(t.dst, t.block) for t in self.gather if t.link is Link.INTER}
         width = len(str(self.ranks)) + 2
         lines = [f"{self.name}, {self.topology}"]
         for rank, visits in enumerate(self.visits):
-            cells = [f"{'*' if (rank, o) in crossed else ''}{'.' if o is None else o}".rjust(width) for o in visits]
+            cells = [
+                self._cell(rank, block, turn, (rank, block) in crossed).rjust(width)
+                for block, turn in zip(visits, self.turns(rank), strict=True)
+            ]
             nodes = [self.topology.node(rank if block is None else block % self.ranks) for block in visits]
             for step in range(len(visits) - 1, 0, -1):  # a bar where the visits turn to another node's blocks
                 if nodes[step] != nodes[step - 1]:

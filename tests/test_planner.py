@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -35,9 +36,19 @@ def test_forward_passes_take_what_the_formulas_say(nodes: int, width: int, block
 
 
 def test_gather_and_reduce_share_a_nic() -> None:
-    """2 ranks: dq of the other's block leaves when its work is done, and nothing is left to hide behind."""
+    """2 ranks: dq of the other's block leaves when its work is done, and takes longer than the work that was kept."""
     load, links = Load(1e6, 2e6, 0.5), Links(FAST, 1e6)
     assert price(flat_ring(Topology(2, 1)), load, links).time_s == pytest.approx(1 + 0.5 + 2, rel=1e-3)
+
+
+def test_the_last_hop_hides_behind_what_was_kept() -> None:
+    """4 nodes of 1 that compute all the time: of the last hop, 0.2 s, all is hidden behind half a visit of 0.4."""
+    load, links = Load(1e6, 2e6, 0.4), Links(FAST, 1e7)
+    schedule = flat_ring(Topology(4, 1))
+    assert price(schedule, load, links).time_s == pytest.approx(4 * 0.4, rel=1e-3)
+    at_once = replace(schedule, visits=tuple(visits[:-1] for visits in schedule.visits), kept=0.0).validate()
+    assert price(at_once, load, links).time_s == pytest.approx(4 * 0.4 + 0.2, rel=1e-3)
+    assert price(schedule, load, links).compute_s == price(at_once, load, links).compute_s == pytest.approx(1.6)
 
 
 def test_parts_hide_what_comes_last() -> None:

@@ -39,9 +39,9 @@ def test_every_schedule_is_exact_in_parts(name: str, nodes: int, ranks_per_node:
 def test_parts_take_turns_in_every_phase() -> None:
     assert flat_ring(Topology(1, 2)).in_parts(2).visits == ((0, 2, 1, 3), (1, 3, 0, 2))
     found = two_level_ring(Topology(2, 2)).in_parts(2)
-    assert found.visits[0] == (0, 4, 2, 3, 6, 7, 1, 5)
+    assert found.visits[0] == (0, 4, 2, 3, 6, 7, 1, 0, 5, 4)
     assert [t[1:] for t in found.gather if t.block == 4 and t.link is Link.INTER] == [(0, 2, Link.INTER, 1, 4, None)]
-    assert [t[1:] for t in found.reduce if t.block == 4 and t.link is Link.INTER] == [(3, 1, Link.INTER, 6, 8, None)]
+    assert [t[1:] for t in found.reduce if t.block == 4 and t.link is Link.INTER] == [(3, 1, Link.INTER, 6, 9, None)]
 
 
 def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
@@ -70,7 +70,8 @@ def test_flat_ring_crosses_nodes_at_node_edges_only() -> None:
 
 def test_the_rings_of_the_docstring() -> None:
     assert flat_ring(Topology(1, 4)).visits == ((0, 3, 2, 1), (1, 0, 3, 2), (2, 1, 0, 3), (3, 2, 1, 0))
-    assert two_level_ring(Topology(2, 2)).visits == ((0, 2, 3, 1), (1, 3, 2, 0), (2, 0, 1, 3), (3, 1, 0, 2))
+    both = ((0, 2, 3, 1, 0), (1, 3, 2, 0, 1), (2, 0, 1, 3, 2), (3, 1, 0, 2, 3))
+    assert two_level_ring(Topology(2, 2)).visits == both
     gather_only = two_level_ring(Topology(2, 2), reduces=False)
     assert gather_only.visits == ((0, 1, 2, 3), (1, 0, 3, 2), (2, 3, 0, 1), (3, 2, 1, 0))
 
@@ -101,11 +102,29 @@ def test_inter_node_transfers_have_an_inner_ring_or_half_of_one_to_hide_behind()
     assert spans(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
 
 
-def test_only_one_hop_inside_the_node_comes_after_all_work() -> None:
-    for topology in (Topology(2, 2), Topology(4, 8), Topology(3, 5)):
-        late = [t for t in two_level_ring(topology).reduce if t.due > topology.ranks]
-        assert {(t.issue, t.link) for t in late} == {(topology.ranks, Link.INTRA)}
-        assert [t.dst for t in late] == [t.block for t in late]
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 8), Topology(3, 5), Topology(8, 1)], ids=str)
+def test_the_last_hop_home_hides_behind_work_that_was_kept(name: str, topology: Topology, parts: int) -> None:
+    schedule = SCHEDULES[name](topology).in_parts(parts)
+    last = len(schedule.visits[0]) - 1
+    late = [t for t in schedule.reduce if t.due > last]
+    assert {t.issue for t in late} == {last}
+    assert [t.dst for t in late] == [t.block % topology.ranks for t in late]
+    slow = name == "flat_ring" or name == "direct" or topology.ranks_per_node == 1
+    for rank in range(topology.ranks):
+        turns, work = schedule.turns(rank), schedule.work(rank)
+        assert schedule.visits[rank][last] == rank + (parts - 1) * topology.ranks
+        assert (turns[0], turns[last]) == (0, 1)
+        assert work[last] == (0.5 if slow else 0.25) / parts
+        assert sum(work) == topology.ranks
+
+
+def test_nothing_is_kept_inside_one_node_or_where_nothing_comes_home() -> None:
+    for name in SCHEDULES:
+        for schedule in (SCHEDULES[name](Topology(1, 4)), SCHEDULES[name](Topology(2, 2), reduces=False)):
+            assert schedule.kept == 0
+            assert [len(visits) for visits in schedule.visits] == [4] * 4
 
 
 def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
@@ -155,10 +174,10 @@ def test_links_need_own_communicators_only_with_two_levels() -> None:
 def test_grid() -> None:
     assert two_level_ring(Topology(2, 2)).format().splitlines() == [
         "two_level_ring, 2x2 (nodes x ranks per node)",
-        "node 0   rank 0  |  0 | *2  3 |  1",
-        "         rank 1  |  1 | *3  2 |  0",
-        "node 1   rank 2  |  2 | *0  1 |  3",
-        "         rank 3  |  3 | *1  0 |  2",
+        "node 0   rank 0  | 0/ | *2  3 |  1 /0",
+        "         rank 1  | 1/ | *3  2 |  0 /1",
+        "node 1   rank 2  | 2/ | *0  1 |  3 /2",
+        "         rank 3  | 3/ | *1  0 |  2 /3",
         "gather: a rank sends at most 2 blocks intra-node, 1 inter-node",
         "reduce: a rank sends at most 2 blocks intra-node, 1 inter-node",
     ]
@@ -170,7 +189,11 @@ def _swap_first_visits(s: Schedule) -> Schedule:
 
 
 def _visit_twice(s: Schedule) -> Schedule:
-    return replace(s, visits=((s.visits[0][0], *s.visits[0][:-1]), *s.visits[1:]))
+    return replace(s, visits=((*s.visits[0][:2], *s.visits[0][1:-1]), *s.visits[1:]))
+
+
+def _forget_what_was_kept(s: Schedule) -> Schedule:
+    return replace(s, visits=((*s.visits[0][:-1], None), *s.visits[1:]))
 
 
 def _edit(kind: str, index: int, **changes: int | Link) -> Callable[[Schedule], Schedule]:
@@ -195,6 +218,7 @@ def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
     [
         (_swap_first_visits, "rank 0 visits block 3 at step 0 without it"),
         (_visit_twice, "does not visit every block exactly once"),
+        (_forget_what_was_kept, "does not visit every block exactly once"),
         (_drop("gather", 0), "without it|before it has it"),
         (_repeat("gather", 0), "sent block 0 twice"),
         (_edit("gather", 0, link=Link.INTER), "impossible transfer"),
