@@ -177,17 +177,17 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
             mine = [event for event in events if event.direction == direction and event.kind != "move"]
             assert [e.start_s for e in mine] == sorted(e.start_s for e in mine)
             order = [(e.kind, e.step, e.link) for e in mine]
-            steps = schedule.plan(rank).steps
+            steps, visits = schedule.plan(rank).steps, len(schedule.visits[rank])
             posts = [("post", s, t.link.value) for s, step in enumerate(steps) for _, t in step.issue]
             waits = [("wait", s, t.link.value) for s, step in enumerate(steps) for _, t in step.due]
-            assert set(order) == {*posts, *waits, *(("kernel", s, "") for s in range(schedule.ranks))}
+            assert set(order) == {*posts, *waits, *(("kernel", s, "") for s in range(visits))}
             due = {(e.step, e.traffic, e.link, e.due) for e in mine if e.kind == "post"}
             assert due == {
                 (s, kind.value, t.link.value, t.due) for s, step in enumerate(steps) for kind, t in step.issue
             }
             for step in steps:
                 for _, t in step.issue:
-                    hidden_behind = [s for s in range(t.issue, t.due) if s < schedule.ranks]
+                    hidden_behind = [s for s in range(t.issue, t.due) if s < visits]
                     post, wait = (
                         order.index((kind, s, t.link.value)) for kind, s in (("post", t.issue), ("wait", t.due))
                     )
