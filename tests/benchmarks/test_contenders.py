@@ -124,11 +124,11 @@ def _durations(rank: int, contender: Contender, case: Case) -> list[tuple[float,
 
 @pytest.mark.parametrize("contender", _configurations(2), ids=lambda one: one.name)
 def test_a_slept_session_takes_the_time_of_its_visits(contender: Contender) -> None:
-    """A busy machine is late, and never early: the best of some runs has to be within a tenth."""
+    """A busy machine is late, and never early: the best of up to eight runs has to be within a tenth."""
     case = _case(2, HEADS[0], torch.bfloat16, True)
     due_s = (case.ranks * SLEPT.forward_s / 2, case.ranks * SLEPT.backward_s / 2)  # a causal visit is half a full one
     best_s = (float("inf"),) * 2
-    for _ in range(3):
+    for _ in range(8):
         for runs in run_ranks(_durations, 2, _here(contender), case):
             best_s = tuple(min(times) for times in zip(*runs, best_s, strict=True))
         assert all(best >= due for best, due in zip(best_s, due_s, strict=True)), (best_s, due_s)
