@@ -9,8 +9,9 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
 from burst_plugin.sums import in_parts
 from burst_plugin.tile_work import bias_grad
-from burst_plugin.ulysses import by_rank, in_teams, one_pass
 
+T = TypeVar("T")
 _CAUSAL = Causal()
 _PLAIN = Scores()
 
@@ -99,55 +100,84 @@ def backward_program(
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
 
 
-class _Attention(torch.autograd.Function):
-    """The ring, for all ranks of this process: five inputs and three outputs each.
+class _Saved(NamedTuple):
+    """What a rank's backward pass needs: what the ring was given, and what it gave."""
 
-    Saves the inputs, out and lse, nothing of the ring; any number of calls may await their backward pass.
+    given: Inputs
+    out: Tensor
+    lse: Tensor
+
+
+def _forward_of_rank(call: Call, number: int, inputs: Inputs) -> Generator[None, None, tuple[Outputs, _Saved]]:
+    """A rank's program for its outputs."""
+    exchange = call.head_exchange("forward", number)
+    given = yield from exchange.to_heads(inputs)
+    found = yield from forward_program(call, number, given)
+    found = found._replace(out=found.out.to(given.q.dtype))
+    outputs = yield from exchange.outputs_home(found, call.lse)
+    assert found.lse is not None, "a ring always gives it"
+    return outputs, _Saved(given, found.out, found.lse)
+
+
+def _backward_of_rank(call: Call, number: int, dout: Tensor, saved: _Saved) -> Generator[None, None, Inputs]:
+    """A rank's program for the gradients of its inputs, in their types."""
+    given, out, lse = saved
+    exchange = call.head_exchange("backward", number)
+    dout = yield from exchange.dout_to_heads(dout)
+    grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
+    cast = (None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads, strict=True))
+    return (yield from exchange.grads_home(Inputs(*cast), "shared bias" in call.has))  # type: ignore[arg-type]
+
+
+class _Attention(torch.autograd.Function):
+    """The ring, and heads exchanged before and after it, for all ranks of this process: five inputs each.
+
+    Saves what the ring was given, its out and lse, nothing else of it; any number of calls may await their backward
+    pass.
     """
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = [Inputs(*each) for each in by_rank(tensors, len(calls))]  # type: ignore[arg-type]
-        with one_pass(calls):
-            found = lockstep([forward_program(c, number, each) for c, each in zip(calls, inputs, strict=True)])
-        found = [got._replace(out=got.out.to(given.q.dtype)) for got, given in zip(found, inputs, strict=True)]
+        inputs = [Inputs(*each) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
+        with _one_pass(calls):
+            found = lockstep([_forward_of_rank(c, number, each) for c, each in zip(calls, inputs, strict=True)])
         ctx.calls, ctx.number = calls, number
-        ctx.save_for_backward(*tensors, *(x for got in found for x in got[:2]))
-        ctx.mark_non_differentiable(*(x for got in found for x in got[1:] if x is not None))
-        return tuple(x for got in found for x in got)
+        ctx.save_for_backward(*(x for _, saved in found for x in (*saved.given, saved.out, saved.lse)))
+        ctx.mark_non_differentiable(*(x for outputs, _ in found for x in outputs[1:] if x is not None))
+        return tuple(x for outputs, _ in found for x in outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        calls, fields = ctx.calls, len(Inputs._fields)
-        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        inputs = [Inputs(*each) for each in by_rank(saved[: fields * len(calls)], len(calls))]
-        found = by_rank(saved[fields * len(calls) :], len(calls))
-        programs = [
-            backward_program(call, ctx.number, mine, Queries(mine.q, dout.contiguous(), out, lse))
-            for call, mine, dout, (out, lse) in zip(calls, inputs, douts[:: len(Outputs._fields)], found, strict=True)
-        ]
-        with one_pass(calls):
+        calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
+        saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
+        each = zip(calls, mine, saved, strict=True)
+        programs = [_backward_of_rank(call, ctx.number, dout, held) for call, dout, held in each]
+        with _one_pass(calls):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
-        given = (x for each in inputs for x in each)
-        return (
-            None,
-            None,
-            *(
-                grad.to(x.dtype) if wants and grad is not None and x is not None else None
-                for wants, grad, x in zip(wanted, grads, given, strict=True)
-            ),
-        )
+        return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
 
 
 def attention_of(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
     """What all ranks of this process get, from local tensors of each; only out has a gradient."""
+    found = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+    return [Outputs(*each) for each in _by_rank(found, len(calls))]
 
-    def ring(given: Sequence[Inputs]) -> list[Outputs]:
-        found = _Attention.apply(calls, number, *(x for each in given for x in each))  # type: ignore[no-untyped-call]
-        return [Outputs(*each) for each in by_rank(found, len(calls))]
 
-    return in_teams(calls, number, inputs, ring)
+def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
+    """The same number of items for each rank."""
+    each = len(flat) // ranks
+    return [tuple(flat[each * rank : each * (rank + 1)]) for rank in range(ranks)]
+
+
+@contextmanager
+def _one_pass(calls: Sequence[Call]) -> Iterator[None]:
+    """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
+    with ExitStack() as stack:
+        for call in calls:
+            stack.enter_context(call.member.exclusive(call.device))
+        stack.enter_context(torch.autocast(calls[0].device.type, enabled=False))
+        yield
 
 
 def burst_attention(
@@ -194,7 +224,8 @@ def burst_attention(
             between ranks; says what was got, what was expected, and what to change.
         RingError: a rank was lost; names it and the step at which it was missed.
     """
-    inputs, request = Inputs(q, k, v, sink, bias), Request(mask, scores, _both_sides(tokens), return_max_logits)
+    inputs = Inputs(q, k, v, sink, bias)
+    request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse)
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 

@@ -50,8 +50,9 @@ class Call:
     kernel: Kernel
     travellers: Mapping[str, str]  # by direction
     device: torch.device
-    has: tuple[str, ...] = ()  # of sink and bias, those that are there
+    has: tuple[str, ...] = ()  # of sink and bias, those that are there; "shared bias" if heads share it
     max_logits: bool = False
+    lse: bool = False
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
@@ -62,6 +63,7 @@ class Call:
             "query tokens": self.attending.q,
             "key tokens": self.attending.kv,
             "with": self.has,
+            **({"return_lse": self.lse} if self.member.team.degree > 1 else {}),  # then it is exchanged
             **{f"{direction} traveller": side for direction, side in self.travellers.items()},
             "kernel in use": self.kernel.name,
             "mask": self.attending.mask,
@@ -222,7 +224,8 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     if not isinstance(request.mask, Mask):
         raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
     shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    has = tuple(name for name in ("sink", "bias") if getattr(inputs, name) is not None)
+    shares = inputs.bias is not None and inputs.bias.dim() == 4 and inputs.bias.shape[1] == 1
+    has = tuple(name for name in ("sink", "bias") if getattr(inputs, name) is not None) + ("shared bias",) * shares
     key = (shapes, replace(request, scores=replace(request.scores, seed=0)), q.device, has)
     if key not in known:
         if len(known) >= _KNOWN_CALLS:
@@ -279,7 +282,7 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
     kernel = choose_kernel(member.strategy.kernel, case)
     travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
-    return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits)
+    return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits, request.lse)
 
 
 def _divisors(number: int) -> list[int]:

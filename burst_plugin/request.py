@@ -25,10 +25,13 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on."""
+    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on.
+
+    Where heads are exchanged, lse too is there only if it is asked for.
+    """
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
     max_logits: Tensor | None = None
 
 
@@ -40,6 +43,7 @@ class Request:
     scores: Scores = field(default_factory=Scores)
     tokens: tuple[Tokens | None, Tokens | None] = (None, None)
     max_logits: bool = False
+    lse: bool = False
 
 
 def check_extras(inputs: Inputs, kv_length: int) -> None:

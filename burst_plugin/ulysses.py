@@ -22,29 +22,24 @@ Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from burst_plugin.executor import Packing, bears, lockstep, mark, ring_error
+from burst_plugin.executor import Packing, bears, mark, ring_error
 from burst_plugin.layout import Run
 from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-if TYPE_CHECKING:
-    from burst_plugin.call import Call
+__all__ = ["HeadExchange", "Joined", "Team", "joined"]
 
-__all__ = ["HeadExchange", "Joined", "Team", "by_rank", "in_teams", "joined", "one_pass"]
-
-T = TypeVar("T")
 Spec = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -117,6 +112,12 @@ class Team:
         """This rank's, of so many heads."""
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
+    def spread(self, mine: Tensor, others: float) -> Tensor:
+        """[H] of all heads from [H / degree] of this rank's share."""
+        found = mine.new_full((len(mine) * self.degree,), others)
+        found[self.share(len(found))] = mine
+        return found
+
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
         """To or from a member."""
         peer = self.peers[member]
@@ -188,6 +189,58 @@ class HeadExchange:
             raise ring_error(transport, self.team.peers[self.team.place], "the exchange of heads", lost) from lost
         return [piece.joint if to_heads else piece.local for piece in pieces]
 
+    def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
+        """What the ring is given: the team's rows of this rank's share of the heads."""
+        team = self.team
+        if team.degree == 1:
+            return inputs
+        tensors, sides = [inputs.q, inputs.k, inputs.v], ["q", "kv", "kv"]
+        if inputs.bias is not None:
+            rows = inputs.bias.transpose(1, 2)  # one that heads share goes to each of them
+            tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, team.degree, -1))
+            sides.append("q")
+        q, k, v, *bias = yield from self.run(True, tensors, sides)
+        sink = None if inputs.sink is None else inputs.sink[team.share(inputs.q.shape[2])]
+        return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
+
+    def outputs_home(self, found: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
+        """What the ring gave, for this rank's rows of all heads; lse if it is asked for."""
+        team = self.team
+        if team.degree == 1:
+            return found
+        tensors = [found.out]
+        if with_lse and found.lse is not None:
+            tensors.append(found.lse.transpose(1, 2).unsqueeze(3))
+        out, *lse = yield from self.run(False, tensors, ["q"] * len(tensors))
+        return Outputs(
+            out,
+            lse[0].squeeze(3).transpose(1, 2) if lse else None,
+            None if found.max_logits is None else team.spread(found.max_logits, -torch.inf),  # others' were not seen
+        )
+
+    def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:
+        """The gradient of the output, as the ring wants it."""
+        if self.team.degree == 1:
+            return dout.contiguous()
+        (dout,) = yield from self.run(True, [dout], ["q"])
+        return dout
+
+    def grads_home(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
+        """The gradients of `to_heads`' inputs; `shared_bias` says that heads share theirs."""
+        team = self.team
+        if team.degree == 1:
+            return grads
+        dq, dk, dv, dsink, dbias = grads
+        tensors, sides = [dq, dk, dv], ["q", "kv", "kv"]
+        if dbias is not None:
+            tensors.append(dbias.transpose(1, 2))
+            sides.append("q")
+        dq, dk, dv, *rows = yield from self.run(False, tensors, sides)
+        dbias = rows[0].transpose(1, 2) if rows else None
+        if dbias is not None and shared_bias:
+            dbias = dbias.sum(1, keepdim=True)
+        return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
+
     def _piece(self, to_heads: bool, x: Tensor, rows: Joined) -> _Piece:
         degree, (batch, _, heads, dim) = self.team.degree, x.shape
         if to_heads:
@@ -244,101 +297,3 @@ class _UnderWay(NamedTuple):
     sends: list[Message]
     recvs: list[Message]
     pending: list[Pending]
-
-
-class _Exchange(torch.autograd.Function):
-    """Tensors of all ranks of this process, one of each of `sides` per rank; gradients take the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, calls: Sequence[Call], number: int, to_heads: bool, sides: Sequence[str], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.calls, ctx.number, ctx.to_heads, ctx.sides = calls, number, to_heads, sides
-        each = by_rank(tensors, len(calls))
-        exchanges = [call.head_exchange("forward", number) for call in calls]
-        with one_pass(calls):
-            found = lockstep([e.run(to_heads, mine, sides) for e, mine in zip(exchanges, each, strict=True)])
-        return tuple(x for of_rank in found for x in of_rank)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        calls, needed = ctx.calls, ctx.needs_input_grad[4:]
-        wanted = [n for n in range(len(ctx.sides)) if needed[n]]
-        sides = [ctx.sides[n] for n in wanted]
-        exchanges = [call.head_exchange("backward", ctx.number) for call in calls]
-        with one_pass(calls):
-            found = lockstep(
-                [
-                    exchange.run(not ctx.to_heads, [mine[n] for n in wanted], sides)
-                    for exchange, mine in zip(exchanges, by_rank(grads, len(calls)), strict=True)
-                ]
-            )
-        given = [dict(zip(wanted, of_rank, strict=True)) for of_rank in found]
-        return (None,) * 4 + tuple(of_rank.get(n) for of_rank in given for n in range(len(ctx.sides)))
-
-
-def in_teams(
-    calls: Sequence[Call],
-    number: int,
-    inputs: Sequence[Inputs],
-    ring: Callable[[Sequence[Inputs]], list[Outputs]],
-) -> list[Outputs]:
-    """What `ring` makes of the inputs of all ranks of this process, heads exchanged before and after."""
-    teams = [call.member.team for call in calls]
-    if teams[0].degree == 1:
-        return ring(inputs)
-
-    def exchanged(to_heads: bool, sides: Sequence[str], tensors: Sequence[Sequence[Tensor]]) -> list[tuple[Any, ...]]:
-        flat = (x for of_rank in tensors for x in of_rank)
-        return by_rank(_Exchange.apply(calls, number, to_heads, sides, *flat), len(calls))  # type: ignore[no-untyped-call]
-
-    sides = ("q", "kv", "kv") if inputs[0].bias is None else ("q", "kv", "kv", "q")
-    given = exchanged(True, sides, [_local(each, teams[0].degree) for each in inputs])
-    found = ring([_of_heads(team, each, mine) for team, each, mine in zip(teams, inputs, given, strict=True)])
-    rows = exchanged(False, ("q", "q"), [(got.out, got.lse.transpose(1, 2).unsqueeze(3)) for got in found])
-    return [
-        Outputs(out, lse.squeeze(3).transpose(1, 2), _all_heads(team, got.max_logits))
-        for team, got, (out, lse) in zip(teams, found, rows, strict=True)
-    ]
-
-
-def _local(inputs: Inputs, degree: int) -> list[Tensor]:
-    """What is exchanged, as [B, S_local, H, D]; a bias that heads share goes to every one of them."""
-    tensors = [inputs.q, inputs.k, inputs.v]
-    if inputs.bias is not None:
-        rows = inputs.bias.transpose(1, 2)
-        tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, degree, -1))
-    return tensors
-
-
-def _of_heads(team: Team, inputs: Inputs, exchanged: Sequence[Tensor]) -> Inputs:
-    """What the ring is given: a share of the heads."""
-    q, k, v, *bias = exchanged
-    sink = None if inputs.sink is None else inputs.sink[team.share(inputs.q.shape[2])]
-    return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
-
-
-def _all_heads(team: Team, max_logits: Tensor | None) -> Tensor | None:
-    """The largest scores of all heads: this rank saw nothing of those that are not its share."""
-    if max_logits is None:
-        return None
-    found = max_logits.new_full((len(max_logits) * team.degree,), -torch.inf)
-    found[team.share(len(found))] = max_logits
-    return found
-
-
-def by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
-    """The same number of items for each rank."""
-    each = len(flat) // ranks
-    return [tuple(flat[each * rank : each * (rank + 1)]) for rank in range(ranks)]
-
-
-@contextmanager
-def one_pass(calls: Sequence[Call]) -> Iterator[None]:
-    """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
-    with ExitStack() as stack:
-        for call in calls:
-            stack.enter_context(call.member.exclusive(call.device))
-        stack.enter_context(torch.autocast(calls[0].device.type, enabled=False))
-        yield

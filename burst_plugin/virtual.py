@@ -80,7 +80,7 @@ class VirtualRing:
         document on its own. The gradient of `sink` is the sum over ranks.
         """
         tokens = tokens if isinstance(tokens, tuple) else (tokens or Tokens(q.shape[1]), tokens or Tokens(k.shape[1]))
-        request = Request(mask, scores, tokens)
+        request = Request(mask, scores, tokens, lse=True)
         sink = (
             None if sink is None else sink.to(torch.promote_types(sink.dtype, torch.float32))
         )  # ranks' gradients add up
@@ -93,7 +93,7 @@ class VirtualRing:
         found = attention_of(calls, self._number, inputs)
         layout = self.members[0].routes.layout(tokens[0])
         out = layout.unshard([got.out for got in found], 1, tokens[0])
-        return out, layout.unshard([got.lse for got in found], 2, tokens[0])
+        return out, layout.unshard([got.lse for got in found if got.lse is not None], 2, tokens[0])
 
     def _dealt(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
         """What every rank is given of whole tensors."""
