@@ -103,8 +103,8 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
 # --------------------------------------------------------------------------------------------- over processes
 
 
-def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tuple[Result, bool, torch.Tensor]:
-    """Whole results of the last of three steps; whether bytes and buffers are what they should be; largest scores."""
+def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tuple[Result, bool, list[torch.Tensor]]:
+    """Whole results of the last of three steps; if bytes and buffers are what they should be; lse, largest scores."""
     nodes = 2 if strategy.ranks_per_node == 2 else 1
     levels = None
     if nodes == 2:
@@ -117,7 +117,7 @@ def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tupl
         assert problem.sink is not None
         sink = problem.sink.clone().requires_grad_()
         options: dict[str, Any] = {"scores": SCORES, "sink": sink, "tokens": tokens}
-        out, _, largest = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True, **options)
+        out, lse, largest = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True, **options)
         *grads, dsink = torch.autograd.grad(out, (q, k, v, sink), cp.shard(problem.dout, tokens=tokens))
         buffers.append(cp.allocated_bytes())
     dist.all_reduce(dsink)
@@ -125,7 +125,7 @@ def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tupl
     whole = [cp.unshard(x, tokens=tokens) for x in (out.detach(), *grads)]
     right = cp.traffic() == cp.expected_traffic() and buffers[1] == buffers[2]
     assert cp.describe().get("ulysses_degree", "1") == str(strategy.ulysses_degree)
-    return Result(*whole, dsink), right, largest
+    return Result(*whole, dsink), right, [cp.unshard(lse, 2, tokens), largest]
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
@@ -135,10 +135,30 @@ def test_exact_over_gloo(degree: int, per_node: int, backward: str) -> None:
     truth = reference(problem, Causal(), SCORES)
     strategy = Strategy(ulysses_degree=degree, backward=backward, ranks_per_node=per_node)
     alone = run_ranks(_train, 4, Strategy(backward=backward, ranks_per_node=per_node), problem, 26)[0]
-    for found, right, largest in run_ranks(_train, 4, strategy, problem, 26):
+    for found, right, scores in run_ranks(_train, 4, strategy, problem, 26):
         assert right
         assert max(errors(found, truth).values()) < 2e-6
-        assert torch.allclose(largest, alone[2])
+        assert all(torch.allclose(x, y) for x, y in zip(scores, alone[2], strict=True))
+
+
+def _with_and_without_lse(rank: int, differ: bool) -> list[int]:
+    """Bytes sent by a call that asks for lse, and by one that does not; or a call in which rank 1 alone asks."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(ulysses_degree=2))
+    x, sent = torch.randn(1, 4, 2, 8), []
+    for wants in (rank == 1,) if differ else (True, False):
+        cp.reset_traffic()
+        burst_attention(x, x, x, cp, return_lse=wants)
+        sent.append(sum(sum(kinds.values()) for kinds in cp.traffic().values()))
+    return sent
+
+
+def test_lse_is_exchanged_only_where_it_is_asked_for() -> None:
+    """A rank of two sends that of the other's 4 tokens for its own head, in float32."""
+    for with_lse, without in run_ranks(_with_and_without_lse, 2, False):
+        assert with_lse - without == 4 * 4
+    for outcome in run_ranks_outcomes(_with_and_without_lse, 2, True):
+        assert outcome.error is not None
+        assert "rank 0: return_lse=False; rank 1: return_lse=True" in outcome.error
 
 
 def _wrong(rank: int, degree: int, heads: int) -> None:
