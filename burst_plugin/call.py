@@ -28,7 +28,7 @@ from burst_plugin.tiles import FULL, Tile, cut, in_turns
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange
+from burst_plugin.ulysses import HeadExchange, Spec
 
 __all__ = ["Call", "prepare"]
 
@@ -137,7 +137,8 @@ class Call:
         """That before and after the ring, in one pass."""
         member = self.member
         held = {side: member.routes.teams(self.attending.of(side))[member.ring_rank] for side in ("q", "kv")}
-        return HeadExchange(member.team, held, member.expected_bytes, self._label(direction, number), member.profile)
+        label = self._label(direction, number)
+        return HeadExchange(member.team, held, member.expected_bytes, label, member.profile, self._exchange_packings)
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
@@ -187,6 +188,10 @@ class Call:
 
     @cached_property
     def _packings(self) -> dict[tuple[str, Traffic, int, Rows | None], Packing]:
+        return {}
+
+    @cached_property
+    def _exchange_packings(self) -> dict[tuple[Spec, ...], Packing]:
         return {}
 
     @cached_property

@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -38,7 +39,7 @@ from burst_plugin.request import Inputs, Outputs
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["HeadExchange", "Joined", "Team", "joined"]
+__all__ = ["HeadExchange", "Joined", "Spec", "Team", "joined"]
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 
@@ -56,10 +57,7 @@ class Joined(NamedTuple):
 
     runs: tuple[Run, ...]
     spans: tuple[tuple[Span, ...], ...]
-
-    def count(self, member: int) -> int:
-        """How many rows a member brings."""
-        return sum(span.length for span in self.spans[member])
+    counts: tuple[int, ...]  # of rows that every member brings
 
     @property
     def length(self) -> int:
@@ -86,7 +84,8 @@ def joined(held: Sequence[tuple[Run, ...]]) -> Joined:
             found[-1] = last._replace(length=last.length + run.length)
         else:
             found.append(run)
-    return Joined(tuple(found), tuple(map(tuple, spans)))
+    counts = tuple(sum(span.length for span in each) for each in spans)
+    return Joined(tuple(found), tuple(map(tuple, spans)), counts)
 
 
 @dataclass(frozen=True)
@@ -118,10 +117,15 @@ class Team:
         found[self.share(len(found))] = mine
         return found
 
+    @cached_property
+    def _channels(self) -> dict[Traffic, list[Channel]]:
+        """To every member."""
+        links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
+        return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
+
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
         """To or from a member."""
-        peer = self.peers[member]
-        return Message(peer, Channel(traffic, self.topology.link(self.peers[self.place], peer)), data)
+        return Message(self.peers[member], self._channels[traffic][member], data)
 
 
 class _Piece(NamedTuple):
@@ -137,10 +141,10 @@ class _Piece(NamedTuple):
         heads = self.local.shape[2] // self.degree
         return self.local.narrow(2, member * heads, heads)
 
-    def spec(self, rows_of: int) -> Spec:
-        """Of a member's rows of one share of the heads."""
+    def spec(self, count: int) -> Spec:
+        """Of so many rows of one share of the heads."""
         batch, _, heads, dim = self.joint.shape
-        return (batch, self.rows.count(rows_of), heads, dim), self.local.dtype
+        return (batch, count, heads, dim), self.local.dtype
 
     def to_joint(self, member: int, part: Tensor) -> None:
         """Put a member's rows of this rank's heads, `part`, among the team's."""
@@ -158,7 +162,7 @@ class HeadExchange:
     """One rank's part in the exchange of its team, in one pass.
 
     `joined` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
-    The bytes that are to be sent are counted in `expected_bytes`.
+    The bytes that are to be sent are counted in `expected_bytes`; how messages are laid out is kept in `packings`.
     """
 
     team: Team
@@ -166,7 +170,7 @@ class HeadExchange:
     expected_bytes: Counter[Channel]
     label: Tensor | None = None
     profile: Profile | None = None
-    _packings: dict[tuple[Spec, ...], Packing] = field(default_factory=dict)  # members bring alike numbers of rows
+    packings: dict[tuple[Spec, ...], Packing] = field(default_factory=dict)
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
@@ -245,7 +249,7 @@ class HeadExchange:
         degree, (batch, _, heads, dim) = self.team.degree, x.shape
         if to_heads:
             return _Piece(x, x.new_empty((batch, rows.length, heads // degree, dim)), rows, degree)
-        local = x.new_empty((batch, rows.count(self.team.place), heads * degree, dim))
+        local = x.new_empty((batch, rows.counts[self.team.place], heads * degree, dim))
         return _Piece(local, x, rows, degree)
 
     def _begin(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece]) -> _UnderWay:
@@ -253,9 +257,11 @@ class HeadExchange:
         team, device = self.team, pieces[0].local.device
         traffic = Traffic.GATHER if to_heads else Traffic.REDUCE
         sends, recvs = [], []
+        rows_of = self._packings_by_member(pieces)
         for member in team.others:
-            sender_s, receiver_s = (self._packing(pieces, rows_of) for rows_of in (team.place, member))
-            out, back = (sender_s, receiver_s) if to_heads else (receiver_s, sender_s)
+            out, back = rows_of[team.place], rows_of[member]
+            if not to_heads:
+                out, back = back, out
             sends.append(team.message(traffic, member, transport.lease(out.nbytes, device)))
             recvs.append(team.message(traffic, member, transport.lease(back.nbytes, device)))
             for piece, view in zip(pieces, out.views(sends[-1].data), strict=True):
@@ -265,7 +271,7 @@ class HeadExchange:
                     piece.from_joint(member, view)
             mark(sends[-1].data, self.label)
             self.expected_bytes[sends[-1].channel] += out.nbytes
-        under_way = _UnderWay(sends, recvs, transport.post(sends, recvs))
+        under_way = _UnderWay(sends, recvs, rows_of, transport.post(sends, recvs))
         for piece in pieces:
             (piece.to_joint if to_heads else piece.from_joint)(team.place, piece.share(team.place))
         return under_way
@@ -277,7 +283,7 @@ class HeadExchange:
         for member, message in zip(self.team.others, under_way.recvs, strict=True):
             if not bears(message.data, self.label):
                 raise PeerLostError(message.peer, "what it sent belongs to another call")
-            packing = self._packing(pieces, member if to_heads else self.team.place)
+            packing = under_way.packings[member if to_heads else self.team.place]
             for piece, view in zip(pieces, packing.views(message.data), strict=True):
                 if to_heads:
                     piece.to_joint(member, view)
@@ -286,14 +292,20 @@ class HeadExchange:
         for message in (*under_way.sends, *under_way.recvs):
             transport.release(message.data)
 
-    def _packing(self, pieces: Sequence[_Piece], rows_of: int) -> Packing:
-        specs = tuple(piece.spec(rows_of) for piece in pieces)
-        if specs not in self._packings:
-            self._packings[specs] = Packing(specs, labelled=self.label is not None)
-        return self._packings[specs]
+    def _packings_by_member(self, pieces: Sequence[_Piece]) -> list[Packing]:
+        """How every member's rows of one share of the heads travel; members mostly bring alike numbers of rows."""
+        found: dict[tuple[int, ...], Packing] = {}
+        every = [*zip(*(piece.rows.counts for piece in pieces), strict=True)]
+        for counts in dict.fromkeys(every):
+            specs = tuple(piece.spec(count) for piece, count in zip(pieces, counts, strict=True))
+            if specs not in self.packings:
+                self.packings[specs] = Packing(specs, labelled=self.label is not None)
+            found[counts] = self.packings[specs]
+        return [found[counts] for counts in every]
 
 
 class _UnderWay(NamedTuple):
     sends: list[Message]
     recvs: list[Message]
+    packings: list[Packing]  # of every member's rows
     pending: list[Pending]

@@ -41,7 +41,7 @@ def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> No
     shards = [LAYOUTS[layout].runs(rank, 4, tokens) for rank in range(4)]
     for degree in (1, 2, 4):
         team = joined(shards[:degree])
-        assert sum(team.count(member) for member in range(degree)) == team.length
+        assert sum(team.counts) == team.length
         at = positions(team.runs)
         for member, runs in enumerate(shards[:degree]):
             for local, joint, length in team.spans[member]:
