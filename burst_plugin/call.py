@@ -53,6 +53,11 @@ class Call:
     has: tuple[str, ...] = ()  # of sink and bias, those that are there; "shared bias" if heads share it
     max_logits: bool = False
     lse: bool = False
+    first: Call | None = None  # of its kind, which keeps for all of them what no seed changes; None is itself
+
+    @property
+    def _kind(self) -> Call:
+        return self.first or self
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
@@ -72,7 +77,7 @@ class Call:
 
     def route(self, direction: str) -> Route:
         """The visits of this rank, and what it sends."""
-        return self._routes[direction]
+        return self._kind._routes[direction]
 
     @cached_property
     def _routes(self) -> dict[str, Route]:
@@ -98,7 +103,7 @@ class Call:
 
     def tiles(self, direction: str, owner: int, turn: int) -> tuple[Tile, ...]:
         """The work of a visit, in tiles that the kernel has."""
-        return self._tiles[direction, owner, turn]
+        return self._kind._tiles[direction, owner, turn]
 
     def site(self, direction: str, owner: int) -> Site:
         """Which tokens meet in a visit, if anything depends on them."""
@@ -138,7 +143,9 @@ class Call:
         member = self.member
         held = {side: member.routes.teams(self.attending.of(side))[member.ring_rank] for side in ("q", "kv")}
         label = self._label(direction, number)
-        return HeadExchange(member.team, held, member.expected_bytes, label, member.profile, self._exchange_packings)
+        return HeadExchange(
+            member.team, held, member.expected_bytes, label, member.profile, self._kind._exchange_packings
+        )
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
@@ -148,7 +155,7 @@ class Call:
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
         direction = works[0].direction
-        self.member.expected_bytes.update(self._expected_bytes[direction])
+        self.member.expected_bytes.update(self._kind._expected_bytes[direction])
         return Ring(
             self.route(direction).plan,
             self.member.transport,
@@ -166,19 +173,21 @@ class Call:
     def packing(self, direction: str, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
         key = (direction, traffic, owner, rows)
-        if key not in self._packings:
+        known = self._kind._packings
+        if key not in known:
             part = self._of_block(owner, rows).of_part(self.parts(direction))
             operands, sums = part.side(direction, self.travellers[direction])
             tensors = operands if traffic is Traffic.GATHER else sums
-            self._packings[key] = Packing(tensors, labelled=self.device.type == "cpu")
-        return self._packings[key]
+            known[key] = Packing(tensors, labelled=self.device.type == "cpu")
+        return known[key]
 
     def _of_block(self, owner: int, rows: Rows | None) -> Shapes:
         """The shapes of one rank's block, or of some of its rows, whichever side travels."""
         if rows is not None:
             count = sum(stop - start for start, stop in rows)
             return self.shapes._replace(q_len=count, kv_len=count)
-        return self.shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
+        lengths = self._kind._lengths
+        return self.shapes._replace(q_len=lengths["q"][owner], kv_len=lengths["kv"][owner])
 
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
@@ -238,7 +247,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
         known[key] = _choose(member, shapes, request, q.device, has)
     call = known[key]
     if request.scores.seed != call.scores.seed:
-        call = replace(call, scores=replace(call.scores, seed=request.scores.seed))
+        call = replace(call, scores=replace(call.scores, seed=request.scores.seed), first=call)
     check_extras(inputs, call.attending.kv.length)
     schedules = {direction: call.route(direction).schedule for direction in DIRECTIONS}
     member.choices = {

@@ -26,6 +26,7 @@ from burst_plugin.call import Call, _features, prepare
 from burst_plugin.kernels import FEATURES
 from burst_plugin.request import Inputs, Request
 from burst_plugin.strategy import Shapes
+from burst_plugin.topology import Traffic
 from tests.support.reference import Problem, Result, errors, reference
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
@@ -193,6 +194,25 @@ def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
     assert labels[2] is not None
     assert not torch.equal(labels[0], labels[1])
     assert torch.equal(labels[0], labels[2])
+
+
+def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
+    """Dropout has another one at every call of every layer."""
+    ring, (q, k, v, *_), known = VirtualRing(Topology(2, 2)), Problem.draw(8, (4, 2)), {}
+    requests = [Request(scores=Scores(dropout=0.1, seed=seed)) for seed in (3, 4, 3)]
+    one, other, again = (prepare(ring.members[0], Inputs(q, k, v), each, known) for each in requests)
+    assert [call.scores.seed for call in (one, other, again)] == [3, 4, 3]
+    assert again is one
+    for direction in ("forward", "backward"):
+        assert other.route(direction) is one.route(direction)
+        assert other.tiles(direction, 1, 0) is one.tiles(direction, 1, 0)
+        for traffic in Traffic:
+            if direction == "backward" or traffic is Traffic.GATHER:
+                assert other.packing(direction, traffic, 1, None) is one.packing(direction, traffic, 1, None)
+        labels = [call._label(direction, 1) for call in (one, other)]
+        assert labels[0] is not None
+        assert labels[1] is not None
+        assert not torch.equal(*labels)
 
 
 def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
