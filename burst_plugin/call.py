@@ -28,7 +28,7 @@ from burst_plugin.tiles import FULL, Tile, cut, in_turns
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange, Spec
+from burst_plugin.ulysses import HeadExchange, Joined, Spec
 
 __all__ = ["Call", "prepare"]
 
@@ -141,11 +141,23 @@ class Call:
     def head_exchange(self, direction: str, number: int) -> HeadExchange:
         """That before and after the ring, in one pass."""
         member = self.member
-        held = {side: member.routes.teams(self.attending.of(side))[member.ring_rank] for side in ("q", "kv")}
-        label = self._label(direction, number)
+        label = self._label(direction, number) if member.team.degree > 1 else None  # no messages in a team of one
+        kind = self._kind
         return HeadExchange(
-            member.team, held, member.expected_bytes, label, member.profile, self._kind._exchange_packings
+            member.team,
+            member.team_transport,
+            kind._held,
+            member.expected_bytes,
+            label,
+            member.profile,
+            kind._exchange_packings,
         )
+
+    @cached_property
+    def _held(self) -> dict[str, Joined]:
+        """What the team of this rank holds of either side."""
+        teams, place = self.member.routes.teams, self.member.ring_rank
+        return {side: teams(self.attending.of(side))[place] for side in ("q", "kv")}
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -36,12 +37,12 @@ class Member:
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
 
-    @property
+    @cached_property
     def team(self) -> Team:
         """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
         degree = self.strategy.ulysses_degree
         first, place = self.rank - self.rank % degree, self.rank % degree
-        return Team(self.topology, range(first, first + degree), place, self.team_transport)
+        return Team(self.topology, range(first, first + degree), place)
 
     @property
     def ring_rank(self) -> int:

@@ -139,7 +139,7 @@ def pass_price(
     teams = topology.of_teams(degree)
     schedule = SCHEDULES[strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
     found = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
-    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, direction), links)
+    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes), links)
     busy_s = {link: found.link_s[link] + exchange_s[link] for link in Link}
     return replace(found, time_s=found.time_s + max(exchange_s.values()), link_s=busy_s)
 
@@ -154,14 +154,13 @@ def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links
     }
 
 
-def _exchanged_bytes(shapes: Shapes, direction: str) -> int:
-    """Of a rank's q, k, v and out; backward their gradients, which are exchanged in the type of the inputs."""
+def _exchanged_bytes(shapes: Shapes) -> int:
+    """Of a rank's q, k, v and out, or of their gradients, which are exchanged in the type of the inputs."""
     q_numel, kv_numel = (
         shapes.batch * length * heads * (shapes.qk_dim + shapes.v_dim)
         for length, heads in ((shapes.q_len, shapes.q_heads), (shapes.kv_len, shapes.kv_heads))
     )
-    lse_bytes = 4 * shapes.batch * shapes.q_len * shapes.q_heads if direction == "forward" else 0
-    return (q_numel + kv_numel) * shapes.dtype.itemsize + lse_bytes
+    return (q_numel + kv_numel) * shapes.dtype.itemsize
 
 
 def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:

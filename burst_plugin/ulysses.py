@@ -95,7 +95,6 @@ class Team:
     topology: Topology
     peers: Sequence[int]
     place: int
-    transport: Transport
 
     @property
     def degree(self) -> int:
@@ -166,6 +165,7 @@ class HeadExchange:
     """
 
     team: Team
+    transport: Transport
     joined: Mapping[str, Joined]
     expected_bytes: Counter[Channel]
     label: Tensor | None = None
@@ -181,7 +181,7 @@ class HeadExchange:
         the other way round. Yields once, while messages are under way, for ranks that take turns.
         """
         log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
-        transport = self.team.transport if log is None else log.watch(self.team.transport)
+        transport = self.transport if log is None else log.watch(self.transport)
         pieces = [self._piece(to_heads, x, self.joined[side]) for x, side in zip(tensors, sides, strict=True)]
         try:
             with nullcontext() if log is None else log.timed("move"):

@@ -83,7 +83,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
 
     def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         exchanges = [
-            HeadExchange(Team(topology, range(3), rank, wires), {"q": team, "kv": team}, expected[rank])
+            HeadExchange(Team(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank])
             for rank, wires in enumerate(network.transports())
         ]
         return lockstep([e.run(to_heads, mine, ("q", "kv")) for e, mine in zip(exchanges, tensors, strict=True)])
