@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import LABEL_BYTES
 from burst_plugin.member import Member
+from burst_plugin.packing import LABEL_BYTES, Buffer, Memory
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, Message, Pending
 
@@ -35,7 +35,7 @@ class SilentTransport:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[Tensor]] = {}
+        self._free: dict[tuple[int, torch.device], list[Buffer]] = {}
         self._kinds: dict[int, Traffic] = {}  # of what buffers hold, by address
         self._label: Tensor | None = None
 
@@ -55,14 +55,18 @@ class SilentTransport:
                 buffer[-LABEL_BYTES:] = self._label
         return [_Nothing(tuple(dict.fromkeys(message.channel for message in (*recvs, *sends))))]
 
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `Transport.lease`."""
         free = self._free.setdefault((nbytes, device), [])
-        return free.pop() if free else torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        if free:
+            return free.pop()
+        made = Memory(nbytes, device).buffer(nbytes)
+        made.data.zero_()
+        return made
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """See `Transport.release`."""
-        self._free[buffer.numel(), buffer.device].append(buffer)
+        self._free[buffer.data.numel(), buffer.data.device].append(buffer)
 
     def first_failure(self, text: str) -> str:
         """See `Transport.first_failure`."""

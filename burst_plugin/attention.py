@@ -176,7 +176,9 @@ def _one_pass(calls: Sequence[Call]) -> Iterator[None]:
     with ExitStack() as stack:
         for call in calls:
             stack.enter_context(call.member.exclusive(call.device))
-        stack.enter_context(torch.autocast(calls[0].device.type, enabled=False))
+        device = calls[0].device.type
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 

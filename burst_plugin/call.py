@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from burst_plugin.cargo import CallCargo
-from burst_plugin.executor import Packing, Ring
+from burst_plugin.executor import Ring
 from burst_plugin.kernels import Case, How, Kernel, choose_kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
+from burst_plugin.packing import Packing
 from burst_plugin.passes import Pass
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending, Route
@@ -74,6 +75,16 @@ class Call:
             "mask": self.attending.mask,
             "scores": self.scores,
         }
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What was chosen, for people to read."""
+        return self._kind._choices
+
+    @cached_property
+    def _choices(self) -> dict[str, str]:
+        schedules = dict.fromkeys(self.route(direction).schedule for direction in DIRECTIONS)
+        return {**self.travellers, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     def route(self, direction: str) -> Route:
         """The visits of this rank, and what it sends."""
@@ -245,33 +256,30 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
 
     Raises ValueError, before any communication.
     """
-    q, k, v = inputs[:3]
-    check_tensors(q, k, v)
     if not isinstance(request.mask, Mask):
         raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
-    shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    shares = inputs.bias is not None and inputs.bias.dim() == 4 and inputs.bias.shape[1] == 1
-    has = tuple(name for name in ("sink", "bias") if getattr(inputs, name) is not None) + ("shared bias",) * shares
-    key = (shapes, replace(request, scores=replace(request.scores, seed=0)), q.device, has)
-    if key not in known:
+    scores = request.scores
+    seedless = request if scores.seed == 0 else replace(request, scores=replace(scores, seed=0))
+    key = (seedless, *(None if x is None else (x.shape, x.dtype, x.device) for x in inputs))
+    call = known.get(key)
+    if call is None:
+        call = _choose(member, inputs, request)
         if len(known) >= _KNOWN_CALLS:
             known.clear()
-        known[key] = _choose(member, shapes, request, q.device, has)
-    call = known[key]
-    if request.scores.seed != call.scores.seed:
-        call = replace(call, scores=replace(call.scores, seed=request.scores.seed), first=call)
-    check_extras(inputs, call.attending.kv.length)
-    schedules = {direction: call.route(direction).schedule for direction in DIRECTIONS}
-    member.choices = {
-        **call.travellers,
-        "kernel": call.kernel.name,
-        "schedule": " / ".join(dict.fromkeys(schedules.values())),
-    }
+        known[key] = call
+    if scores.seed != call.scores.seed:
+        call = replace(call, scores=replace(call.scores, seed=scores.seed), first=call)
+    member.choices = call.choices
     return call
 
 
-def _choose(member: Member, shapes: Shapes, request: Request, device: torch.device, has: tuple[str, ...]) -> Call:
+def _choose(member: Member, inputs: Inputs, request: Request) -> Call:
     """The call that these arguments make."""
+    q, k, v = inputs[:3]
+    check_tensors(q, k, v)
+    shapes = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    shares = inputs.bias is not None and inputs.bias.dim() == 4 and inputs.bias.shape[1] == 1
+    has = tuple(name for name in ("sink", "bias") if getattr(inputs, name) is not None) + ("shared bias",) * shares
     ranks, rank, routes = member.topology.ranks, member.rank, member.routes
     degree, all_heads = member.strategy.ulysses_degree, shapes.q_heads
     lengths = {"q": shapes.q_len, "kv": shapes.kv_len}
@@ -302,13 +310,14 @@ def _choose(member: Member, shapes: Shapes, request: Request, device: torch.devi
         )
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
     routes.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    check_extras(inputs, attending.kv.length)
     scores = request.scores.resolved(shapes.qk_dim, all_heads)
     features = _features(shapes, scores, member.strategy, has)
-    case = Case(device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, features)
+    case = Case(q.device.type, shapes.dtype, shapes.q_heads, shapes.kv_heads, shapes.qk_dim, shapes.v_dim, features)
     kernel = choose_kernel(member.strategy.kernel, case)
     travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
-    return Call(member, shapes, attending, scores, kernel, travellers, device, has, request.max_logits, request.lse)
+    return Call(member, shapes, attending, scores, kernel, travellers, q.device, has, request.max_logits, request.lse)
 
 
 def _divisors(number: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_plugin.executor import Packing
+from burst_plugin.packing import Packing
 from burst_plugin.passes import Pass, Tensors
 from burst_plugin.sums import OwnSums, Place, TileSums, take_rows
 from burst_plugin.topology import Traffic

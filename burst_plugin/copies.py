@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burst_plugin.transport import BufferPool, Channel, Message, Pending, Waited
+from burst_plugin.packing import Buffer, BufferPool
+from burst_plugin.transport import Channel, Message, Pending, Waited
 
 __all__ = ["CopyNetwork", "CopyTransport"]
 
@@ -112,11 +113,11 @@ class CopyTransport:
             self._network.sent_bytes[self._rank, message.channel] += message.data.numel()
         return [_CopyPending((*recvs, *sends), copies)]
 
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `Transport.lease`."""
         return self.pool.lease(nbytes, device)
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """See `Transport.release`."""
         self.pool.release(buffer)
 

@@ -13,7 +13,6 @@ work of step t, and what crosses between nodes during a whole inner ring.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,28 +22,23 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
 __all__ = [
-    "LABEL_BYTES",
     "Cargo",
-    "Packing",
     "Ring",
     "RingError",
     "Room",
     "Sums",
     "Visit",
-    "bears",
     "lockstep",
-    "mark",
     "ring_error",
 ]
 
-LABEL_BYTES = 16  # a multiple of every type's size
-_ALIGNMENT = 64  # of a CPU's widest vector: kernels read a block that came by 3 % slower at other places
 T = TypeVar("T")
 S = TypeVar("S", bound="Sums")
 Sco = TypeVar("Sco", bound="Sums", covariant=True)
@@ -113,35 +107,10 @@ class Cargo(Protocol[Sco]):
         ...
 
 
-class Packing:
-    """Tensors laid out one after another in one byte buffer, each aligned to 64 bytes; then a label, if any."""
-
-    def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], labelled: bool = False) -> None:
-        self._sections: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
-        stop = 0
-        for shape, dtype in tensors:
-            start = _round_up(stop, _ALIGNMENT)
-            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            self._sections.append((dtype, shape, strides, start // dtype.itemsize))
-            stop = start + math.prod(shape) * dtype.itemsize
-        stop = _round_up(stop, LABEL_BYTES) + (LABEL_BYTES if labelled else 0)
-        self.nbytes = max(stop, LABEL_BYTES)  # no backend is sure to carry empty messages
-
-    def views(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, as views of the buffer."""
-        typed = {dtype: buffer.view(dtype) for dtype, *_ in self._sections}
-        return tuple(typed[dtype].as_strided(shape, strides, at) for dtype, shape, strides, at in self._sections)
-
-    @property
-    def length(self) -> int:
-        """Token rows of the first tensor, [B, S, H, D]."""
-        return self._sections[0][1][1]
-
-
 class _LeasedRoom:
     """See `Room`: `buffer` is None until one is leased."""
 
-    def __init__(self, packing: Packing, lease: Callable[[int], Tensor], buffer: Tensor | None = None) -> None:
+    def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
         self._packing, self._lease = packing, lease
         self.buffer = buffer
         self.length = packing.length
@@ -149,25 +118,10 @@ class _LeasedRoom:
     def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         """See `Room.tensors`."""
         self.buffer = self._lease(self._packing.nbytes)
-        found = self._packing.views(self.buffer)
+        found = self.buffer.views(self._packing)
         for tensor, part in zip(found, first or (), strict=False):
             tensor.copy_(part)
         return found
-
-
-def mark(buffer: Tensor, label: Tensor | None) -> None:
-    """Put a call's label on a message."""
-    if label is not None:
-        buffer[-LABEL_BYTES:] = label
-
-
-def bears(buffer: Tensor, label: Tensor | None) -> bool:
-    """Whether a message that arrived belongs to the call of that label, as far as can be told without stalling."""
-    return label is None or torch.equal(buffer[-LABEL_BYTES:], label)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -219,11 +173,11 @@ class Ring(Generic[S]):
         self._log = None if profile is None else profile.begin_pass(direction, self._device)
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, tuple[Tensor, ...]] = {}
-        self._buffers: dict[int, Tensor] = {}  # leased for operands, by block
+        self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
         self._bags: dict[int, tuple[_LeasedRoom, S]] = {}  # sums that are here, by block
         self._due: dict[int, list[Pending]] = {}
-        self._sent: dict[int, list[Tensor]] = {}  # leases to give back at a step
-        self._arriving: dict[tuple[Traffic, Transfer], Tensor] = {}
+        self._sent: dict[int, list[Buffer]] = {}  # leases to give back at a step
+        self._arriving: dict[tuple[Traffic, Transfer], Buffer] = {}
 
     def visits(self) -> Iterator[Visit[S] | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
@@ -283,12 +237,12 @@ class Ring(Generic[S]):
             sends, recvs = batches.setdefault(transfer.due, ([], []))
             channel = Channel(traffic, transfer.link, self._plan.separate_links)
             if transfer.src == self._plan.rank:
-                sends.append(Message(self._plan.peers[transfer.dst], channel, self._outgoing(traffic, transfer)))
+                sends.append(Message(self._plan.peers[transfer.dst], channel, self._outgoing(traffic, transfer).data))
             else:
                 packing = self._cargo.packing(traffic, transfer.block, transfer.rows)
                 buffer = self._transport.lease(packing.nbytes, self._device)
                 self._arriving[traffic, transfer] = buffer
-                recvs.append(Message(self._plan.peers[transfer.src], channel, buffer))
+                recvs.append(Message(self._plan.peers[transfer.src], channel, buffer.data))
         for due, (sends, recvs) in batches.items():
             try:
                 posted = self._transport.post(sends, recvs)
@@ -296,7 +250,7 @@ class Ring(Generic[S]):
                 self._give_up(number, lost)
             self._due.setdefault(due, []).extend(posted)
 
-    def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Tensor:
+    def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Buffer:
         """The bytes of a block or of its sums, on their way out."""
         block = transfer.block
         if traffic is Traffic.REDUCE:
@@ -314,16 +268,16 @@ class Ring(Generic[S]):
             self._buffers[block] = self._pack(block, None)
         return self._buffers[block]
 
-    def _pack(self, block: int, rows: Rows | None) -> Tensor:
+    def _pack(self, block: int, rows: Rows | None) -> Buffer:
         """Operands of this rank in a leased buffer."""
         packing = self._cargo.packing(Traffic.GATHER, block, rows)
         buffer = self._lease(packing.nbytes)
-        for view, tensor in zip(packing.views(buffer), self._cargo.operands(block, rows), strict=True):
+        for view, tensor in zip(buffer.views(packing), self._cargo.operands(block, rows), strict=True):
             view.copy_(tensor)
         return buffer
 
-    def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Tensor) -> None:
-        if not bears(buffer, self._label):
+    def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Buffer) -> None:
+        if not buffer.bears(self._label):
             lost = PeerLostError(
                 self._plan.peers[transfer.src],
                 "what it sent belongs to another call, or to one with other shapes, types or options",
@@ -333,9 +287,9 @@ class Ring(Generic[S]):
         packing = self._cargo.packing(traffic, block, transfer.rows)
         if traffic is Traffic.GATHER:
             self._buffers[block] = buffer
-            self._operands[block] = packing.views(buffer)
+            self._operands[block] = buffer.views(packing)
             return
-        arrived = self._cargo.sums(block, packing.views(buffer), True)
+        arrived = self._cargo.sums(block, buffer.views(packing), True)
         if self._is_own(block):
             self._cargo.own_sums(block).join(arrived, transfer.rows)
             self._transport.release(buffer)
@@ -358,10 +312,10 @@ class Ring(Generic[S]):
             self._bags[block] = (room, self._cargo.sums(block, room, False))
         return self._bags[block][1]
 
-    def _lease(self, nbytes: int) -> Tensor:
+    def _lease(self, nbytes: int) -> Buffer:
         """A buffer to send, with this call's label."""
         buffer = self._transport.lease(nbytes, self._device)
-        mark(buffer, self._label)
+        buffer.mark(self._label)
         return buffer
 
     def _is_own(self, block: int) -> bool:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from burst_plugin.transport import BufferPool, Channel, Message, Pending, Waited
+from burst_plugin.packing import Buffer, BufferPool
+from burst_plugin.transport import Channel, Message, Pending, Waited
 
 __all__ = ["InProcessNetwork", "InProcessTransport"]
 
@@ -123,13 +124,16 @@ class InProcessTransport:
             self._network.sent_bytes[self._rank, message.channel] += message.data.numel()
         return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `Transport.lease`; full of NaN."""
-        return self._pool.lease(nbytes, device).fill_(_NAN_BYTE)
+        buffer = self._pool.lease(nbytes, device)
+        buffer.data.fill_(_NAN_BYTE)
+        return buffer
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """See `Transport.release`; leaves NaN behind."""
-        self._pool.release(buffer.fill_(_NAN_BYTE))
+        buffer.data.fill_(_NAN_BYTE)
+        self._pool.release(buffer)
 
     def first_failure(self, text: str) -> str:
         """There is only this process."""

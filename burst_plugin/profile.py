@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from burst_plugin.packing import Buffer
 from burst_plugin.profile_report import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.topology import Topology
 from burst_plugin.transport import Channel, Message, Pending, Transport
@@ -127,8 +127,8 @@ class _Timed:
 class _WatchedTransport:
     def __init__(self, transport: Transport, log: PassLog) -> None:
         self._log, self._post = log, transport.post
-        self.lease: Callable[[int, torch.device], Tensor] = transport.lease
-        self.release: Callable[[Tensor], None] = transport.release
+        self.lease: Callable[[int, torch.device], Buffer] = transport.lease
+        self.release: Callable[[Buffer], None] = transport.release
         self.first_failure: Callable[[str], str] = transport.first_failure
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:

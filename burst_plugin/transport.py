@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from burst_plugin.packing import Buffer, BufferPool
 from burst_plugin.topology import Link, Traffic
 
 __all__ = [
-    "BufferPool",
     "Channel",
     "DistributedTransport",
     "Message",
@@ -82,54 +82,17 @@ class Transport(Protocol):
         """Start these messages, as one batch per communicator."""
         ...
 
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """A buffer of at least 1 byte, contents undefined."""
         ...
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """Give a leased buffer back; nothing may read or write it any more."""
         ...
 
     def first_failure(self, text: str) -> str:
         """Record why this rank gives up, and return the reason of the first rank that did."""
         ...
-
-
-class BufferPool:
-    """Byte buffers that are handed out again: the steady state allocates nothing.
-
-    A request takes the smallest free buffer that is large enough. Where none is, a free one that is too small makes
-    room for a larger one, so that there are never more than were in use at once, whatever lengths come by.
-    """
-
-    def __init__(self) -> None:
-        self._free: dict[torch.device, list[Tensor]] = {}
-        self._leased: dict[int, Tensor] = {}
-        self.allocated_bytes = 0
-
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
-        """A uint8 buffer of `nbytes`, at least one."""
-        free = self._free.setdefault(device, [])
-        found = None
-        for number, buffer in enumerate(free):
-            size = buffer.numel()
-            if size >= nbytes and (found is None or size < free[found].numel()):
-                found = number
-                if size == nbytes:
-                    break
-        if found is not None:
-            whole = free.pop(found)
-        else:
-            if free:
-                self.allocated_bytes -= free.pop().numel()
-            whole = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.allocated_bytes += nbytes
-        self._leased[whole.data_ptr()] = whole
-        return whole[:nbytes]
-
-    def release(self, buffer: Tensor) -> None:
-        """Take a buffer back."""
-        self._free[buffer.device].append(self._leased.pop(buffer.data_ptr()))
 
 
 @dataclass
@@ -198,11 +161,11 @@ class DistributedTransport:
         self.pool = BufferPool()
         self.sent_bytes: Counter[Channel] = Counter()
 
-    def lease(self, nbytes: int, device: torch.device) -> Tensor:
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `Transport.lease`."""
         return self.pool.lease(nbytes, device)
 
-    def release(self, buffer: Tensor) -> None:
+    def release(self, buffer: Buffer) -> None:
         """See `Transport.release`."""
         self.pool.release(buffer)
 

@@ -32,8 +32,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import Packing, bears, mark, ring_error
+from burst_plugin.executor import ring_error
 from burst_plugin.layout import Run
+from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
 from burst_plugin.topology import Topology, Traffic
@@ -256,22 +257,27 @@ class HeadExchange:
         """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
         team, device = self.team, pieces[0].local.device
         traffic = Traffic.GATHER if to_heads else Traffic.REDUCE
-        sends, recvs = [], []
+        leased: list[tuple[Buffer, Buffer]] = []
         rows_of = self._packings_by_member(pieces)
         for member in team.others:
             out, back = rows_of[team.place], rows_of[member]
             if not to_heads:
                 out, back = back, out
-            sends.append(team.message(traffic, member, transport.lease(out.nbytes, device)))
-            recvs.append(team.message(traffic, member, transport.lease(back.nbytes, device)))
-            for piece, view in zip(pieces, out.views(sends[-1].data), strict=True):
+            leaving, arriving = transport.lease(out.nbytes, device), transport.lease(back.nbytes, device)
+            leased.append((leaving, arriving))
+            for piece, view in zip(pieces, leaving.views(out), strict=True):
                 if to_heads:
                     view.copy_(piece.share(member))
                 else:
                     piece.from_joint(member, view)
-            mark(sends[-1].data, self.label)
-            self.expected_bytes[sends[-1].channel] += out.nbytes
-        under_way = _UnderWay(sends, recvs, rows_of, transport.post(sends, recvs))
+            leaving.mark(self.label)
+        sends, recvs = (
+            [team.message(traffic, member, pair[way].data) for member, pair in zip(team.others, leased, strict=True)]
+            for way in range(2)
+        )
+        for message in sends:
+            self.expected_bytes[message.channel] += message.data.numel()
+        under_way = _UnderWay(leased, rows_of, transport.post(sends, recvs))
         for piece in pieces:
             (piece.to_joint if to_heads else piece.from_joint)(team.place, piece.share(team.place))
         return under_way
@@ -280,17 +286,17 @@ class HeadExchange:
         """Wait, and put what arrived in its place."""
         for pending in under_way.pending:
             pending.wait()
-        for member, message in zip(self.team.others, under_way.recvs, strict=True):
-            if not bears(message.data, self.label):
-                raise PeerLostError(message.peer, "what it sent belongs to another call")
+        for member, (leaving, arrived) in zip(self.team.others, under_way.leased, strict=True):
+            if not arrived.bears(self.label):
+                raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
             packing = under_way.packings[member if to_heads else self.team.place]
-            for piece, view in zip(pieces, packing.views(message.data), strict=True):
+            for piece, view in zip(pieces, arrived.views(packing), strict=True):
                 if to_heads:
                     piece.to_joint(member, view)
                 else:
                     piece.share(member).copy_(view)
-        for message in (*under_way.sends, *under_way.recvs):
-            transport.release(message.data)
+            transport.release(leaving)
+            transport.release(arrived)
 
     def _packings_by_member(self, pieces: Sequence[_Piece]) -> list[Packing]:
         """How every member's rows of one share of the heads travel; members mostly bring alike numbers of rows."""
@@ -305,7 +311,6 @@ class HeadExchange:
 
 
 class _UnderWay(NamedTuple):
-    sends: list[Message]
-    recvs: list[Message]
+    leased: list[tuple[Buffer, Buffer]]  # to and from every other member
     packings: list[Packing]  # of every member's rows
     pending: list[Pending]

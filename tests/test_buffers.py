@@ -11,9 +11,9 @@ import torch
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
 from burst_plugin.buffers import Held, most_held
 from burst_plugin.copies import CopyNetwork
+from burst_plugin.packing import Buffer, BufferPool
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.topology import Traffic
-from burst_plugin.transport import BufferPool
 from tests.support.reference import Problem
 
 TOPOLOGIES = [Topology(n, w) for n, w in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8))]
@@ -46,14 +46,14 @@ def leased_at_once(ring: VirtualRing, mask: Mask) -> Counter[int]:
     most: Counter[int] = Counter()
 
     class Counted(BufferPool):
-        def lease(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        def lease(self, nbytes: int, device: torch.device) -> Buffer:
             mine = now.setdefault(id(self), Counter())
             mine[nbytes] += 1
             most[nbytes] = max(most[nbytes], mine[nbytes])
             return super().lease(nbytes, device)
 
-        def release(self, buffer: torch.Tensor) -> None:
-            now[id(self)][buffer.numel()] -= 1
+        def release(self, buffer: Buffer) -> None:
+            now[id(self)][buffer.data.numel()] -= 1
             super().release(buffer)
 
     for member in ring.members:

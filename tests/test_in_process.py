@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
 
-from burst_plugin import Link, Mask, RingError, SlidingWindow, Strategy, Topology, Traffic, VirtualRing, routes
-from burst_plugin.executor import LABEL_BYTES, Packing, Ring, lockstep
+from burst_plugin import (
+    Link,
+    Mask,
+    RingError,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Topology,
+    Traffic,
+    VirtualRing,
+    routes,
+)
+from burst_plugin.executor import Ring, lockstep
 from burst_plugin.in_process import InProcessNetwork, InProcessTransport
 from burst_plugin.mask import Causal
+from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Packing
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.transport import BufferPool, Channel, Message
+from burst_plugin.transport import Channel, Message
 from tests.support.reference import Problem, Result, errors, reference, relative
 
 CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
@@ -26,8 +39,9 @@ def ends() -> tuple[InProcessTransport, InProcessTransport]:
 
 def test_data_exists_only_after_wait() -> None:
     a, b = ends()
-    source, target = a.lease(8, CPU).fill_(7), b.lease(8, CPU)
-    a.post([Message(1, CHANNEL, source)], [])
+    leaving, target = a.lease(8, CPU), b.lease(8, CPU).data
+    leaving.data.fill_(7)
+    a.post([Message(1, CHANNEL, leaving.data)], [])
     (pending,) = b.post([], [Message(0, CHANNEL, target)])
     assert bool(target.view(torch.float32).isnan().all())
     pending.wait()
@@ -36,25 +50,26 @@ def test_data_exists_only_after_wait() -> None:
 
 def test_a_sender_that_does_not_wait_sends_what_it_wrote_later() -> None:
     a, b = ends()
-    source, target = a.lease(8, CPU).fill_(7), b.lease(8, CPU)
-    a.post([Message(1, CHANNEL, source)], [])
+    leaving, target = a.lease(8, CPU), b.lease(8, CPU).data
+    leaving.data.fill_(7)
+    a.post([Message(1, CHANNEL, leaving.data)], [])
     (pending,) = b.post([], [Message(0, CHANNEL, target)])
-    a.release(source)
+    a.release(leaving)
     pending.wait()
     assert bool(target.view(torch.float32).isnan().all())
 
 
 def test_what_nobody_sends_is_a_deadlock() -> None:
     a, _ = ends()
-    (pending,) = a.post([], [Message(1, CHANNEL, a.lease(8, CPU))])
+    (pending,) = a.post([], [Message(1, CHANNEL, a.lease(8, CPU).data)])
     with pytest.raises(RuntimeError, match=r"deadlock: rank 1 -> rank 0 .* never sent"):
         pending.wait()
 
 
 def test_sizes_that_differ_are_an_error() -> None:
     a, b = ends()
-    a.post([Message(1, CHANNEL, a.lease(8, CPU))], [])
-    (pending,) = b.post([], [Message(0, CHANNEL, b.lease(16, CPU))])
+    a.post([Message(1, CHANNEL, a.lease(8, CPU).data)], [])
+    (pending,) = b.post([], [Message(0, CHANNEL, b.lease(16, CPU).data)])
     with pytest.raises(RuntimeError, match="8 bytes sent, 16 expected"):
         pending.wait()
 
@@ -63,8 +78,8 @@ def test_a_pool_hands_buffers_out_again() -> None:
     pool = BufferPool()
     first = pool.lease(16, CPU)
     pool.release(first)
-    assert pool.lease(16, CPU).data_ptr() == first.data_ptr()
-    assert pool.lease(16, CPU).data_ptr() != first.data_ptr()
+    assert pool.lease(16, CPU) is first
+    assert pool.lease(16, CPU).data.data_ptr() != first.data.data_ptr()
     assert pool.allocated_bytes == 32
 
 
@@ -72,8 +87,8 @@ def test_a_pool_does_not_grow_with_the_number_of_lengths() -> None:
     pool = BufferPool()
     for nbytes in [*range(1, 100), *range(100, 0, -7)]:
         pair = [pool.lease(nbytes, CPU) for _ in range(2)]
-        assert [buffer.numel() for buffer in pair] == [nbytes, nbytes]
-        assert pair[0].data_ptr() != pair[1].data_ptr()
+        assert [buffer.data.numel() for buffer in pair] == [nbytes, nbytes]
+        assert pair[0].data.data_ptr() != pair[1].data.data_ptr()
         for buffer in pair:
             pool.release(buffer)
         assert pool.allocated_bytes <= 2 * 100
@@ -99,7 +114,7 @@ def _forget_to_wait(ring: Ring, number: int, step: object) -> None:
 def _release_too_early(ring: Ring, number: int, step: object) -> None:
     for owner, buffer in ring._buffers.items():
         if ring._plan.steps[number].visit == owner:
-            buffer.fill_(0xFF)  # as releasing does
+            buffer.data.fill_(0xFF)  # as releasing does
 
 
 @pytest.mark.parametrize("damage", [_forget_to_wait, _release_too_early])
@@ -119,7 +134,7 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     monkeypatch.setattr(Ring, "_advance", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
         VirtualRing(Topology(2, 2)).attention(*problem[:3])
-    monkeypatch.setattr("burst_plugin.executor.bears", lambda buffer, label: True)
+    monkeypatch.setattr(Buffer, "bears", lambda buffer, label: True)
     out, _ = VirtualRing(Topology(2, 2)).attention(*problem[:3])
     assert bool(out.isnan().any())
 
@@ -174,3 +189,22 @@ def test_a_packing_starts_every_tensor_at_64_bytes_and_ends_with_the_label(label
     empty = Packing([((0, 3), torch.float32)])
     assert empty.nbytes > 0, "no backend is sure to carry empty messages"
     assert empty.views(torch.empty(empty.nbytes, dtype=torch.uint8))[0].shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"parts": 2}, {"ulysses_degree": 2}, {"backward": "q"}, {"backward": "kv"}], ids=str
+)
+def test_training_after_inference_mode_uses_what_that_has_made(options: dict[str, Any]) -> None:
+    """Tensors made in it can never be written to outside of it, which buffers are."""
+    problem = Problem.draw(32, (2, 2))
+    ring = VirtualRing(Topology(2, 2), Strategy(**options))
+    scores = Scores(alibi_slopes=(0.5, 0.25))
+    truth = reference(problem, Causal(), scores)
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    for _ in range(2):
+        with torch.inference_mode():
+            seen = ring.attention(*problem[:3], scores=scores)[0]
+        out = ring.attention(q, k, v, scores=scores)[0]
+        found = errors(Result(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout)), truth)
+        assert max(found.values()) < 2e-6, found
+        assert torch.equal(seen, out)

@@ -31,9 +31,9 @@ from burst_plugin import (
     VirtualRing,
     key_padding,
 )
-from burst_plugin.executor import Packing
 from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.layout import LAYOUTS
+from burst_plugin.packing import Packing
 from burst_plugin.region import work_by_token
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.tiles import tiles

@@ -218,17 +218,17 @@ def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, travell
 def test_plain_copies_say_what_was_never_sent() -> None:
     first, second = CopyNetwork(2, CPU).transports()
     channel = Channel(Traffic.GATHER, Link.INTRA)
-    (pending,) = second.post([], [Message(0, channel, second.lease(8, CPU))])
+    (pending,) = second.post([], [Message(0, channel, second.lease(8, CPU).data)])
     with pytest.raises(RuntimeError, match="deadlock: rank 0 -> rank 1: never sent"):
         pending.wait()
-    first.post([Message(1, channel, first.lease(8, CPU).fill_(7))], [])
+    first.post([Message(1, channel, first.lease(8, CPU).data.fill_(7))], [])
     pending.wait()
 
 
 def test_plain_copies_arrive_in_the_order_in_which_they_were_sent() -> None:
     first, second = CopyNetwork(2, CPU).transports()
     channel = Channel(Traffic.GATHER, Link.INTRA)
-    sent, received = ([end.lease(8, CPU) for _ in range(3)] for end in (first, second))
+    sent, received = ([end.lease(8, CPU).data for _ in range(3)] for end in (first, second))
     for number, buffer in enumerate(sent):
         first.post([Message(1, channel, buffer.fill_(number))], [])
     for buffer in received:
@@ -255,9 +255,9 @@ def test_silence_does_not_read_sums_as_operands() -> None:
     def exchange(kind: Traffic, value: int | None) -> list[int]:
         buffer = transport.lease(32, CPU)
         mine = [] if value is None else [Message(1, channels[kind], torch.full((32,), value, dtype=torch.uint8))]
-        transport.post(mine, [Message(1, channels[kind], buffer)])
+        transport.post(mine, [Message(1, channels[kind], buffer.data)])
         transport.release(buffer)
-        return buffer[:16].unique().tolist()
+        return buffer.data[:16].unique().tolist()
 
     assert exchange(Traffic.REDUCE, 7) == [7]
     assert exchange(Traffic.GATHER, 8) == [8], "another kind"
