@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from burst_plugin.cargo import CallCargo
-from burst_plugin.executor import Ring
+from burst_plugin.executor import Itinerary, Ring
 from burst_plugin.kernels import Case, How, Kernel, choose_kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
-from burst_plugin.packing import Packing
+from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Pass
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending, Route
@@ -28,8 +27,7 @@ from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import FULL, Tile, cut, in_turns
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
-from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange, Joined, Spec
+from burst_plugin.ulysses import HeadExchange, Joined
 
 __all__ = ["Call", "prepare"]
 
@@ -159,9 +157,9 @@ class Call:
             member.team_transport,
             kind._held,
             member.expected_bytes,
+            kind._packed,
             label,
             member.profile,
-            kind._exchange_packings,
         )
 
     @cached_property
@@ -178,9 +176,10 @@ class Call:
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
         direction = works[0].direction
-        self.member.expected_bytes.update(self._kind._expected_bytes[direction])
+        itinerary = self.itinerary(direction)
+        self.member.expected_bytes.update(itinerary.sent_bytes)
         return Ring(
-            self.route(direction).plan,
+            itinerary,
             self.member.transport,
             CallCargo(self, works, self.travellers[direction], own),
             direction=direction,
@@ -188,21 +187,29 @@ class Call:
             profile=self.member.profile,
         )
 
+    def itinerary(self, direction: str) -> Itinerary:
+        """The steps and messages of a pass."""
+        return self._kind._itineraries[direction]
+
+    @cached_property
+    def _itineraries(self) -> dict[str, Itinerary]:
+        return {d: Itinerary(self.route(d).plan, cache(partial(self._packing, d))) for d in DIRECTIONS}
+
     @property
     def separate_links(self) -> set[bool]:
         """Whether the schedules of this call need separate communicators for the two links."""
         return {self.route(direction).plan.separate_links for direction in DIRECTIONS}
 
-    def packing(self, direction: str, traffic: Traffic, owner: int, rows: Rows | None) -> Packing:
+    def _packing(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
-        key = (direction, traffic, owner, rows)
-        known = self._kind._packings
-        if key not in known:
-            part = self._of_block(owner, rows).of_part(self.parts(direction))
-            operands, sums = part.side(direction, self.travellers[direction])
-            tensors = operands if traffic is Traffic.GATHER else sums
-            known[key] = Packing(tensors, labelled=self.device.type == "cpu")
-        return known[key]
+        part = self._of_block(block % self.member.routes.ranks, rows).of_part(self.parts(direction))
+        operands, sums = part.side(direction, self.travellers[direction])
+        return self._packed(tuple(operands if traffic is Traffic.GATHER else sums))
+
+    @cached_property
+    def _packed(self) -> Callable[[tuple[Spec, ...]], Packing]:
+        """How tensors travel; blocks of one length, and the parts of their heads, travel alike."""
+        return cache(partial(Packing, labelled=self.device.type == "cpu"))
 
     def _of_block(self, owner: int, rows: Rows | None) -> Shapes:
         """The shapes of one rank's block, or of some of its rows, whichever side travels."""
@@ -217,26 +224,6 @@ class Call:
         """How many tokens of either side every rank holds."""
         runs = self.member.routes.pairs(self.attending).runs
         return {side: [sum(run.length for run in held) for held in ranks] for side, ranks in runs.items()}
-
-    @cached_property
-    def _packings(self) -> dict[tuple[str, Traffic, int, Rows | None], Packing]:
-        return {}
-
-    @cached_property
-    def _exchange_packings(self) -> dict[tuple[Spec, ...], Packing]:
-        return {}
-
-    @cached_property
-    def _expected_bytes(self) -> dict[str, Counter[Channel]]:
-        """What the schedule says that a pass sends."""
-        counts: dict[str, Counter[Channel]] = {}
-        for direction in DIRECTIONS:
-            plan = self.route(direction).plan
-            counts[direction] = Counter()
-            for traffic, t in plan.sends:
-                nbytes = self.packing(direction, traffic, t.block % plan.ranks, t.rows).nbytes
-                counts[direction][Channel(traffic, t.link, plan.separate_links)] += nbytes
-        return counts
 
     @cached_property
     def _digest(self) -> bytes:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from burst_plugin.packing import Packing
 from burst_plugin.passes import Pass, Tensors
-from burst_plugin.sums import OwnSums, Place, TileSums, take_rows
-from burst_plugin.topology import Traffic
+from burst_plugin.rows import take_rows
+from burst_plugin.sums import OwnSums, Place, TileSums
 from burst_plugin.transfers import Rows
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ class CallCargo:
     def device(self) -> torch.device:
         """Where tensors are."""
         return self._call.device
-
-    def packing(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
-        """See `executor.Cargo`."""
-        return self._call.packing(self._direction, traffic, block % self._ranks, rows)
 
     def operands(self, block: int, rows: Rows | None) -> Tensors:
         """See `executor.Cargo`."""

@@ -1,6 +1,6 @@
 """Runs a rank's part of a schedule over a transport. Knows nothing of attention.
 
-    ring = Ring(plan, transport, cargo, direction="forward")
+    ring = Ring(itinerary, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         with ring.work(visit):
             ...                           # read visit.operands, add to visit.sums
@@ -13,11 +13,13 @@ work of step t, and what crosses between nodes during a whole inner ring.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, NoReturn, Protocol, TypeVar
+from functools import cached_property, partial
+from itertools import chain
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,7 @@ from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Tra
 
 __all__ = [
     "Cargo",
+    "Itinerary",
     "Ring",
     "RingError",
     "Room",
@@ -90,10 +93,6 @@ class Cargo(Protocol[Sco]):
         """Where tensors are."""
         ...
 
-    def packing(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
-        """How operands (gather) or sums (reduce) of these rows of a block are laid out."""
-        ...
-
     def operands(self, block: int, rows: Rows | None) -> tuple[Tensor, ...]:
         """Some or all rows of a block of this rank, as they travel; asked for when they leave."""
         ...
@@ -124,7 +123,65 @@ class _LeasedRoom:
         return found
 
 
+class Post(NamedTuple):
+    """A message of a rank, with all that is looked up for it."""
+
+    traffic: Traffic
+    transfer: Transfer
+    peer: int  # as the transport knows it
+    channel: Channel
+    packing: Packing
+
+
+class Batch(NamedTuple):
+    """Messages of one step that are due together."""
+
+    due: int
+    sends: tuple[Post, ...]
+    recvs: tuple[Post, ...]
+
+
 @dataclass(frozen=True)
+class Itinerary:
+    """A rank's plan and its messages, made once for all passes that are alike.
+
+    `packing` says how operands (gather) or sums (reduce) of these rows of a block are laid out.
+    """
+
+    plan: RankPlan
+    packing: Callable[[Traffic, int, Rows | None], Packing]
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Batch, ...], ...]:
+        """By step: its messages, those that are due together in one batch."""
+        return tuple(self._of_step(step) for step in self.plan.steps)
+
+    def _of_step(self, step: Step) -> tuple[Batch, ...]:
+        plan, found = self.plan, dict[int, tuple[list[Post], list[Post]]]()
+        for traffic, t in step.issue:
+            sends = t.src == plan.rank
+            posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
+            channel = Channel(traffic, t.link, plan.separate_links)
+            peer = plan.peers[t.dst if sends else t.src]
+            posts.append(Post(traffic, t, peer, channel, self.packing(traffic, t.block, t.rows)))
+        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
+
+    @cached_property
+    def rows(self) -> dict[int, Rows | None]:
+        """See `RankPlan.rows`."""
+        return self.plan.rows
+
+    @cached_property
+    def sent_bytes(self) -> Counter[Channel]:
+        """What a pass sends."""
+        found: Counter[Channel] = Counter()
+        for batch in chain.from_iterable(self.batches):
+            for post in batch.sends:
+                found[post.channel] += post.packing.nbytes
+        return found
+
+
+@dataclass(slots=True)
 class Visit(Generic[S]):
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
@@ -154,7 +211,7 @@ class Ring(Generic[S]):
 
     def __init__(
         self,
-        plan: RankPlan,
+        itinerary: Itinerary,
         transport: Transport,
         cargo: Cargo[S],
         *,
@@ -162,8 +219,7 @@ class Ring(Generic[S]):
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self._plan, self._cargo = plan, cargo
-        self._rows = plan.rows
+        self._itinerary, self._plan, self._cargo = itinerary, itinerary.plan, cargo
         self._label = label
         self._direction = direction
         self._step = 0
@@ -176,8 +232,8 @@ class Ring(Generic[S]):
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
         self._bags: dict[int, tuple[_LeasedRoom, S]] = {}  # sums that are here, by block
         self._due: dict[int, list[Pending]] = {}
+        self._arriving: dict[int, list[tuple[Post, Buffer]]] = {}  # by the step at which they are due
         self._sent: dict[int, list[Buffer]] = {}  # leases to give back at a step
-        self._arriving: dict[tuple[Traffic, Transfer], Buffer] = {}
 
     def visits(self) -> Iterator[Visit[S] | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
@@ -222,38 +278,30 @@ class Ring(Generic[S]):
                 self._give_up(number, lost)
         for buffer in self._sent.pop(number, ()):
             self._transport.release(buffer)
-        for traffic, transfer in step.due:
-            if transfer.dst == self._plan.rank:
-                self._arrive(number, traffic, transfer, self._arriving.pop((traffic, transfer)))
+        for post, buffer in self._arriving.pop(number, ()):
+            self._arrive(number, post, buffer)
         for block in step.drop:
             if block in self._buffers:
                 self._transport.release(self._buffers.pop(block))
-        self._post(number, step)
+        self._post(number)
 
-    def _post(self, number: int, step: Step) -> None:
+    def _post(self, number: int) -> None:
         """Post this step's messages, those that are due together in one batch per communicator."""
-        batches: dict[int, tuple[list[Message], list[Message]]] = {}
-        for traffic, transfer in step.issue:
-            sends, recvs = batches.setdefault(transfer.due, ([], []))
-            channel = Channel(traffic, transfer.link, self._plan.separate_links)
-            if transfer.src == self._plan.rank:
-                sends.append(Message(self._plan.peers[transfer.dst], channel, self._outgoing(traffic, transfer).data))
-            else:
-                packing = self._cargo.packing(traffic, transfer.block, transfer.rows)
-                buffer = self._transport.lease(packing.nbytes, self._device)
-                self._arriving[traffic, transfer] = buffer
-                recvs.append(Message(self._plan.peers[transfer.src], channel, buffer.data))
-        for due, (sends, recvs) in batches.items():
+        for due, posts, awaited in self._itinerary.batches[number]:
+            sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
+            arriving = [(post, self._transport.lease(post.packing.nbytes, self._device)) for post in awaited]
+            recvs = [Message(post.peer, post.channel, buffer.data) for post, buffer in arriving]
             try:
                 posted = self._transport.post(sends, recvs)
             except PeerLostError as lost:
                 self._give_up(number, lost)
             self._due.setdefault(due, []).extend(posted)
+            self._arriving.setdefault(due, []).extend(arriving)
 
-    def _outgoing(self, traffic: Traffic, transfer: Transfer) -> Buffer:
+    def _outgoing(self, post: Post) -> Buffer:
         """The bytes of a block or of its sums, on their way out."""
-        block = transfer.block
-        if traffic is Traffic.REDUCE:
+        transfer, block = post.transfer, post.transfer.block
+        if post.traffic is Traffic.REDUCE:
             sums = self._bag(block)
             sums.settle()
             room, _ = self._bags.pop(block)
@@ -261,35 +309,31 @@ class Ring(Generic[S]):
             self._sent.setdefault(transfer.due, []).append(room.buffer)
             return room.buffer
         if transfer.rows is not None:
-            buffer = self._pack(block, transfer.rows)
+            buffer = self._pack(post)
             self._sent.setdefault(transfer.due, []).append(buffer)
             return buffer
         if block not in self._buffers:  # the rank's own block, sent for the first time
-            self._buffers[block] = self._pack(block, None)
+            self._buffers[block] = self._pack(post)
         return self._buffers[block]
 
-    def _pack(self, block: int, rows: Rows | None) -> Buffer:
+    def _pack(self, post: Post) -> Buffer:
         """Operands of this rank in a leased buffer."""
-        packing = self._cargo.packing(Traffic.GATHER, block, rows)
-        buffer = self._lease(packing.nbytes)
-        for view, tensor in zip(buffer.views(packing), self._cargo.operands(block, rows), strict=True):
+        buffer = self._lease(post.packing.nbytes)
+        operands = self._cargo.operands(post.transfer.block, post.transfer.rows)
+        for view, tensor in zip(buffer.views(post.packing), operands, strict=True):
             view.copy_(tensor)
         return buffer
 
-    def _arrive(self, number: int, traffic: Traffic, transfer: Transfer, buffer: Buffer) -> None:
+    def _arrive(self, number: int, post: Post, buffer: Buffer) -> None:
         if not buffer.bears(self._label):
-            lost = PeerLostError(
-                self._plan.peers[transfer.src],
-                "what it sent belongs to another call, or to one with other shapes, types or options",
-            )
-            self._give_up(number, lost)
-        block = transfer.block
-        packing = self._cargo.packing(traffic, block, transfer.rows)
-        if traffic is Traffic.GATHER:
+            what = "what it sent belongs to another call, or to one with other shapes, types or options"
+            self._give_up(number, PeerLostError(post.peer, what))
+        transfer, block = post.transfer, post.transfer.block
+        if post.traffic is Traffic.GATHER:
             self._buffers[block] = buffer
-            self._operands[block] = buffer.views(packing)
+            self._operands[block] = buffer.views(post.packing)
             return
-        arrived = self._cargo.sums(block, buffer.views(packing), True)
+        arrived = self._cargo.sums(block, buffer.views(post.packing), True)
         if self._is_own(block):
             self._cargo.own_sums(block).join(arrived, transfer.rows)
             self._transport.release(buffer)
@@ -301,14 +345,15 @@ class Ring(Generic[S]):
             return
         if here is not None:  # nothing but a contribution so far
             arrived.join(here, None)
-        self._bags[block] = (_LeasedRoom(packing, self._lease, buffer), arrived)
+        self._bags[block] = (_LeasedRoom(post.packing, self._lease, buffer), arrived)
 
     def _bag(self, block: int) -> S:
         """The sums of a block that this rank holds; fresh ones if it holds none."""
         if self._is_own(block):  # these outlive the ring
             return self._cargo.own_sums(block)
         if block not in self._bags:
-            room = _LeasedRoom(self._cargo.packing(Traffic.REDUCE, block, self._rows.get(block)), self._lease)
+            packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
+            room = _LeasedRoom(packing, self._lease)
             self._bags[block] = (room, self._cargo.sums(block, room, False))
         return self._bags[block][1]
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LABEL_BYTES", "Buffer", "BufferPool", "Memory", "Packing"]
+__all__ = ["LABEL_BYTES", "Buffer", "BufferPool", "Memory", "Packing", "Spec"]
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 
 LABEL_BYTES = 16  # a multiple of every type's size
 _ALIGNMENT = 64  # of a CPU's widest vector: kernels read a block that came by 3 % slower at other places
@@ -22,7 +24,7 @@ _KEPT = 16  # of what is looked up in a buffer, and of the lengths it was lent i
 class Packing:
     """Tensors laid out one after another in one byte buffer, each aligned to 64 bytes; then a label, if any."""
 
-    def __init__(self, tensors: Sequence[tuple[tuple[int, ...], torch.dtype]], labelled: bool = False) -> None:
+    def __init__(self, tensors: Sequence[Spec], labelled: bool = False) -> None:
         self._sections: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         stop = 0
         for shape, dtype in tensors:

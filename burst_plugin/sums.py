@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from burst_plugin.executor import Room, Sums
+from burst_plugin.packing import Spec
+from burst_plugin.rows import rows_of
 from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
 
-__all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts", "take_rows"]
+__all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts"]
 
 Place = tuple[Tensor, ...] | Room
-Shaped = Sequence[tuple[tuple[int, ...], torch.dtype]]  # of tensors
 
 
 class TileSums:
@@ -47,22 +48,23 @@ class TileSums:
 
     def add(self, tile: Tile, side: str, parts: Sequence[Tensor]) -> None:
         """Add one tile's `parts`, which are kept if need be, to its rows of this side."""
-        rows, batch = tile.rows(side), slice(None) if tile.batch is None else slice(*tile.batch)
-        if not self._filled and self._tensors is None and batch == slice(None) and rows == slice(0, self._length):
+        rows = tile.rows(side)
+        waits = not self._filled and self._tensors is None and tile.batch is None
+        if waits and rows == slice(0, self._length):
             self._first, self._filled = parts, True
             return
-        self._add(rows, batch, parts)
+        self._add(rows, tile.batch, parts)
 
     def join(self, other: Sums, rows: Rows | None) -> None:
         """Add another rank's sums: of these rows, or of all."""
         if rows is None:
             first = other._first if isinstance(other, TileSums) else None
-            self._add(slice(0, self._length), slice(None), first or other.tensors)
+            self._add(slice(0, self._length), None, first or other.tensors)
             return
         offset = 0
         for start, stop in rows:
-            within = ((offset, offset + stop - start),)
-            self._add(slice(start, stop), slice(None), [take_rows(tensor, within) for tensor in other.tensors])
+            within = slice(offset, offset + stop - start)
+            self._add(slice(start, stop), None, [rows_of(tensor, within) for tensor in other.tensors])
             offset += stop - start
 
     def settle(self) -> None:
@@ -70,15 +72,16 @@ class TileSums:
         if self._filled:
             self._place()
         else:
-            self._clear(slice(None))
+            for tensor, value in zip(self.tensors, self.nothing, strict=False):  # a side may have no sums
+                tensor.fill_(value)
             self._filled = True
 
-    def _add(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
-        if not self._filled and batch == slice(None):
+    def _add(self, rows: slice, batch: tuple[int, int] | None, parts: Sequence[Tensor]) -> None:
+        if not self._filled and batch is None:
             self._begin(rows, parts)
             return
         self.settle()
-        self._accumulate(rows, batch, parts)
+        self._accumulate([rows_of(tensor, rows, batch) for tensor in self.tensors], parts)
 
     def _begin(self, rows: slice, parts: Sequence[Tensor]) -> None:
         """The first contribution, to all batch rows."""
@@ -87,20 +90,21 @@ class TileSums:
             if rest.start < rest.stop:
                 self._clear(rest)
         for tensor, part in zip(self.tensors, parts, strict=True):
-            _rows(tensor, rows).copy_(part)
+            rows_of(tensor, rows).copy_(part)
 
     @property
     def _length(self) -> int:
         if self._tensors is None:
             assert self._room is not None
             return self._room.length
-        return int(self._tensors[0].shape[1])
+        return self._tensors[0].size(1)
 
     def _clear(self, rows: slice) -> None:
         for tensor, value in zip(self.tensors, self.nothing, strict=False):
-            _rows(tensor, rows).fill_(value)
+            rows_of(tensor, rows).fill_(value)
 
-    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
+    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Add to these rows of the tensors."""
         raise NotImplementedError
 
 
@@ -109,9 +113,9 @@ class PlainSums(TileSums):
 
     nothing = (0.0, 0.0)
 
-    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
-        for tensor, part in zip(self.tensors, parts, strict=True):
-            tensor[batch, rows].add_(part)
+    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.add_(part)
 
 
 class SoftmaxSums(TileSums):
@@ -119,9 +123,8 @@ class SoftmaxSums(TileSums):
 
     nothing = (0.0, -torch.inf)
 
-    def _accumulate(self, rows: slice, batch: slice, parts: Sequence[Tensor]) -> None:
-        out, lse = self.tensors
-        merge_(out[batch, rows], lse[batch, :, rows], *parts)
+    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        merge_(*tensors, *parts)
 
 
 class OwnSums:
@@ -132,7 +135,7 @@ class OwnSums:
     """
 
     def __init__(
-        self, shapes: Shaped, device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
+        self, shapes: Sequence[Spec], device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
     ) -> None:
         self._whole: tuple[Tensor, ...] | None = None
         room = _OwnRoom(shapes, device)
@@ -161,22 +164,10 @@ def in_parts(tensors: Sequence[Tensor], parts: int) -> list[tuple[Tensor, ...]]:
     return [tuple(x[part] for x in cut) for part in range(parts)]
 
 
-def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """Some token rows of [B, S, H, D] or [B, H, S]; a view where they are one run."""
-    dim = 1 if x.dim() == 4 else 2
-    parts = [x.narrow(dim, start, stop - start) for start, stop in rows]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _rows(x: Tensor, rows: slice) -> Tensor:
-    """A run of token rows of [B, S, H, D] or [B, H, S], as a view."""
-    return x[:, rows] if x.dim() == 4 else x[:, :, rows]
-
-
 class _OwnRoom:
     """See `Room`: new tensors."""
 
-    def __init__(self, shapes: Shaped, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[Spec], device: torch.device) -> None:
         self._shapes, self._device = shapes, device
         self.length = shapes[0][0][1] if shapes else 0  # a side may have no sums
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
+from burst_plugin.rows import rows_of
 from burst_plugin.tiles import Tile
 
 __all__ = ["Site", "TileWork", "bias_grad"]
@@ -47,7 +48,7 @@ class TileWork:
         """((dq,), (dk, dv)) that the tile contributes."""
         q, dout, out = (_tokens(x, tile.q, tile) for x in queries[:3])
         k, v = (_tokens(x, tile.k, tile) for x in keys)
-        lse = _folded_rows(queries.lse[_batch(tile), :, tile.q], tile)
+        lse = _folded_rows(rows_of(queries.lse, tile.q, tile.batch), tile)
         grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, self._how(tile, site))
         if grads.dbias is not None and self._bias is not None:
             self._add_to_dbias(grads.dbias, self._bias, tile, site)
@@ -89,8 +90,7 @@ def _bias_batch(bias: Tensor, tile: Tile) -> slice:
 
 def _tokens(x: Tensor, rows: slice, tile: Tile) -> Tensor:
     """Rows of [B, S, H, D]; n pieces of S/n rows as [B * n, S/n, H, D]."""
-    if tile.batch is not None or rows != slice(0, x.shape[1]):
-        x = x[_batch(tile), rows]
+    x = rows_of(x, rows, tile.batch)
     return x if tile.pieces == 1 else _split(x, 1, tile.pieces).flatten(0, 1)
 
 

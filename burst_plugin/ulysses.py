@@ -22,9 +22,9 @@ Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719)
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -34,15 +34,13 @@ from torch import Tensor
 
 from burst_plugin.executor import ring_error
 from burst_plugin.layout import Run
-from burst_plugin.packing import Buffer, Packing
+from burst_plugin.packing import Buffer, Packing, Spec
 from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
 
-__all__ = ["HeadExchange", "Joined", "Spec", "Team", "joined"]
-
-Spec = tuple[tuple[int, ...], torch.dtype]
+__all__ = ["HeadExchange", "Joined", "Team", "joined"]
 
 
 class Span(NamedTuple):
@@ -162,16 +160,16 @@ class HeadExchange:
     """One rank's part in the exchange of its team, in one pass.
 
     `joined` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
-    The bytes that are to be sent are counted in `expected_bytes`; how messages are laid out is kept in `packings`.
+    The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out.
     """
 
     team: Team
     transport: Transport
     joined: Mapping[str, Joined]
     expected_bytes: Counter[Channel]
+    packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None
     profile: Profile | None = None
-    packings: dict[tuple[Spec, ...], Packing] = field(default_factory=dict)
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
@@ -304,9 +302,7 @@ class HeadExchange:
         every = [*zip(*(piece.rows.counts for piece in pieces), strict=True)]
         for counts in dict.fromkeys(every):
             specs = tuple(piece.spec(count) for piece, count in zip(pieces, counts, strict=True))
-            if specs not in self.packings:
-                self.packings[specs] = Packing(specs, labelled=self.label is not None)
-            found[counts] = self.packings[specs]
+            found[counts] = self.packing(specs)
         return [found[counts] for counts in every]
 
 

@@ -26,7 +26,6 @@ from burst_plugin.call import Call, _features, prepare
 from burst_plugin.kernels import FEATURES
 from burst_plugin.request import Inputs, Request
 from burst_plugin.strategy import Shapes
-from burst_plugin.topology import Traffic
 from tests.support.reference import Problem, Result, errors, reference
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
@@ -206,9 +205,7 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     for direction in ("forward", "backward"):
         assert other.route(direction) is one.route(direction)
         assert other.tiles(direction, 1, 0) is one.tiles(direction, 1, 0)
-        for traffic in Traffic:
-            if direction == "backward" or traffic is Traffic.GATHER:
-                assert other.packing(direction, traffic, 1, None) is one.packing(direction, traffic, 1, None)
+        assert other.itinerary(direction) is one.itinerary(direction)
         labels = [call._label(direction, 1) for call in (one, other)]
         assert labels[0] is not None
         assert labels[1] is not None

@@ -17,6 +17,7 @@ from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Tokens
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.layout import LAYOUTS, Run, positions
+from burst_plugin.packing import Packing
 from burst_plugin.transport import Channel
 from burst_plugin.ulysses import HeadExchange, Team, joined
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -83,7 +84,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
 
     def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         exchanges = [
-            HeadExchange(Team(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank])
+            HeadExchange(Team(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank], Packing)
             for rank, wires in enumerate(network.transports())
         ]
         return lockstep([e.run(to_heads, mine, ("q", "kv")) for e, mine in zip(exchanges, tensors, strict=True)])
