@@ -23,11 +23,10 @@ from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
-from burst_plugin.passes import BackwardPass, ForwardPass, Pass, Tensors
+from burst_plugin.passes import Pass, Tensors, backward_passes, forward_passes
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
-from burst_plugin.sums import in_parts
 from burst_plugin.tile_work import bias_grad
 
 T = TypeVar("T")
@@ -77,9 +76,8 @@ def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, No
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program for its outputs, float32 or wider."""
-    works, heads = call.works("forward", inputs.bias), in_parts(inputs[:3], call.parts("forward"))
-    passes = [ForwardPass(work, *qkv) for work, qkv in zip(works, heads, strict=True)]
-    sums = yield from attend(call, passes, number)
+    works = call.works("forward", inputs.bias)
+    sums = yield from attend(call, forward_passes(works, *inputs[:3]), number)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
@@ -91,10 +89,8 @@ def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
-    works, heads = call.works("backward", inputs.bias), in_parts((*queries, *inputs[1:3]), call.parts("backward"))
-    passes = [
-        BackwardPass(work, call.shapes, Queries(*mine[:4]), mine[4:]) for work, mine in zip(works, heads, strict=True)
-    ]
+    works = call.works("backward", inputs.bias)
+    passes = backward_passes(works, call.shapes.sends_out, queries, inputs[1:3])
     sums = yield from attend(call, passes, number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))

@@ -10,18 +10,19 @@ A side that travels backward as q sends a number per row instead of out, `softma
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol
 
 from torch import Tensor
 
 from burst_plugin.kernels import Queries
 from burst_plugin.softmax import project, row_share
-from burst_plugin.strategy import Shapes
-from burst_plugin.sums import Place, PlainSums, SoftmaxSums, TileSums
+from burst_plugin.sums import Place, PlainSums, SoftmaxSums, TileSums, in_parts
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import Tile
 
-__all__ = ["BackwardPass", "ForwardPass", "Pass", "Tensors"]
+__all__ = ["Pass", "Tensors", "backward_passes", "forward_passes"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -76,13 +77,12 @@ class ForwardPass:
 
 
 class BackwardPass:
-    """dq, dk and dv."""
+    """dq, dk and dv. `share` gives what queries send instead of out, if they do."""
 
     direction = "backward"
 
-    def __init__(self, work: TileWork, shapes: Shapes, queries: Queries, keys: Tensors) -> None:
-        self._work = work
-        self._projects = not shapes.sends_out
+    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, share: Callable[[], Tensor] | None) -> None:
+        self._work, self._share = work, share
         self.operands: dict[str, Tensors] = {
             "q": (queries.q, queries.dout, queries.lse, queries.out),
             "kv": keys,
@@ -90,14 +90,13 @@ class BackwardPass:
 
     def outgoing(self, side: str) -> Tensors:
         """See `Pass.outgoing`."""
-        if side == "kv" or not self._projects:
+        if side == "kv" or self._share is None:
             return self.operands[side]
-        q, dout, lse, out = self.operands["q"]
-        return q, dout, lse, row_share(out, dout)
+        return *self.operands["q"][:3], self._share()
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
         """See `Pass.incoming`."""
-        if side == "kv" or not self._projects:
+        if side == "kv" or self._share is None:
             return arrived
         q, dout, lse, share = arrived
         return q, dout, lse, project(dout, share)
@@ -111,3 +110,24 @@ class BackwardPass:
         q, dout, lse, out = queries
         dq, dkv = self._work.backward(Queries(q, dout, out, lse), keys, tile, site)
         return {"q": dq, "kv": dkv}
+
+
+def forward_passes(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) -> list[Pass]:
+    """One for each part of the heads."""
+    return [ForwardPass(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
+
+
+def backward_passes(works: Sequence[TileWork], sends_out: bool, queries: Queries, keys: Tensors) -> list[Pass]:
+    """One for each part of the heads; `sends_out` says whether out travels, not a number per row (`Shapes`)."""
+    parts = len(works)
+
+    @cache
+    def shares() -> list[Tensors]:  # of all parts at once, if queries travel
+        return in_parts((row_share(queries.out, queries.dout),), parts)
+
+    def share_of(part: int) -> Callable[[], Tensor] | None:
+        return None if sends_out else lambda: shares()[part][0]
+
+    heads = in_parts((*queries[:4], *keys), parts)
+    each = enumerate(zip(works, heads, strict=True))
+    return [BackwardPass(work, Queries(*mine[:4]), mine[4:], share_of(part)) for part, (work, mine) in each]
