@@ -23,7 +23,7 @@ from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy, choose_traveller
 from burst_plugin.sums import OwnSums, TileSums
-from burst_plugin.tile_work import Site, TileWork
+from burst_plugin.tile_work import NOWHERE, Site, TileWork
 from burst_plugin.tiles import FULL, Tile, cut, in_turns
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
@@ -117,7 +117,7 @@ class Call:
     def site(self, direction: str, owner: int) -> Site:
         """Which tokens meet in a visit, if anything depends on them."""
         if not (self.scores.needs_positions or "bias" in self.has):
-            return Site()
+            return NOWHERE
         runs = self.route(direction).runs
         return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
 
@@ -170,8 +170,14 @@ class Call:
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
-        _, sums = self._of_block(self.member.ring_rank, None).side(works[0].direction, side)
-        return OwnSums(sums, self.device, len(works), lambda part, place: works[part].sums(side, place, False))
+        specs = self._kind._own_specs(works[0].direction, side)
+        return OwnSums(specs, self.device, len(works), lambda part, place: works[part].sums(side, place, False))
+
+    @cached_property
+    def _own_specs(self) -> Callable[[str, str], Sequence[Spec]]:
+        """Of the sums of this rank's block, by direction and side."""
+        whole = self._of_block(self.member.ring_rank, None)
+        return cache(lambda direction, side: whole.side(direction, side)[1])
 
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
@@ -246,7 +252,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     if not isinstance(request.mask, Mask):
         raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
     scores = request.scores
-    seedless = request if scores.seed == 0 else replace(request, scores=replace(scores, seed=0))
+    seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
     key = (seedless, *(None if x is None else (x.shape, x.dtype, x.device) for x in inputs))
     call = known.get(key)
     if call is None:

@@ -75,6 +75,7 @@ class ContextParallel:
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = 0
+        self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators: dict[Channel, dist.ProcessGroup] = {}
         self._mark = ""
         self._transport = DistributedTransport({}, self._global_ranks)
@@ -226,7 +227,7 @@ class ContextParallel:
 
     def device_problem(self, device: torch.device) -> str:
         """Why the group cannot move tensors of `device`; empty if it can."""
-        if self.group is None:
+        if self.group is None or device in self._devices:
             return ""
         try:
             self.group._get_backend(device)
@@ -234,11 +235,12 @@ class ContextParallel:
             return (
                 f"q, k, v are on {device}, but the context-parallel group moves tensors of {group_device(self.group)}"
             )
+        self._devices.add(device)
         return ""
 
     def _check_is_due(self, call: int) -> bool:
-        on_cpu = self.group is None or group_device(self.group).type == "cpu"
-        if self.strategy.check == "always" or (self.strategy.check == AUTO and on_cpu):
+        check = self.strategy.check
+        if check == "always" or (check == AUTO and (self.group is None or group_device(self.group).type == "cpu")):
             return True
         return call & (call - 1) == 0  # 1, 2, 4, 8, ...
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,12 +34,11 @@ class Outputs(NamedTuple):
     max_logits: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
 
-    mask: Mask = field(default_factory=Causal)
-    scores: Scores = field(default_factory=Scores)
+    mask: Mask = Causal()
+    scores: Scores = Scores()
     tokens: tuple[Tokens | None, Tokens | None] = (None, None)
     max_logits: bool = False
     lse: bool = False

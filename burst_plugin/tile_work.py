@@ -10,9 +10,9 @@ from torch import Tensor
 
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.rows import rows_of
-from burst_plugin.tiles import Tile
+from burst_plugin.tiles import Band, Tile
 
-__all__ = ["Site", "TileWork", "bias_grad"]
+__all__ = ["NOWHERE", "Site", "TileWork", "bias_grad"]
 
 
 class Site(NamedTuple):
@@ -20,6 +20,9 @@ class Site(NamedTuple):
 
     q: Tensor | None = None
     k: Tensor | None = None
+
+
+NOWHERE = Site()
 
 
 class TileWork:
@@ -30,6 +33,7 @@ class TileWork:
 
     def __init__(self, kernel: Kernel, how: How, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
         self._kernel, self._base, self._bias = kernel, how, bias
+        self._without_site: dict[tuple[Band, int], How] = {}
         self.dbias: Tensor | None = None
         self.max_logits = max_logits
 
@@ -57,7 +61,11 @@ class TileWork:
     def _how(self, tile: Tile, site: Site) -> How:
         first = 0 if tile.batch is None else tile.batch[0]
         if site.q is None or site.k is None:
-            return self._base._replace(band=tile.band, first_row=first)
+            found = self._without_site.get((tile.band, first))
+            if found is None:
+                found = self._base._replace(band=tile.band, first_row=first)
+                self._without_site[tile.band, first] = found
+            return found
         q, k = site.q[tile.q], site.k[tile.k]
         bias = self._bias
         if bias is not None:
