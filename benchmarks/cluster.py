@@ -59,7 +59,11 @@ def run(options: argparse.Namespace) -> int:
         return 0
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     names = tuple(options.contenders or (c.name for c in CONTENDERS))
-    console, rows = Console(width=None if sys.stdout.isatty() else 120), []
+    console, rows = Console(width=None if sys.stdout.isatty() else 120), list[dict[str, Any]]()
+    shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out")}
+    out = options.out or results.default_path("cluster" if slept else "cluster-real")
+
+    so_far = out.with_name(f"{out.name}.so-far")  # a run takes long, and may be interrupted
     with results.Watch() as watch:
         for setting in settings(options):
             check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
@@ -68,12 +72,13 @@ def run(options: argparse.Namespace) -> int:
             found = measure(setting, work)
             rows += found
             console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
+            if not options.no_save:
+                results.save("cluster", shown, rows, watch.so_far(), so_far, quiet=True)
     for line in verdicts(rows):
         console.print(line)
     if not options.no_save:
-        shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out")}
-        out = options.out or results.default_path("cluster" if slept else "cluster-real")
         results.save("cluster", shown, rows, watch.load, out)
+        so_far.unlink(missing_ok=True)
     return 0
 
 

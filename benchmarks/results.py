@@ -105,10 +105,14 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.load = self.so_far()
+
+    def so_far(self) -> Load:
+        """The load until now."""
         end, begin = self._read(), self._begin
         capacity_s = max(end.capacity_s - begin.capacity_s, 1e-9)
         everybody_s, own_s = end.everybody_s - begin.everybody_s, end.own_s - begin.own_s
-        self.load = Load(
+        return Load(
             before=round(self._before, 2),
             after=round(_load_average(), 2),
             others=round(min(1.0, max(0.0, everybody_s - own_s) / capacity_s), 4),
@@ -226,8 +230,9 @@ def save(
     rows: Sequence[Mapping[str, Any]],
     load: Load,
     out: Path | None = None,
+    quiet: bool = False,
 ) -> Path:
-    """Write a result, say where, and warn if the machine was busy.
+    """Write a result; unless `quiet`, say where, and warn if the machine was busy.
 
     Args:
         rows: flat; no number may be infinite or NaN.
@@ -258,9 +263,10 @@ def save(
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    print(f"Results: {os.path.relpath(path)}")
-    if load.busy:
-        print(load.warning())
+    if not quiet:
+        print(f"Results: {os.path.relpath(path)}")
+        if load.busy:
+            print(load.warning())
     return path
 
 

@@ -145,6 +145,29 @@ def test_absent_and_refused_contenders_are_listed_as_such() -> None:
     assert not any("USP" in line for line in verdicts(rows))
 
 
+def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And leaves the last whole result alone."""
+    rates: list[float] = []
+
+    def measure(setting: Setting, work: object) -> list[dict[str, Any]]:
+        rates.append(setting.rate_mbit)
+        if len(rates) == 2:
+            raise KeyboardInterrupt
+        return measured({"forward": [0.3], "backward": [0.7]})
+
+    out = tmp_path / "cluster.json"
+    asked = options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out))
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    monkeypatch.setattr(cluster, "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run(asked)
+    assert {path.name for path in tmp_path.iterdir()} == {"cluster.json.so-far"}
+    assert len(load(tmp_path / "cluster.json.so-far").rows) == 3
+    rates.clear()
+    assert cluster.run(options("--topologies", "2x4", "--rates", "100", "--out", str(out))) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"cluster.json"}
+
+
 @pytest.mark.netns
 @pytest.mark.skipif(EmulatedCluster.unavailable() is not None, reason=f"{EmulatedCluster.unavailable()}")
 def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:
