@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import results
-from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, shapes_of, visit_seconds
+from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, visit_seconds
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
@@ -114,7 +114,7 @@ def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:
 def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: Links) -> Price:
     """What the planner says of a strategy of ours."""
     topology, visit_s = Topology(case.nodes, case.ranks_per_node), visit_seconds(case, slept)
-    return pass_price(strategy, direction, topology, shapes_of(case), visit_s[DIRECTIONS.index(direction)], links)
+    return pass_price(strategy, direction, topology, case.shapes, visit_s[DIRECTIONS.index(direction)], links)
 
 
 def rows_of(

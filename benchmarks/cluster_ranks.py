@@ -22,16 +22,17 @@ from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import BURST, Burst
 from benchmarks.netns import interface_bytes
 from burst_plugin.planner import Links, plans
-from burst_plugin.strategy import DIRECTIONS, Shapes
+from burst_plugin.strategy import DIRECTIONS
 from burst_plugin.topology import Topology
 
-__all__ = ["Setting", "Work", "measure_in_rank", "shapes_of", "visit_seconds"]
+__all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEPT_BYTES = 16 << 20
 _LOWEST_PRIORITY = 19
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
+_TRIALS = 3  # of each configuration, if there are several
 LEAD_S = 0.1  # by which a start is agreed on beforehand
 
 
@@ -122,8 +123,6 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
                 found.append((case, links, {"contender": name, **refused}))
             else:
                 entries.append((name, kept))
-        if work.slept is not None:
-            _defer_transfers()
         for entry in (kept for _, kept in entries):
             entry.times = {direction: [] for direction in DIRECTIONS}
         for number in range(work.rounds):  # in another order every time, the same on all ranks
@@ -139,7 +138,10 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
 def _best(
     name: str, case: Case, slept: Slept | None, links: Links, inputs: Sequence[Tensor]
 ) -> tuple[Entry | None, dict[str, str]]:
-    """The fastest configuration of a contender in two turns each, after one that opens connections; or why none."""
+    """The fastest configuration of a contender in a few turns, after one that opens connections; or why none.
+
+    They take turns as contenders do, under the same conditions.
+    """
     contender = next(c for c in CONTENDERS if c.name == name)
     absent, refused = contender.absent(), contender.refuse(case)
     if absent or not contender.configurations(case):
@@ -147,21 +149,21 @@ def _best(
     configurations: Sequence[Contender] = contender.configurations(case)
     if contender is BURST[0] and slept is not None:
         configurations = [planned(each, case, slept, links) for each in configurations if isinstance(each, Burst)]
-    entries = []
-    for each in configurations:
-        entry = Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {})
+    entries = [Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations]
+    for entry in entries:
         _take_turn(entry, inputs)
         entry.times = {direction: [] for direction in DIRECTIONS}
-        _take_turn(entry, inputs, count=True)
-        if len(configurations) > 1:
-            _take_turn(entry, inputs)
-        entries.append(entry)
+    if slept is not None:
+        _defer_transfers()
+    for turn in range(_TRIALS if len(entries) > 1 else 1):
+        for entry in entries:
+            _take_turn(entry, inputs, count=turn == 0)
     return min(entries, key=lambda entry: entry.least_s), {}
 
 
 def planned(burst: Burst, case: Case, slept: Slept, links: Links) -> Burst:
     """`burst` with the number of parts that the planner gives it on these links; keys and values travel forward."""
-    found = plans(Topology(case.nodes, case.ranks_per_node), shapes_of(case), visit_seconds(case, slept), links)
+    found = plans(Topology(case.nodes, case.ranks_per_node), case.shapes, visit_seconds(case, slept), links)
     best = next(each for each in found if each.strategy.ulysses_degree == burst.strategy.ulysses_degree)
     return replace(burst, strategy=replace(burst.strategy, parts=best.strategy.parts))
 
@@ -220,10 +222,3 @@ def visit_seconds(case: Case, slept: Slept) -> tuple[float, float]:
     """What is slept per visit, forward and backward: half of a full visit for causal masks."""
     share = 0.5 if case.causal else 1.0
     return slept.forward_s * share, slept.backward_s * share
-
-
-def shapes_of(case: Case) -> Shapes:
-    """As the package names them."""
-    return Shapes(
-        case.batch, case.seq, case.seq, case.q_heads, case.kv_heads, case.head_dim, case.head_dim, case.dtype
-    )

@@ -121,8 +121,17 @@ def _backward_of_rank(call: Call, number: int, dout: Tensor, saved: _Saved) -> G
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
-    cast = (None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads, strict=True))
-    return (yield from exchange.grads_home(Inputs(*cast), "shared bias" in call.has))  # type: ignore[arg-type]
+    dq, dk, dv, dsink, dbias = _in_types_of(given, grads)
+    if call.sharing > 1:  # they are added up at home
+        dk, dv = grads[1:3]
+    shared_bias = "shared bias" in call.has
+    home = yield from exchange.grads_home(Inputs(dq, dk, dv, dsink, dbias), shared_bias)  # type: ignore[arg-type]
+    return Inputs(*_in_types_of(given, home))  # type: ignore[arg-type]
+
+
+def _in_types_of(given: Inputs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients in the types of what they are for."""
+    return [None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads, strict=True)]
 
 
 class _Attention(torch.autograd.Function):

@@ -39,7 +39,7 @@ class Call:
     """One attention call of one rank, all choices made.
 
     `shapes` are those of the ring, after heads have been exchanged, with the lengths of the longest block; `scores`
-    are those of all heads.
+    are those of all heads; `sharing` ranks of a team work with the same key/value head.
     """
 
     member: Member
@@ -52,6 +52,7 @@ class Call:
     has: tuple[str, ...] = ()  # of sink and bias, those that are there; "shared bias" if heads share it
     max_logits: bool = False
     lse: bool = False
+    sharing: int = 1
     first: Call | None = None  # of its kind, which keeps for all of them what no seed changes; None is itself
 
     @property
@@ -61,13 +62,15 @@ class Call:
     @cached_property
     def signature(self) -> Mapping[str, object]:
         """What has to be the same on every rank."""
-        named = self.shapes._asdict()
+        degree = self.member.team.degree
+        heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.sharing}
+        named = {**self.shapes._asdict(), **heads}
         return {
             **{name: named[name] for name in ("batch", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
             "query tokens": self.attending.q,
             "key tokens": self.attending.kv,
             "with": self.has,
-            **({"return_lse": self.lse} if self.member.team.degree > 1 else {}),  # then it is exchanged
+            **({"return_lse": self.lse} if degree > 1 else {}),  # then it is exchanged
             **{f"{direction} traveller": side for direction, side in self.travellers.items()},
             "kernel in use": self.kernel.name,
             "mask": self.attending.mask,
@@ -160,6 +163,7 @@ class Call:
             kind._packed,
             label,
             member.profile,
+            self.sharing,
         )
 
     @cached_property
@@ -288,12 +292,13 @@ def _choose(member: Member, inputs: Inputs, request: Request) -> Call:
                 f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
                 "ContextParallel.shard, and pass the same tokens= to it and here"
             )
-    if shapes.kv_heads % degree:
+    if degree not in shapes.team_degrees:
         raise ValueError(
-            f"ulysses_degree={degree} does not divide the {shapes.kv_heads} key/value heads that are here; use one "
-            f"of {_divisors(shapes.kv_heads)}"
+            f"ulysses_degree={degree} ranks cannot share the {shapes.q_heads} query heads and {shapes.kv_heads} "
+            f"key/value heads that are here; use one of {shapes.team_degrees}"
         )
-    shapes = shapes.of_part(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
+    sharing = max(1, degree // shapes.kv_heads)
+    shapes = shapes.of_team(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     if request.mask.rows not in (None, shapes.batch):
         raise ValueError(f"the mask is for {request.mask.rows} batch rows, but q, k, v have {shapes.batch}")
     if any(shapes.kv_heads % member.strategy.parts_of(direction) for direction in DIRECTIONS):
@@ -310,7 +315,8 @@ def _choose(member: Member, inputs: Inputs, request: Request) -> Call:
     kernel = choose_kernel(member.strategy.kernel, case)
     travellers = {d: "kv" if "bias" in has else choose_traveller(member.strategy, d, shapes) for d in DIRECTIONS}
     _check_bias_traveller(member.strategy, has)
-    return Call(member, shapes, attending, scores, kernel, travellers, q.device, has, request.max_logits, request.lse)
+    wanted = (request.max_logits, request.lse)
+    return Call(member, shapes, attending, scores, kernel, travellers, q.device, has, *wanted, sharing)
 
 
 def _divisors(number: int) -> list[int]:

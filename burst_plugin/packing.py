@@ -47,14 +47,14 @@ class Packing:
 
 
 class Buffer:
-    """`data` [nbytes], uint8, to send or receive: all or the beginning of `memory`.
+    """`data` [nbytes], uint8, to send or receive.
 
     Buffers are lent again and again, for the same messages of every layer, so what is laid out in one is looked up
     once.
     """
 
-    def __init__(self, data: Tensor, memory: Memory) -> None:
-        self.data, self.memory = data, memory
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
         self._label: Tensor | None = None
         self._views: dict[Packing, tuple[Tensor, ...]] = {}
 
@@ -103,7 +103,7 @@ class Memory:
             if len(self._buffers) == _KEPT:
                 self._buffers.clear()
             with torch.inference_mode(False):
-                found = self._buffers[nbytes] = Buffer(self._whole[:nbytes], self)
+                found = self._buffers[nbytes] = Buffer(self._whole[:nbytes])
         return found
 
 
@@ -116,7 +116,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Memory]] = {}
-        self._leased: set[Memory] = set()
+        self._leased: dict[Buffer, Memory] = {}
         self.allocated_bytes = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
@@ -136,13 +136,13 @@ class BufferPool:
                 self.allocated_bytes -= free.pop().nbytes
             taken = Memory(nbytes, device)
             self.allocated_bytes += nbytes
-        self._leased.add(taken)
-        return taken.buffer(nbytes)
+        buffer = taken.buffer(nbytes)
+        self._leased[buffer] = taken
+        return buffer
 
     def release(self, buffer: Buffer) -> None:
         """Take a buffer back. KeyError if it is not on lease."""
-        memory = buffer.memory
-        self._leased.remove(memory)
+        memory = self._leased.pop(buffer)
         self._free[memory.device].append(memory)
 
 

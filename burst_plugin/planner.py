@@ -133,34 +133,39 @@ def pass_price(
     is added: all operands on their way to their heads, all results on their way back.
     """
     degree = strategy.ulysses_degree
-    ring = shapes.of_part(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+    ring = shapes.of_team(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
     traveller = choose_traveller(strategy, direction, ring)
     load = Load.of(ring, direction, traveller, degree * visit_s)
     teams = topology.of_teams(degree)
     schedule = SCHEDULES[strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
     found = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
-    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes), links)
+    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
     busy_s = {link: found.link_s[link] + exchange_s[link] for link in Link}
     return replace(found, time_s=found.time_s + max(exchange_s.values()), link_s=busy_s)
 
 
 def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """How long each link is busy while ranks exchange heads: every member of a team gets a share of `nbytes`."""
+    """How long each link is busy while ranks exchange heads: every other member of a team gets `nbytes`."""
     inside = min(degree, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {
-        Link.INTRA: nbytes * (inside - 1) / degree / links.intra_bytes_per_s,
-        Link.INTER: nbytes * (degree - inside) / degree / links.inter_bytes_per_s * ranks_per_nic,
+        Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
+        Link.INTER: nbytes * (degree - inside) / links.inter_bytes_per_s * ranks_per_nic,
     }
 
 
-def _exchanged_bytes(shapes: Shapes) -> int:
-    """Of a rank's q, k, v and out, or of their gradients, which are exchanged in the type of the inputs."""
+def _exchanged_bytes(shapes: Shapes, degree: int, direction: str) -> int:
+    """Of one member's share of a rank's q, k, v and out, or of their gradients.
+
+    They are exchanged in the type of the inputs, but for gradients of key/value heads that members share.
+    """
+    share = shapes.of_team(degree)
     q_numel, kv_numel = (
-        shapes.batch * length * heads * (shapes.qk_dim + shapes.v_dim)
-        for length, heads in ((shapes.q_len, shapes.q_heads), (shapes.kv_len, shapes.kv_heads))
+        share.batch * length * heads * (share.qk_dim + share.v_dim)
+        for length, heads in ((share.q_len, share.q_heads), (share.kv_len, share.kv_heads))
     )
-    return (q_numel + kv_numel) * shapes.dtype.itemsize
+    wide = direction == "backward" and degree > shapes.kv_heads
+    return q_numel * share.dtype.itemsize + kv_numel * (share.sum_dtype if wide else share.dtype).itemsize
 
 
 def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
@@ -170,8 +175,8 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
     `visit_s` is the seconds of work on a whole block, forward and backward.
     """
     found = []
-    for name, degree in product(SCHEDULES, (n for n in topology.team_sizes if shapes.kv_heads % n == 0)):
-        several = [n for n in _PARTS if shapes.kv_heads // degree % n == 0]
+    for name, degree in product(SCHEDULES, (n for n in topology.team_sizes if n in shapes.team_degrees)):
+        several = [n for n in _PARTS if shapes.of_team(degree).kv_heads % n == 0]
         options: dict[str, Any] = {"schedule": name, "ulysses_degree": degree}
         options["ranks_per_node"] = topology.ranks_per_node
         best = {

@@ -50,7 +50,8 @@ class Strategy:
     says what it gives.
     ulysses_degree: ranks, consecutive and inside one node if it can be, that exchange heads before and after the ring
     (`burst_plugin.ulysses`): the ring then has as many times fewer ranks, with longer blocks of fewer heads, and all
-    of them together need no ring at all. Must divide the number of key/value heads of a rank.
+    of them together need no ring at all. Must divide the number of query heads of a rank, and the number of key/value
+    heads or be a multiple of it: then several ranks work with the same one.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
     its call besides.
@@ -151,6 +152,16 @@ class Shapes(NamedTuple):
     def of_part(self, parts: int) -> Shapes:
         """Those of one part of the heads."""
         return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
+
+    @property
+    def team_degrees(self) -> list[int]:
+        """How many ranks can share these heads between them."""
+        degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
+        return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
+
+    def of_team(self, degree: int) -> Shapes:
+        """Those of one of as many ranks' share of the heads: a key/value head at least."""
+        return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     @property
     def sum_dtype(self) -> torch.dtype:

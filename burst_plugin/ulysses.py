@@ -127,22 +127,25 @@ class Team:
 
 
 class _Piece(NamedTuple):
-    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, H / degree, D]."""
+    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, h, D].
+
+    Each member has h heads, the next ones after those of the member before, or after `sharing` members the same ones.
+    """
 
     local: Tensor
     joint: Tensor
     rows: Joined
-    degree: int
+    sharing: int
 
     def share(self, member: int) -> Tensor:
         """The heads of a member, of the local rows."""
-        heads = self.local.shape[2] // self.degree
-        return self.local.narrow(2, member * heads, heads)
+        heads = self.joint.shape[2]
+        return self.local.narrow(2, member // self.sharing * heads, heads)
 
     def spec(self, count: int) -> Spec:
         """Of so many rows of one share of the heads."""
         batch, _, heads, dim = self.joint.shape
-        return (batch, count, heads, dim), self.local.dtype
+        return (batch, count, heads, dim), self.joint.dtype
 
     def to_joint(self, member: int, part: Tensor) -> None:
         """Put a member's rows of this rank's heads, `part`, among the team's."""
@@ -160,7 +163,8 @@ class HeadExchange:
     """One rank's part in the exchange of its team, in one pass.
 
     `joined` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
-    The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out.
+    The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out. With more
+    members than key/value heads, as many as `sharing` work with the same one.
     """
 
     team: Team
@@ -170,6 +174,7 @@ class HeadExchange:
     packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None
     profile: Profile | None = None
+    sharing: int = 1
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
@@ -177,11 +182,12 @@ class HeadExchange:
         """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the team together.
 
         To heads: [B, S_local, H, D] becomes [B, S_team, H / degree, D], the team's rows of this rank's share. Back:
-        the other way round. Yields once, while messages are under way, for ranks that take turns.
+        the other way round, and what members have of a head that they share is added up. Yields once, while messages
+        are under way, for ranks that take turns.
         """
         log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
         transport = self.transport if log is None else log.watch(self.transport)
-        pieces = [self._piece(to_heads, x, self.joined[side]) for x, side in zip(tensors, sides, strict=True)]
+        pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
         try:
             with nullcontext() if log is None else log.timed("move"):
                 under_way = self._begin(transport, to_heads, pieces)
@@ -244,12 +250,14 @@ class HeadExchange:
             dbias = dbias.sum(1, keepdim=True)
         return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
 
-    def _piece(self, to_heads: bool, x: Tensor, rows: Joined) -> _Piece:
-        degree, (batch, _, heads, dim) = self.team.degree, x.shape
+    def _piece(self, to_heads: bool, x: Tensor, side: str) -> _Piece:
+        rows, sharing = self.joined[side], self.sharing if side == "kv" else 1
+        different = self.team.degree // sharing
+        batch, _, heads, dim = x.shape
         if to_heads:
-            return _Piece(x, x.new_empty((batch, rows.length, heads // degree, dim)), rows, degree)
-        local = x.new_empty((batch, rows.counts[self.team.place], heads * degree, dim))
-        return _Piece(local, x, rows, degree)
+            return _Piece(x, x.new_empty((batch, rows.length, heads // different, dim)), rows, sharing)
+        shape = (batch, rows.counts[self.team.place], heads * different, dim)
+        return _Piece(x.new_empty(shape) if sharing == 1 else x.new_zeros(shape), x, rows, sharing)
 
     def _begin(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece]) -> _UnderWay:
         """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
@@ -291,6 +299,8 @@ class HeadExchange:
             for piece, view in zip(pieces, arrived.views(packing), strict=True):
                 if to_heads:
                     piece.to_joint(member, view)
+                elif piece.sharing > 1:
+                    piece.share(member).add_(view)
                 else:
                     piece.share(member).copy_(view)
             transport.release(leaving)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -92,6 +94,22 @@ def test_a_pool_does_not_grow_with_the_number_of_lengths() -> None:
         for buffer in pair:
             pool.release(buffer)
         assert pool.allocated_bytes <= 2 * 100
+
+
+def test_a_pool_lets_go_of_memory_that_is_too_small_at_once() -> None:
+    """Not when Python next looks for cycles, which jobs may have switched off."""
+    pool = BufferPool()
+    first = pool.lease(16, CPU)
+    first.views(Packing([((4,), torch.float32)]))
+    whole = weakref.ref(first.data)
+    pool.release(first)
+    del first
+    gc.disable()
+    try:
+        pool.lease(32, CPU)
+        assert whole() is None
+    finally:
+        gc.enable()
 
 
 def test_lockstep_takes_turns_and_returns_in_order() -> None:

@@ -118,6 +118,16 @@ def test_an_exchange_of_heads_is_added_to_a_ring_of_fewer_ranks(direction: str) 
     assert time_s(Topology(2, 2), Links(FAST, 1e8, "node")) == pytest.approx(0.04 + nbytes / 1e8, rel=1e-3)
 
 
+@pytest.mark.parametrize(("direction", "itemsize"), [("forward", 2), ("backward", 4)])
+def test_shares_of_one_key_value_head_are_priced_whole(direction: str, itemsize: int) -> None:
+    """All 4 ranks get the whole k and v, and send whole gradients of them home, in float32."""
+    shapes = Shapes(1, 1024, 1024, 4, 1, 64, 64, torch.bfloat16)
+    found = pass_price(Strategy(ulysses_degree=4), direction, Topology(1, 4), shapes, 0.01, Links(1e9, 1e8))
+    assert found.time_s == pytest.approx(0.04 + 3 * 1024 * 2 * 64 * (2 + itemsize) / 1e9)
+    degrees = {plan.strategy.ulysses_degree for plan in plans(Topology(1, 4), shapes, (0.01, 0.02), Links(1e9, 1e8))}
+    assert degrees == {1, 2, 4}
+
+
 def test_512_ranks_are_priced_in_seconds() -> None:
     start = time.process_time()
     price(two_level_ring(Topology(64, 8)), Load(1e6, 1e6, 0.01), Links(1e9, 1e8))

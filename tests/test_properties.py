@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> Drawn:
     topology = draw(st.builds(Topology, st.integers(1, 3), st.integers(1, 4)))
     q_len = draw(st.integers(1, 40))
     kv_len = draw(st.one_of(st.just(q_len), st.just(q_len), st.integers(1, 40)))
-    kv_heads, group = draw(st.sampled_from([1, 2, 2, 4])), draw(st.integers(1, 2))
+    kv_heads, group = draw(st.sampled_from([1, 2, 2, 4])), draw(st.sampled_from([1, 2, 4]))
     heads = (kv_heads * group, kv_heads)
     dims = draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5)]))
     dtype = draw(st.sampled_from([torch.float64, torch.float32]))
@@ -118,7 +118,9 @@ def cases(draw: st.DrawFn) -> Drawn:
     )
     plain = scores == Scores(seed=scores.seed) and not has_bias
     sides = st.just("kv") if has_bias else st.sampled_from(["q", "kv", "auto"])
-    degree = draw(st.sampled_from([n for n in degrees(topology) if kv_heads % n == 0]))
+    several = [n for n in degrees(topology) if kv_heads % n == 0 or (n % kv_heads == 0 and heads[0] % n == 0)]
+    degree = draw(st.sampled_from(several))
+    team_kv_heads = max(1, kv_heads // degree)
     strategy = Strategy(
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
         ulysses_degree=degree,
@@ -126,7 +128,7 @@ def cases(draw: st.DrawFn) -> Drawn:
         forward=draw(sides),
         backward=draw(sides),
         kernel=draw(st.sampled_from(RUNNABLE)) if plain else "auto",
-        parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads // degree % n == 0])) for _ in range(2)),
+        parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if team_kv_heads % n == 0])) for _ in range(2)),
     )
     tokens = (
         draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None

@@ -13,15 +13,28 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Tokens, Topology, Traffic, burst_attention
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Link,
+    Scores,
+    Strategy,
+    Tokens,
+    Topology,
+    Traffic,
+    VirtualRing,
+    burst_attention,
+)
+from burst_plugin.call import prepare
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.packing import Packing
+from burst_plugin.request import Inputs, Request
 from burst_plugin.transport import Channel
 from burst_plugin.ulysses import HeadExchange, Team, joined
 from tests.support.ranks import run_ranks, run_ranks_outcomes
-from tests.support.reference import Problem, Result, errors, reference
+from tests.support.reference import Problem, Result, errors, reference, relative
 
 SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
 
@@ -130,9 +143,11 @@ def _train(rank: int, strategy: Strategy, problem: Problem, length: int) -> tupl
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize(("degree", "per_node"), [(2, 2), (2, 4), (4, 4), (4, 2)])
-def test_exact_over_gloo(degree: int, per_node: int, backward: str) -> None:
-    problem = Problem.draw((26, 26), (4, 4)).with_sink()
+@pytest.mark.parametrize(
+    ("degree", "per_node", "kv_heads"), [(2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 2, 4), (2, 2, 1), (4, 4, 2), (4, 2, 1)]
+)
+def test_exact_over_gloo(degree: int, per_node: int, kv_heads: int, backward: str) -> None:
+    problem = Problem.draw((26, 26), (4, kv_heads)).with_sink()
     truth = reference(problem, Causal(), SCORES)
     strategy = Strategy(ulysses_degree=degree, backward=backward, ranks_per_node=per_node)
     alone = run_ranks(_train, 4, Strategy(backward=backward, ranks_per_node=per_node), problem, 26)[0]
@@ -171,8 +186,32 @@ def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
     for outcome in run_ranks_outcomes(_wrong, 2, 2, 3):
         assert outcome.error is not None
         assert outcome.error.rstrip().splitlines()[-1] == (
-            "ValueError: ulysses_degree=2 does not divide the 3 key/value heads that are here; use one of [1, 3]"
+            "ValueError: ulysses_degree=2 ranks cannot share the 3 query heads and 3 key/value heads that are here; "
+            "use one of [1, 3]"
         )
+
+
+def test_ranks_with_unlike_key_value_heads_are_told_though_they_work_with_one_each() -> None:
+    calls = [
+        prepare(VirtualRing(Topology(1, 4), Strategy(ulysses_degree=4)).members[0], inputs, Request(), {})
+        for heads in (1, 2)
+        for inputs in [Inputs(*(torch.randn(1, 4, n, 8) for n in (4, heads, heads)))]
+    ]
+    assert calls[0].shapes == calls[1].shapes
+    assert [call.signature["kv_heads"] for call in calls] == [1, 2]
+
+
+def test_gradients_of_shared_heads_are_added_up_in_float32() -> None:
+    """Eight ranks work with one key/value head in bfloat16: as near to float32 as a ring, which rounds once."""
+    problem = Problem.draw((64, 64), (8, 1), dtype=torch.bfloat16)
+    truth = reference(Problem(*(x if x is None else x.float() for x in problem)), Causal())
+    error = {}
+    for degree in (1, 8):
+        q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+        out, _ = VirtualRing(Topology(1, 8), Strategy(ulysses_degree=degree)).attention(q, k, v)
+        _, dk, dv = torch.autograd.grad(out, (q, k, v), problem.dout)
+        error[degree] = max(relative(dk.float(), truth.dk), relative(dv.float(), truth.dv))
+    assert error[8] < 1.1 * error[1], error
 
 
 def _die(rank: int) -> None:

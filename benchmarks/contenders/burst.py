@@ -33,8 +33,8 @@ class Burst:
         """See `Contender.refuse`."""
         degree = self.strategy.ulysses_degree
         sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
-        if case.kv_heads % degree or degree not in sizes:
-            return f"teams of {degree} ranks cannot exchange {case.kv_heads} key/value heads"
+        if degree not in sizes or degree not in case.shapes.team_degrees:
+            return f"no teams of {degree} ranks can share {case.q_heads} query and {case.kv_heads} key/value heads"
         return None
 
     def configurations(self, case: Case) -> tuple[Contender, ...]:

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from burst_plugin.strategy import Shapes
+
 __all__ = ["Case", "Contender", "Session", "Slept"]
 
 
@@ -32,6 +34,12 @@ class Case:
     def ranks(self) -> int:
         """Of all nodes."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def shapes(self) -> Shapes:
+        """As the package names them."""
+        dim = self.head_dim
+        return Shapes(self.batch, self.seq, self.seq, self.q_heads, self.kv_heads, dim, dim, self.dtype)
 
 
 @dataclass(frozen=True)
