@@ -99,7 +99,7 @@ def draw_cluster(result: Result) -> Any:
         len(topologies),
         len(rates),
         figsize=(_WIDTH, 1.5 + 2.35 * len(topologies)),
-        sharey=True,
+        sharey="row",
         squeeze=False,
         layout="constrained",
     )
@@ -110,6 +110,7 @@ def draw_cluster(result: Result) -> Any:
             _bars(axis, here, names)
             axis.set_title(f"{topology} ranks, {rate}", loc="left", fontsize=11)
         axes[row][0].set_ylabel(f"time / {cases[0].yardstick()}")
+        axes[row][0].set_ylim(bottom=0)  # when all are drawn: after that nothing makes room for a longer bar
     what = cases[0].what
     title = f"Emulated cluster (nodes × ranks per node), a NIC per {what['nic']}, compute {what['compute']}"
     _finish(figure, result, title, names)
@@ -133,13 +134,11 @@ def _bars(axis: Any, cases: Sequence[Case], names: Sequence[str]) -> None:
             ends = [row[key] / row["time_s"] * ratio for key in ("time_s_min", "time_s_max")]
             axis.plot([x, x], ends, color="0.25", linewidth=0.8)
             if number == 0:
-                words = f" {ratio:.2f}"
-                axis.text(x, 0, words, color="white", rotation=90, ha="center", va="bottom", fontsize=8)
+                axis.text(x, ends[1], f" {ratio:.2f}", rotation=90, ha="center", va="bottom", fontsize=7.5)
     axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
     labels = [f"{direction}\n{figures.heads(case)}" for case, direction in groups]
     axis.set_xticks(range(len(groups)), labels, fontsize=8.5)
     axis.tick_params(axis="x", length=0)
-    axis.set_ylim(bottom=0)
     _open_frame(axis)
 
 

@@ -49,6 +49,7 @@ def gpu_peak_flops_per_s(name: str) -> float | None:
 def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.4) -> float:
     """What a float32 matrix product reaches with this process's threads: the best of those made in `seconds`."""
     a, b = torch.randn(size, size), torch.randn(size, size)
+    torch.mm(a, b)  # the first one also sets the library up, which may take longer than all that follow
     quickest_s, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
         started = time.perf_counter()

@@ -382,6 +382,21 @@ def test_bars_are_as_high_as_the_ratios_and_absent_contenders_have_none() -> Non
     draw.plt.close(figure)
 
 
+def test_no_panel_cuts_off_a_bar_of_another_size() -> None:
+    slower = [
+        {**row, "rate_mbit": 400, "time_s": 3 * row["time_s"], "time_s_max": 3 * row["time_s"]}
+        for row in CLUSTER
+        if row.get("time_s")
+    ]
+    figure = draw.draw_cluster(made_up("cluster", [*CLUSTER, *slower]))
+    first, second = figure.axes
+    assert second.dataLim.ymax > 2 * first.dataLim.ymax
+    for axis in figure.axes:
+        assert axis.get_ylim()[0] == 0
+        assert axis.get_ylim()[1] >= second.dataLim.ymax
+    draw.plt.close(figure)
+
+
 def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = tmp_path / "wrong.json"
     for text, said in (
