@@ -99,8 +99,17 @@ class Example:
 
     def absent(self) -> str | None:
         """Why it cannot run here."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name.split(".")[0]) is None]
+        missing = [name for name in self.packages if not _is_installed(name)]
         return f"not installed: {', '.join(missing)}" if missing else None
+
+
+def _is_installed(name: str) -> bool:
+    """Not just a folder of that name, such as that of an example."""
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError:  # of what it is a part of
+        return False
+    return found is not None and found.origin is not None
 
 
 def run_rank(rank: int, example: Example, job: Job) -> Trained:

@@ -22,7 +22,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from benchmarks import draw, figures, flops, limits, results, table, timeline, train
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
-from benchmarks.train_examples import MEGATRON, noted
+from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
 from benchmarks.train_ranks import Job, Model, Seen, Trained
 
 ROOT = Path(__file__).parents[2]
@@ -489,12 +489,21 @@ def test_peaks_of_devices() -> None:
     assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
 
 
+def test_a_folder_of_that_name_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples put their own folder first, in which there is one called deepspeed."""
+    (tmp_path / "knitwear").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = replace(DEEPSPEED, packages=("pytest", "knitwear", "no_such.part"))
+    assert missing.absent() == "not installed: knitwear, no_such.part"
+
+
 @pytest.mark.megatron
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
-    for package in ("megatron.core", "deepspeed", "transformers"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
+    absent = [reason for example in (MEGATRON, DEEPSPEED) if (reason := example.absent())]
+    if absent:
+        pytest.skip(absent[0])
     out = tmp_path / "train.json"
     small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
     command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
