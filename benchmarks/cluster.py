@@ -47,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true", help="a causal mask (default: full attention)")
     parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="file of the result; by default one in benchmarks/results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="of the result; by default one in benchmarks/results. Until a run ends, what it has is in FILE.so-far",
+    )
     parser.add_argument("--no-save", action="store_true", help="only print")
 
 
@@ -62,7 +67,6 @@ def run(options: argparse.Namespace) -> int:
     console, rows = Console(width=None if sys.stdout.isatty() else 120), list[dict[str, Any]]()
     shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out")}
     out = options.out or results.default_path("cluster" if slept else "cluster-real")
-
     so_far = out.with_name(f"{out.name}.so-far")  # a run takes long, and may be interrupted
     with results.Watch() as watch:
         for setting in settings(options):

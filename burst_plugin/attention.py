@@ -9,7 +9,7 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -121,17 +121,17 @@ def _backward_of_rank(call: Call, number: int, dout: Tensor, saved: _Saved) -> G
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
-    dq, dk, dv, dsink, dbias = _in_types_of(given, grads)
-    if call.sharing > 1:  # they are added up at home
-        dk, dv = grads[1:3]
-    shared_bias = "shared bias" in call.has
-    home = yield from exchange.grads_home(Inputs(dq, dk, dv, dsink, dbias), shared_bias)  # type: ignore[arg-type]
-    return Inputs(*_in_types_of(given, home))  # type: ignore[arg-type]
+    added_up_at_home = ("k", "v") if call.sharing > 1 else ()
+    rounded = _rounded(given, grads, but=added_up_at_home)
+    home = yield from exchange.grads_home(rounded, "shared bias" in call.has)
+    return _rounded(given, home)
 
 
-def _in_types_of(given: Inputs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients in the types of what they are for."""
-    return [None if x is None or grad is None else grad.to(x.dtype) for x, grad in zip(given, grads, strict=True)]
+def _rounded(given: Inputs, grads: Sequence[Tensor | None], but: Collection[str] = ()) -> Inputs:
+    """Gradients in the types of what they are for; those of `but` as they are."""
+    each = zip(Inputs._fields, given, grads, strict=True)
+    found = (g if x is None or g is None or name in but else g.to(x.dtype) for name, x, g in each)
+    return Inputs(*found)  # type: ignore[arg-type]
 
 
 class _Attention(torch.autograd.Function):

@@ -174,14 +174,14 @@ class Call:
 
     def own_sums(self, works: Sequence[Pass], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
-        specs = self._kind._own_specs(works[0].direction, side)
+        specs = self._kind._own_specs[works[0].direction, side]
         return OwnSums(specs, self.device, len(works), lambda part, place: works[part].sums(side, place, False))
 
     @cached_property
-    def _own_specs(self) -> Callable[[str, str], Sequence[Spec]]:
+    def _own_specs(self) -> dict[tuple[str, str], Sequence[Spec]]:
         """Of the sums of this rank's block, by direction and side."""
         whole = self._of_block(self.member.ring_rank, None)
-        return cache(lambda direction, side: whole.side(direction, side)[1])
+        return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in ("q", "kv")}
 
     def ring(self, works: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""

@@ -55,7 +55,7 @@ class Buffer:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self._label: Tensor | None = None
+        self._label = data[-LABEL_BYTES:]  # if there is one
         self._views: dict[Packing, tuple[Tensor, ...]] = {}
 
     def views(self, packing: Packing) -> tuple[Tensor, ...]:
@@ -71,17 +71,11 @@ class Buffer:
     def mark(self, label: Tensor | None) -> None:
         """Put a call's label on the message, at its end."""
         if label is not None:
-            self._end().copy_(label)
+            self._label.copy_(label)
 
     def bears(self, label: Tensor | None) -> bool:
         """Whether a message that arrived is of the call of that label, as far as can be told without stalling."""
-        return label is None or torch.equal(self._end(), label)
-
-    def _end(self) -> Tensor:
-        if self._label is None:
-            with torch.inference_mode(False):
-                self._label = self.data[-LABEL_BYTES:]
-        return self._label
+        return label is None or torch.equal(self._label, label)
 
 
 class Memory:

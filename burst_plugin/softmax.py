@@ -88,7 +88,9 @@ def _row_norm(x: Tensor) -> Tensor:
     norm: Tensor
     if x.is_cpu and x.dtype != torch.float64:  # where it takes a quarter of the time, and a look at what it gave none
         norm = torch.linalg.vector_norm(x, dim=-1)
-        least, most = norm.aminmax() if norm.numel() else (norm.new_ones(()),) * 2
+        if not norm.numel():
+            return norm
+        least, most = norm.aminmax()
         if least.item() > _LEAST_SAFE_NORM and most.item() < 1 / _LEAST_SAFE_NORM:
             return norm
     if x.dtype == torch.float64:
@@ -118,7 +120,7 @@ def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
 
 def _fused(*tensors: Tensor) -> Any:
     """The kernels of `burst_plugin.fused` if they can work on these tensors, else None."""
-    if not tensors[0].is_cuda or not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
+    if not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
         return None
     return _fused_on(tensors[0].device)
 

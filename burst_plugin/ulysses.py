@@ -263,6 +263,7 @@ class HeadExchange:
         """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
         team, device = self.team, pieces[0].local.device
         traffic = Traffic.GATHER if to_heads else Traffic.REDUCE
+        sends, recvs = [], []
         leased: list[tuple[Buffer, Buffer]] = []
         rows_of = self._packings_by_member(pieces)
         for member in team.others:
@@ -277,12 +278,9 @@ class HeadExchange:
                 else:
                     piece.from_joint(member, view)
             leaving.mark(self.label)
-        sends, recvs = (
-            [team.message(traffic, member, pair[way].data) for member, pair in zip(team.others, leased, strict=True)]
-            for way in range(2)
-        )
-        for message in sends:
-            self.expected_bytes[message.channel] += message.data.numel()
+            sends.append(team.message(traffic, member, leaving.data))
+            recvs.append(team.message(traffic, member, arriving.data))
+            self.expected_bytes[sends[-1].channel] += out.nbytes
         under_way = _UnderWay(leased, rows_of, transport.post(sends, recvs))
         for piece in pieces:
             (piece.to_joint if to_heads else piece.from_joint)(team.place, piece.share(team.place))
