@@ -29,7 +29,6 @@ __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 _KEPT_BYTES = 16 << 20
-_LOWEST_PRIORITY = 19
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
 _TRIALS = 3  # of each configuration, if there are several
@@ -85,13 +84,14 @@ def _defer_transfers() -> None:
     """Let the threads that move data have the processors only when no rank wants them.
 
     On a cluster copy engines and NICs move data, not what launches kernels; here both share a few processors, and a
-    rank that has to wait for one of them before it may begin to sleep holds up all others. For all contenders alike.
+    rank that has to wait for one of them before it may begin to sleep holds up all others. The lowest priority would
+    not do: who has it still finishes its slice, of a millisecond or more. For all contenders alike.
     """
     main = threading.get_native_id()
     for thread in map(int, os.listdir("/proc/self/task")):
         if thread != main:
             with suppress(ProcessLookupError):  # it has ended meanwhile
-                os.setpriority(os.PRIO_PROCESS, thread, _LOWEST_PRIORITY)
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 @dataclass

@@ -62,12 +62,12 @@ def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
         mover = threading.Thread(target=done.wait)
         mover.start()
         _defer_transfers()
-        print(*(os.getpriority(os.PRIO_PROCESS, thread) for thread in (threading.get_native_id(), mover.native_id)))
+        print(*map(os.sched_getscheduler, (threading.get_native_id(), mover.native_id)))
         done.set()
     """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     ranks, movers = map(int, found.stdout.split())
-    assert (ranks, movers) == (os.getpriority(os.PRIO_PROCESS, 0), 19)
+    assert (ranks, movers) == (os.sched_getscheduler(0), os.SCHED_IDLE)
 
 
 def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
