@@ -24,7 +24,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy, choose_traveller
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import NOWHERE, Site, TileWork
-from burst_plugin.tiles import FULL, Tile, cut, in_turns
+from burst_plugin.tiles import FULL, Tile, cut, in_turns, one_by_one
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.ulysses import HeadExchange, Joined
@@ -109,8 +109,11 @@ class Call:
             for owner, tiles in route.tiles.items():
                 turns = in_turns(tiles, route.kept if owner == self.member.ring_rank else 0.0)
                 for turn, mine in enumerate(turns):
-                    pieces = mine if windows else tuple(piece for tile in mine for piece in cut(tile))
-                    found[direction, owner, turn] = pieces
+                    if not windows:
+                        mine = tuple(piece for tile in mine for piece in cut(tile))
+                    if "bias" in self.has:  # which pieces cannot share as a batch
+                        mine = tuple(piece for tile in mine for piece in one_by_one(tile))
+                    found[direction, owner, turn] = mine
         return found
 
     def tiles(self, direction: str, owner: int, turn: int) -> tuple[Tile, ...]:

@@ -35,7 +35,19 @@ from burst_plugin.layout import Run
 from burst_plugin.mask import Mask
 from burst_plugin.region import Region
 
-__all__ = ["ANTICAUSAL", "CAUSAL", "FULL", "Band", "Regions", "Tile", "cut", "in_turns", "row_spans", "tiles"]
+__all__ = [
+    "ANTICAUSAL",
+    "CAUSAL",
+    "FULL",
+    "Band",
+    "Regions",
+    "Tile",
+    "cut",
+    "in_turns",
+    "one_by_one",
+    "row_spans",
+    "tiles",
+]
 
 
 _CUTS = 8  # places at which a visit can be cut in two turns
@@ -244,6 +256,14 @@ def cut(tile: Tile) -> Iterator[Tile]:
                 return
             band = FULL
         yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band))
+
+
+def one_by_one(tile: Tile) -> Iterator[Tile]:
+    """The pieces of `tile`, a tile each."""
+    rows, columns = tile.shape
+    for n in range(tile.pieces):
+        q, k = tile.q_start + n * rows, tile.k_start + n * columns
+        yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
 
 
 def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:

@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_plugin import Causal, Scores, SlidingWindow, Strategy, Topology, VirtualRing
+from burst_plugin import Causal, Documents, PerRow, Scores, SlidingWindow, Strategy, Topology, VirtualRing
 from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel, library, torch_cudnn
+from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
+from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
-from tests.support.reference import Problem, errors, reference
-from tests.support.stand_ins import INSTALL, Calls
+from tests.support.reference import Problem, errors, reference, relative
+from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
 from tests.test_kernels import BANDS, FEATURE_CASES, run
 
 SCALED = Scores(scale=8**-0.5)
@@ -202,6 +204,56 @@ def test_a_ring_of_them_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
+every_biased = pytest.mark.parametrize(
+    "kernel", [n for n, (name, _) in INSTALL.items() if "bias" in KERNELS[name].features], indirect=True
+)
+
+
+@every_biased
+def test_a_query_whose_bias_is_minus_infinity_attends_to_nothing(kernel: Kernel) -> None:
+    """Whose lse a library may give as 0; of all keys, or of those that causal leaves."""
+    problem = Problem.draw(19, (4, 2), dtype=torch.float64).with_bias((1, 4))
+    assert problem.bias is not None
+    problem.bias[:, :, 3] = -torch.inf
+    problem.bias[:, 1, 5:7, :10] = -torch.inf
+    for band in BANDS:
+        how = How(band, SCALED, problem.bias)
+        agree(kernel, problem, how)
+        assert bool(torch.isneginf(kernel.forward(*problem[:3], how)[1][:, :, 3]).all())
+
+
+@every_biased
+def test_a_ring_with_a_bias_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows in pieces, which cannot share a bias as a batch, and queries that a block has no key for."""
+    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    problem = Problem.draw(64, (4, 2), 8, torch.float64).with_bias((1, 4))
+    assert problem.bias is not None
+    problem.bias[:, :, 40:50, :32] = -torch.inf
+    for mask in (Causal(), SlidingWindow(7, 3), SlidingWindow(30)):
+        tensors = [*problem[:3], problem.bias]
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        out, _ = VirtualRing(Topology(2, 2)).attention(*inputs[:3], mask=mask, bias=inputs[3])
+        grads = torch.autograd.grad(out, inputs, problem.dout)
+        truth = reference(problem, mask)
+        for got, expected in zip((out.detach(), *grads), (*truth[:4], truth.dbias), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+@every_biased
+def test_batch_rows_with_masks_of_their_own_share_a_bias(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient comes from tiles of two rows and from tiles of one, in one type."""
+    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    two = Problem.draw(32, (4, 2), 8, torch.bfloat16)
+    problem = Problem(*(torch.cat([x, x[:1]]) for x in two[:4])).with_bias((1, 4))
+    inputs = [x.clone().requires_grad_() for x in (*problem[:3], problem.bias) if x is not None]
+    masks = PerRow((Documents((0, 32)), Documents((0, 32)), Documents((0, 9, 32)))) & Causal()
+    out, _ = VirtualRing(Topology(1, 2)).attention(*inputs[:3], mask=masks, bias=inputs[3])
+    dbias = torch.autograd.grad(out, inputs, problem.dout)[3]
+    truth = reference(problem, masks)
+    assert truth.dbias is not None
+    assert relative(dbias, truth.dbias) < 2e-2
+
+
 # Whether the backward operator has a meta implementation that fits its schema: in PyTorch 2.13 one lacks `out`. The
 # stand-ins are called through the same schemas.
 META = {"torch_cudnn": True, "torch_efficient": False, "torch_flash": True}
@@ -224,6 +276,35 @@ def test_operators_of_this_pytorch_take_the_arguments(name: str, dims: tuple[int
     grads = kernel.backward(Queries(q, dout, out, lse), k, v, how)
     assert [grad.shape for grad in grads[:3]] == [q.shape, k.shape, v.shape]
     assert all(grad.dtype in (torch.bfloat16, torch.float32) for grad in grads[:3])
+
+
+@pytest.mark.parametrize(("returned", "refused"), [(8, True), (5, False)])
+def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returned: int, refused: bool) -> None:
+    kernel = KERNELS["flash_attn_3"]
+    with flash_attn_3(Calls(), returned):
+        assert isinstance(kernel, FlashAttn3Kernel)
+        why = kernel._refuse_library(PLAIN._replace(features=frozenset({"deterministic"})))
+        assert kernel._refuse_library(PLAIN) is None
+    assert (why is not None and "newer than v2.8.3" in why) == refused
+
+
+@pytest.mark.parametrize(("version", "refused"), [("4.0.0b17", True), ("4.0.0b18", False), ("4.0.0", False)])
+def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    kernel = KERNELS["flash_attn_4"]
+    with flash_attn_4(Calls(), 4):
+        assert isinstance(kernel, FlashAttn4Kernel)
+        why = kernel._refuse_library(PLAIN)
+    assert (why is not None and "4.0.0b18" in why) == refused
+
+
+def test_cudnn_is_not_used_where_its_lse_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "H100")
+    assert KERNELS["torch_cudnn"].refuse(PLAIN) is None
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert "unset it" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
 
 
 def test_the_lse_of_cudnn_has_the_shape_that_this_pytorch_has(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:

@@ -82,7 +82,8 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
         _tell_once(
             f"attention runs on the reference kernel, because {usual} lacks: {missing}. It multiplies whole score "
             "matrices, 512 query rows at a time: on a CPU it takes 5 times as long as torch_cpu, and 10 times for "
-            "causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32)"
+            "causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). Leave out what you can spare: "
+            "Megatron's --attention-dropout is 0.1 unless it is set"
         )
 
 

@@ -2,7 +2,8 @@
 
 `flash_attn_3::fwd` and `::bwd` (hopper/flash_api.cpp). Their arguments are the same from v2.8.0 on, while those of
 the Python functions around them are not; what `bwd` returns differs too, so gradients are taken from the tensors that
-it is given. A side without a bound is -1.
+it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, take `deterministic`
+and leave it at that (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from burst_plugin.kernels.protocol import Case, Queries
 __all__ = ["FlashAttn3Kernel"]
 
 _MODULE = "flash_attn_interface"
+_RETURNS_IF_DETERMINISTIC = 5
 
 
 class FlashAttn3Kernel(FlashKernel):
@@ -34,7 +36,12 @@ class FlashAttn3Kernel(FlashKernel):
         if isinstance(found, str):
             return found
         missing = [name for name in ("fwd", "bwd") if not hasattr(torch.ops.flash_attn_3, name)]
-        return f"{_MODULE} registers no operator flash_attn_3::{missing[0]}" if missing else None
+        if missing:
+            return f"{_MODULE} registers no operator flash_attn_3::{missing[0]}"
+        returns = len(torch.ops.flash_attn_3.bwd.default._schema.returns)
+        if "deterministic" in case.features and returns != _RETURNS_IF_DETERMINISTIC:
+            return "this release is not deterministic when asked to be; install one newer than v2.8.3"
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)

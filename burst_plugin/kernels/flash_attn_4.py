@@ -1,11 +1,14 @@
 """flash-attention 4 (the package flash-attn-4), written in the CuTe DSL and compiled when first used.
 
 `_flash_attn_fwd` and `_flash_attn_bwd` in flash_attn/cute/interface.py. A side without a bound is None. Older
-releases return two tensors from the forward function, newer ones four.
+releases return two tensors from the forward function, newer ones four. Early betas take options that they compute
+wrongly: a softcap up to 4.0.0b8, deterministic gradients up to b12, and long sequences on Blackwell up to b17.
 """
 
 from __future__ import annotations
 
+import re
+from importlib import metadata
 from inspect import signature
 
 from torch import Tensor
@@ -19,19 +22,24 @@ from burst_plugin.kernels.shaping import round_up
 __all__ = ["FlashAttn4Kernel"]
 
 _MODULE = "flash_attn.cute.interface"
+_FIRST_BETA = 18
 
 
 class FlashAttn4Kernel(FlashKernel):
     """16-bit types; windows; softcap; grouped heads; 192 with 128 head dims without filling up."""
 
     name = "flash_attn_4"
-    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4")
+    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4, 4.0.0b18 or newer")
     features = FlashKernel.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)
         if isinstance(found, str):
             return found
+        version = _version()
+        beta = re.fullmatch(r"4\.0\.0b(\d+)", version)
+        if beta is not None and int(beta[1]) < _FIRST_BETA:
+            return f"flash-attn-4 {version} has errors that 4.0.0b{_FIRST_BETA} has not; install a newer one"
         for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
             function = getattr(found, name, None)
             missing = {*_options(_NOTHING)} - {*(() if function is None else signature(function).parameters)}
@@ -52,6 +60,14 @@ class FlashAttn4Kernel(FlashKernel):
         backward = library.load(_MODULE)._flash_attn_bwd
         dq, dk, dv, *_ = backward(q, k, v, out, dout, lse, **_options(ask), deterministic=ask.deterministic)
         return dq, dk, dv
+
+
+def _version() -> str:
+    """Of the package, "" for a checkout that was not installed as one."""
+    try:
+        return metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 _NOTHING = Ask(1.0, 0.0, None, None, False)

@@ -7,6 +7,7 @@ whose tiles are new with every batch, ask for another kernel by name.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -40,6 +41,8 @@ class TorchCudnnKernel:
         found = self.limits.refuse(case)
         if found is not None:
             return found
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") == "1":
+            return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 wants another layout of the lse; unset it"
         version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
         return f"it needs cuDNN {_OLDEST} or newer, not {version}" if version < _OLDEST else None
 
@@ -66,7 +69,9 @@ class TorchCudnnKernel:
             return ReferenceKernel().backward(queries, k, v, how)
         dims, dtype = _dims(k, v), k.dtype
         q, k = _heads_first(queries.q, dims[0]), _heads_first(k, dims[0])
-        dout, out, v = (_heads_first(x.to(dtype), dims[2]) for x in (queries.dout, queries.out, v))
+        v = _heads_first(v, dims[2])
+        # Plans are kept by the strides of q, k and v; those of these two have to follow from the shapes.
+        dout, out = (_heads_first(x.to(dtype).contiguous(), dims[2]) for x in (queries.dout, queries.out))
         lse = queries.lse.contiguous()
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(

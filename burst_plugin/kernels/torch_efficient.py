@@ -2,7 +2,8 @@
 
 `aten::_efficient_attention_forward` and `_backward` (aten/src/ATen/native/transformers/cuda/attention.cu and
 attention_backward.cu). Causal is counted from the top left corner. It has no grouped heads: keys are expanded, and
-their gradients summed in float32. Its lse has rows in multiples of 32, infinite at the end.
+their gradients summed in float32. Its lse has rows in multiples of 32, infinite at the end, and is 0 for a query
+whose whole bias is -inf (mem_eff_attention/kernel_forward.h).
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ class TorchEfficientKernel:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
-        v_dim, rows = v.shape[-1], q.shape[1]
+        v_dim, rows, bias = v.shape[-1], q.shape[1], _masked_bias(q, how)
         q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(q, k, v, _whole_bias(q, k, how), None, None, None, None, 0.0, _mask(how), True), scale=how.scale
+            *(q, k, v, _whole_bias(bias, q, k), None, None, None, None, 0.0, _mask(how), True), scale=how.scale
         )
-        return out[..., :v_dim], lse[:, :, :rows]
+        lse = lse[:, :, :rows]
+        if bias is not None:
+            lse = lse.masked_fill((bias == -torch.inf).all(3), -torch.inf)
+        return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
@@ -61,8 +65,9 @@ class TorchEfficientKernel:
         q, k, v = (_whole(x, queries.q.shape[2]) for x in (queries.q, k, v))
         dout, out = (fit(x.to(dtype), v.shape[-1]).contiguous() for x in (queries.dout, queries.out))
         rows = q.shape[1]
-        lse = pad(queries.lse, (0, -rows % _LSE_ROWS), value=torch.inf).contiguous()
-        bias = _whole_bias(q, k, how)
+        lse = queries.lse.masked_fill(queries.lse == -torch.inf, torch.inf)  # -inf less -inf would be NaN
+        lse = pad(lse, (0, -rows % _LSE_ROWS), value=torch.inf).contiguous()
+        bias = _whole_bias(_masked_bias(q, how), q, k)
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv, dbias = torch.ops.aten._efficient_attention_backward(
             *(dout, q, k, v, bias, out, None, None, rows, k.shape[1], lse, 0.0, *state, _mask(how)),
@@ -89,20 +94,28 @@ def _mask(how: How) -> int:
     return _CAUSAL_FROM_TOP_LEFT if how.band == CAUSAL and how.bias is None else _NO_MASK
 
 
-def _whole_bias(q: Tensor, k: Tensor, how: How) -> Tensor | None:
-    """The bias for every batch row and head, [B, Hq, Sq, Sk], rows in whole vectors; -inf where causal masks."""
+def _masked_bias(q: Tensor, how: How) -> Tensor | None:
+    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it: in the type of q, -inf where causal masks."""
     if how.bias is None:
         return None
     bias = how.bias.to(q.dtype)
-    if how.band == CAUSAL:
-        masked = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1)
-        bias = bias.masked_fill(masked, -torch.inf)
+    if how.band != CAUSAL:
+        return bias
+    masked = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1)
+    return bias.masked_fill(masked, -torch.inf)
+
+
+def _whole_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The bias for every batch row and head, [B, Hq, Sq, Sk], rows in whole vectors."""
+    if bias is None:
+        return None
     columns = bias.shape[3]
     bias = pad(bias, (0, -columns % _BIAS_COLUMNS)).contiguous()
     return bias[..., :columns].expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
 
 
 def _like(dbias: Tensor, bias: Tensor) -> Tensor:
-    """Summed over what the bias is the same for, in float32 or wider."""
+    """In float32 or wider, and summed over what the bias is the same for."""
     same = [dim for dim in (0, 1) if bias.shape[dim] == 1 and dbias.shape[dim] > 1]
-    return dbias.sum(same, keepdim=True, dtype=torch.promote_types(dbias.dtype, torch.float32)) if same else dbias
+    wide = torch.promote_types(dbias.dtype, torch.float32)
+    return dbias.sum(same, keepdim=True, dtype=wide) if same else dbias.to(wide)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_plugin.kernels import library
 
-__all__ = ["INSTALL", "Calls"]
+__all__ = ["INSTALL", "Calls", "flash_attn_3", "flash_attn_4"]
 
 
 class Calls(list[dict[str, Any]]):
@@ -366,6 +366,7 @@ def torch_efficient(calls: Calls) -> Iterator[None]:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         checked_bias(q, k, bias)
         out, lse = attend(q, k, v, Terms(from_top_left(q, k, {0: False, 1: True}[mask]), scale, bias=bias))
+        lse = lse.masked_fill(lse == torch.inf, 0.0)  # of a row that a bias keeps from all keys
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
         return out, lse, torch.empty(0), torch.empty(0), q.shape[1], k.shape[1]
 
