@@ -84,7 +84,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     checksum = _checksum(ids) if isinstance(ids, Tensor) else 0
     signature = {"batch": f"{list(ids.shape) if isinstance(ids, Tensor) else ids} with checksum {checksum}"}
     try:
-        number = cp.agree(signature, problem)
+        number = cp.agree(signature, problem, always=True)
     except ValueError as error:
         if problem:
             raise error from cause

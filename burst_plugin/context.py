@@ -23,7 +23,7 @@ from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, Routes
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like
+from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like, warm_up
 
 __all__ = ["ContextParallel"]
 
@@ -209,14 +209,15 @@ class ContextParallel:
             if Channel(Traffic.GATHER, Link.INTRA, apart) not in self._communicators:
                 self._communicators.update(self._create_communicators(self.group, apart))
 
-    def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
+    def agree(self, signature: Mapping[str, object], problem: str = "", *, always: bool = False) -> int:
         """Compare what all ranks are about to do, and return the number of this call; collective.
 
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
-        by name, or in their options. Done at the same calls on every rank (see `Strategy.check`).
+        by name, or in their options. Done at the same calls on every rank (see `Strategy.check`), or `always`, for
+        what does not come with every layer and has read tensors anyway.
         """
         self._call_count += 1
-        if self._agreement is None or not self._check_is_due(self._call_count):
+        if self._agreement is None or not (always or self._check_is_due(self._call_count)):
             if problem:
                 raise ValueError(problem)
             return self._call_count
@@ -286,6 +287,8 @@ class ContextParallel:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
                     name = f"BURST_{traffic.name}_{link.name}_{int(apart)}_{self._mark}_{global_ranks[0]}"
                     made[key] = new_group_like(group, global_ranks, name)
+                elif made[key] is not group and made[key] not in found.values():  # it may never have been used
+                    warm_up(made[key])
                 found[Channel(traffic, link, apart)] = made[key]
         return found
 

@@ -30,6 +30,7 @@ __all__ = [
     "Transport",
     "Waited",
     "new_group_like",
+    "warm_up",
 ]
 
 
@@ -218,12 +219,11 @@ def _reason(error: RuntimeError) -> str:
 def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
     """A new communicator over `global_ranks`, with the backend, time-out and options of `group`.
 
-    Called by exactly those ranks, in the same order on each, with a `name` that is theirs alone. It is warmed up with
-    one collective, because a first batch of point-to-point messages in which only some ranks take part is undefined
-    in torch.
+    Called by exactly those ranks, in the same order on each, with a `name` that is theirs alone. It is warmed up.
     """
-    backend, device = dist.get_backend(group), group_device(group)
-    existing = group._get_backend(device).options
+    device = group_device(group)
+    original = group._get_backend(device)
+    backend, existing = original.name(), original.options  # the group may have another one for other devices
     options = None
     if backend == "nccl":  # a copy: torch writes into what it is given
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=existing.is_high_priority_stream)  # type: ignore[attr-defined]
@@ -237,8 +237,16 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
             use_local_synchronization=True,
             group_desc=name,
         )
-    dist.all_reduce(torch.zeros(1, device=device), group=created)
+    warm_up(created)
     return created
+
+
+def warm_up(group: dist.ProcessGroup) -> None:
+    """Set up a communicator that may be new; all of its ranks call this together.
+
+    A first batch of point-to-point messages in which only some ranks take part is undefined in torch.
+    """
+    dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
 
 
 @contextmanager
@@ -264,7 +272,8 @@ def _created_by_members_alone(name: str) -> Iterator[None]:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors `group` moves: the current GPU for NCCL, else the CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
+    """The device whose tensors `group` moves: the current GPU for NCCL, also beside gloo for CPUs, else the CPU."""
+    for device in group._device_types:
+        if device.type == "cuda" and group._get_backend(device).name() != "gloo":  # which says that it moves both
+            return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -20,6 +20,7 @@ from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profile import Event
 from burst_plugin.schedule import SCHEDULES
+from burst_plugin.transport import warm_up
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -75,7 +76,19 @@ def test_a_kernel_of_ones_own_is_the_same_one_on_all_ranks() -> None:
         assert max(found.values()) < 2e-6, found
 
 
-def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[str, float], int]:
+def _unlike_groups(rank: int, problem: Problem, truth: Result) -> list[dict[str, float]]:
+    backends = [None, "cpu:gloo", "gloo"]
+    groups = [dist.new_group([0, 1], backend=backend) for backend in backends]
+    return [errors(_train_step(ContextParallel(group, ranks_per_node=2), problem), truth) for group in groups]
+
+
+def test_a_group_may_name_its_backend_by_device() -> None:
+    problem = Problem.draw(24, (4, 2))
+    for found in run_ranks(_unlike_groups, 2, problem, reference(problem, Causal())):
+        assert all(max(each.values()) < 2e-6 for each in found), found
+
+
+def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[str, float], int, bool]:
     """Two groups of two among four ranks, used by turns with one of all four that has hierarchical groups."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     levels = [pairs[rank // 2], [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]]
@@ -84,16 +97,19 @@ def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[st
     everyone = ContextParallel(dist.group.WORLD, hierarchy=levels)
     assert everyone.topology == burst_plugin.Topology(2, 2)
     worst: dict[str, float] = {}
-    for cp in (pair, everyone, pair, everyone):
-        for name, error in errors(_train_step(cp, problem), truth).items():
-            worst[name] = max(error, worst.get(name, 0.0))
-    return worst, len(dist.distributed_c10d._world.pg_map) - before
+    with mock.patch("burst_plugin.context.warm_up", side_effect=warm_up) as warmed:
+        for cp in (pair, everyone, pair, everyone):
+            for name, error in errors(_train_step(cp, problem), truth).items():
+                worst[name] = max(error, worst.get(name, 0.0))
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    return worst, made, [call.args[0] for call in warmed.call_args_list] == levels
 
 
 def test_groups_beside_each_other_and_reuse_of_the_frameworks_own() -> None:
     problem = Problem.draw(32, (4, 2))
-    for worst, made in run_ranks(_several_groups, 4, problem, reference(problem, Causal())):
+    for worst, made, warmed in run_ranks(_several_groups, 4, problem, reference(problem, Causal())):
         assert max(worst.values()) < 2e-6
+        assert warmed, "the framework may not have used its groups yet"
         assert made == 3, "one reduce group for the pair, two for the whole; gather groups are the framework's"
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from burst_plugin import transport
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, DistributedTransport, Message
+from burst_plugin.transport import Channel, DistributedTransport, Message, group_device
 
 GATHER, REDUCE = (Channel(traffic, Link.INTRA) for traffic in Traffic)
 
@@ -44,6 +44,28 @@ def message(peer: int, channel: Channel, value: int) -> Message:
 def _no_real_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "group_device", lambda group: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank - 5)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ({"cpu": "gloo", "cuda": "gloo"}, "cpu"),
+        ({"cpu": "gloo"}, "cpu"),
+        ({"cuda": "nccl"}, "cuda:3"),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda:3"),
+    ],
+    ids=str,
+)
+def test_a_group_of_two_backends_moves_tensors_of_gpus(
+    backends: dict[str, str], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However it was made: `init_process_group()` alone, by one name, or by device."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    group = SimpleNamespace(
+        _device_types=[torch.device(each) for each in backends],
+        _get_backend=lambda device: SimpleNamespace(name=lambda: backends[device.type]),
+    )
+    assert group_device(group) == torch.device(device)  # type: ignore[arg-type]
 
 
 def test_messages_go_to_the_group_itself_receives_first() -> None:

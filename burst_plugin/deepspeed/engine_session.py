@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ class Session:
     """The ring of one engine, and the hooks by which its model's batches are cut and its losses made whole.
 
     `whole_batches`: whether the model takes whole batches as keyword arguments, to be cut in its forward.
+    `only_from`: who may call the model in training, if not everybody may; see `from_there`.
     """
 
     def __init__(self, cp: ContextParallel, world: Any) -> None:
         self.cp = cp
         self.world = world
         self.whole_batches = False
+        self.only_from = ""
+        self._from_there = False
         self._choices: dict[str, str] = {}
         self._loss_checked = False
 
@@ -107,6 +111,15 @@ class Session:
 
     # ------------------------------------------------------------------------------------------------- hooks
 
+    @contextmanager
+    def from_there(self) -> Iterator[None]:
+        """Around a call of the model by the one who takes its loss as it is."""
+        self._from_there = True
+        try:
+            yield
+        finally:
+            self._from_there = False
+
     def attach(self, model: torch.nn.Module, *, whole_batches: bool) -> None:
         """Watch the forwards of `model`: cut whole batches, and refuse those that bypass the ring."""
         self.whole_batches = whole_batches
@@ -116,6 +129,11 @@ class Session:
     def _before(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self.only_from and not self._from_there and model.training and torch.is_grad_enabled():
+            raise ValueError(
+                f"{self.only_from} calls the model itself, but labels are shifted already and every rank has its "
+                "shard of them: call super().compute_loss(...), and go on from the loss that it returns"
+            )
         self._choices, self.cp.member.choices = self.cp.member.choices, {}  # every attention call says its choices
         if not self.whole_batches:
             return None
@@ -166,7 +184,7 @@ class Session:
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "
                 "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
-        self.cp.agree({"loss": "checked"}, problem)
+        self.cp.agree({"loss": "checked"}, problem, always=True)
 
 
 class ShardedLoader:

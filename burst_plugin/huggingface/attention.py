@@ -20,8 +20,24 @@ __all__ = ["NAME", "forward", "register_attention"]
 
 NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 
-# What layers hand on that changes what attention computes, and is not supported.
-_REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")
+# Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
+_KNOWN_TENSORS = frozenset(
+    {
+        "s_aux",
+        "position_ids",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "labels",
+        "shift_labels",
+        "num_items_in_batch",
+        "token_type_ids",
+    }
+)
+_REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # even if they are no tensors
 
 
 def register_attention() -> str:
@@ -69,7 +85,7 @@ def forward(
         seed=_seed(shard, module) if dropout else 0,
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    mask = _mask(module, shard, options)
+    mask = _mask(module, shard, attention_mask, options)
     out = burst_attention(q, k, v, shard.cp, mask=mask, scores=scores, sink=_sink(options, q))
     assert isinstance(out, Tensor), "lse was not asked for"
     return out, None
@@ -78,15 +94,22 @@ def forward(
 def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
     """What a layer asks for that the ring does not have; empty if nothing."""
     name = type(module).__name__
-    for option in _REFUSED:
-        if options.get(option) is not None:
-            return f'{name} passes {option}, which attn_implementation="{NAME}" does not support; use another one'
+    for option, value in options.items():
+        strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
+        if strange or (option in _REFUSED and value is not None):
+            return (
+                f'{name} passes {option}, which attn_implementation="{NAME}" does not support; use another one, or '
+                "take it out of the batch if that is where it comes from"
+            )
     if options.get("output_attentions"):
         return f'{name}: output_attentions=True is not supported by attn_implementation="{NAME}"; leave it out'
     if isinstance(attention_mask, MaskRecipe):
         unknown = attention_mask.unknown()
         if unknown:
             return f'{name} uses masks that attn_implementation="{NAME}" does not know: {", ".join(unknown)}'
+        window, seen = options.get("sliding_window"), attention_mask.window
+        if window is not None and (seen is None or window not in (seen, seen + 1)):  # encoders add the token itself
+            return f"{name} passes sliding_window={window}, but the window of its mask is {seen}: one is wrong"
     elif attention_mask is not None:
         return (
             f"{name} got an attention_mask of its own, a {type(attention_mask).__name__}, with a sharded batch: give "
@@ -95,19 +118,24 @@ def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str,
     return ""
 
 
-def _mask(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str, Any]) -> Mask:
+def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
     """The layer's own mask and the batch's, in whole positions."""
+    own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
+    masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
+    looks_ahead = not isinstance(own, Causal) and getattr(own, "right", None) != 0
+    if looks_ahead and shard.padded > shard.length:  # what fills up is nobody's key
+        masks.append(Keys(((0, shard.length),)))
+    return reduce(and_, masks)
+
+
+def _asked_mask(module: torch.nn.Module, options: Mapping[str, Any]) -> Mask:
+    """What a layer asks for that is given no mask, as flash attention is asked; a window counts the token itself."""
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    masks: list[Mask] = [Causal() if causal else Full()]
-    if window is not None:  # transformers counts the token itself
-        masks = [SlidingWindow(window - 1) if causal else SlidingWindow(window, window)]
-    if shard.mask is not None:
-        masks.append(shard.mask)
-    if not causal and shard.padded > shard.length:
-        masks.append(Keys(((0, shard.length),)))
-    return reduce(and_, masks)
+    if window is None:
+        return Causal() if causal else Full()
+    return SlidingWindow(window - 1, 0 if causal else window - 1)
 
 
 def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:

@@ -8,19 +8,25 @@ layers are given is the recipe of a mask, made into a tensor only where a rank h
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from burst_plugin.mask import Causal, Full, Mask, SlidingWindow
+
 __all__ = ["MaskRecipe", "mask_recipe"]
 
+_CAUSAL = "causal_mask_function"
+_WINDOW = "sliding_window_overlay.<locals>.inner_mask"
+_WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
 _KNOWN = frozenset(
     {
-        "causal_mask_function",
+        _CAUSAL,
         "bidirectional_mask_function",
-        "sliding_window_overlay.<locals>.inner_mask",
-        "sliding_window_bidirectional_overlay.<locals>.inner_mask",
+        _WINDOW,
+        _WINDOW_BOTH_WAYS,
         "packed_sequence_mask_function.<locals>.inner_mask",
         "remap_positions_for_packed_sequence.<locals>.inner_mask",
         "packed_sequence_compatibility_function.<locals>.inner_mask",
@@ -49,9 +55,26 @@ class MaskRecipe:
             self._made[always] = sdpa_mask(**{**self._asked, **skip})
         return self._made[always]
 
+    @cached_property
+    def _rules(self) -> set[str]:
+        return _names(self._asked["mask_function"])
+
     def unknown(self) -> list[str]:
         """The rules in this mask, by their name in transformers, that a ring does not know."""
-        return sorted(_names(self._asked["mask_function"]) - _KNOWN)
+        return sorted(self._rules - _KNOWN)
+
+    @property
+    def window(self) -> int | None:
+        """How many keys back a query sees, itself included; for windows both ways, how many to either side."""
+        return self._asked.get("local_size") if self._rules & {_WINDOW, _WINDOW_BOTH_WAYS} else None
+
+    @property
+    def mask(self) -> Mask:
+        """Which keys a layer's queries attend to in one sequence, padding and documents apart."""
+        causal, window = _CAUSAL in self._rules, self.window
+        if window is None:
+            return Causal() if causal else Full()
+        return SlidingWindow(window - 1) if causal else SlidingWindow(window, window)
 
 
 def mask_recipe(**asked: Any) -> Any:

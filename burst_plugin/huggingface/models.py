@@ -14,6 +14,7 @@ __all__ = ["problems", "use_burst"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LOSS = "ForCausalLM"
 
 
 def use_burst(model: torch.nn.Module) -> None:
@@ -30,28 +31,44 @@ def problems(model: torch.nn.Module) -> list[str]:
     config, name = pretrained.config, type(pretrained).__name__
     text = config.get_text_config()
     found = []
+    loss = getattr(pretrained, "loss_type", None)
+    if loss not in (None, _LOSS):  # None: of no head at all, or of one with a name of its own for the same
+        found.append(
+            f"its loss is that of {loss}, but labels are shifted by one token as {_LOSS} has them; train a causal "
+            "language model, or its body without a head on a loss of your own"
+        )
     if config.is_encoder_decoder:
-        found.append("it is an encoder-decoder")
+        found.append("it is an encoder-decoder; use a decoder alone")
     others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
     if others:
-        found.append(f"it has parts besides the language model: {', '.join(others)}")
+        found.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     if not pretrained._can_set_attn_implementation():
-        found.append("its attention does not go through transformers' AttentionInterface")
+        found.append(
+            "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
+            "there"
+        )
     if getattr(pretrained, "_is_stateful", False):
-        found.append("it carries a state along the sequence")
+        found.append("it carries a state along the sequence; use a model of attention layers only")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if kinds:
         found.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
     if getattr(text, "use_bidirectional_attention", None):
-        found.append("use_bidirectional_attention is set")
+        found.append("use_bidirectional_attention is set; leave it out")
     if getattr(text, "output_router_logits", False):
-        found.append("output_router_logits adds a loss that is not a sum over tokens; set it to False")
+        found.append(
+            "output_router_logits adds a loss that is not a sum over tokens; set it to False, in TRL by "
+            "router_aux_loss_coef=0.0"
+        )
     rope = _rope_types(text) & set(_LENGTH_DEPENDENT_ROPE)
     if rope:
-        found.append(f"its rotary embedding ({', '.join(sorted(rope))}) depends on the longest position of each rank")
+        kinds_of_rope = ", ".join(sorted(rope))
+        found.append(
+            f"its rotary embedding ({kinds_of_rope}) depends on the longest position of each rank; use another "
+            "rope_type, such as linear, yarn or llama3"
+        )
     keywords = inspect.signature(pretrained.forward).parameters.values()
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in keywords):
-        found.append("its forward takes no further keyword arguments")
+        found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
     if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
         found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     return [f"{name} cannot run on a ring: {reason}" for reason in found]

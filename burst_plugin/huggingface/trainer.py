@@ -117,6 +117,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     for name in ("label_smoother", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
             raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
+    session.only_from = f"{type(trainer).__name__}.compute_loss"
     # Trainer divides by the number of batches, DeepSpeed by that of ranks.
     count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / len(batches)
     for batch in batches:
@@ -136,7 +137,9 @@ def _compute_loss(
     """`deepspeed_sp_compute_loss`: what Trainer calls for the loss in training."""
     if model not in adapter.sessions:
         return original(accelerator, model, inputs, return_outputs, pc)
-    outputs = model(**inputs)
+    session = adapter.sessions[model]
+    with session.from_there():
+        outputs = model(**inputs)
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 

@@ -53,11 +53,11 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
             differs = bool((~masked != _expected(cp, masked, mask)).any())
         if differs:
             problem = (
-                f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; drop "
-                "--reset-attention-mask, pass no mask (--no-create-attention-mask-in-dataloader), or use "
-                "attn_mask_type=arbitrary"
+                f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; to keep "
+                "documents apart pack them (PackedSeqParams), for any other mask use attn_mask_type=arbitrary, and "
+                f"for {mask} pass none (--no-create-attention-mask-in-dataloader)"
             )
-    cp.agree({"attention_mask": "to be checked"}, problem)
+    cp.agree({"attention_mask": "to be checked"}, problem, always=True)
 
 
 def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Mask:

@@ -16,6 +16,7 @@ import transformers
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
+from burst_plugin import ContextParallel, Strategy, shard_batch
 from burst_plugin.deepspeed import adapter
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Run, build, configuration, draw, llama, start
@@ -205,6 +206,19 @@ def test_batches_that_differ_between_ranks_are_refused_on_every_rank() -> None:
             assert message in line
 
 
+def _differ_later(rank: int) -> list[str]:
+    """Where ranks compare notes at calls 1, 2, 4, ... only, as on GPUs; the third batch is another one."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(check="sparse"))
+    batches = [BATCH, BATCH, draw(1, seed=5)[0] if rank else BATCH]
+    return [_said(lambda batch: shard_batch(batch, cp), batch) for batch in batches]
+
+
+def test_every_batch_is_compared_whatever_else_is() -> None:
+    for found in run_ranks(_differ_later, 2):
+        assert found[:2] == ["", ""]
+        assert "all ranks of a context-parallel group take the same batch" in found[2]
+
+
 def _not_sharded(rank: int) -> None:
     engine = start(RUN, 2)
     inner = engine.module.model  # beneath the hook that cuts batches
@@ -261,6 +275,9 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     chunked.layer_types = ["chunked_attention", "full_attention"]
     assert "layers of type chunked_attention" in found(build(Run(model=chunked)))
     assert problems(build(Run())) == []
+    tagger = transformers.LlamaForTokenClassification(llama(num_hidden_layers=1))
+    assert "its loss is that of ForTokenClassification, but labels are shifted by one token" in found(tagger)
+    assert problems(transformers.LlamaModel(llama(num_hidden_layers=1))) != problems(tagger)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from transformers.masking_utils import (
     blockwise_overlay,
     causal_mask_function,
@@ -22,7 +24,8 @@ from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
 from burst_plugin.huggingface import register
 from burst_plugin.huggingface.attention import forward
 from burst_plugin.huggingface.masks import MaskRecipe
-from tests.support.deepspeed_run import Batch, Run, build, draw, worst
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
 
@@ -107,6 +110,34 @@ def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
     batch = draw(1, rows=1, length=29)[0]
     check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, layout="contiguous")
     check(["mistral", "gemma3"], 2, batch, layout="striped")
+
+
+def test_an_encoder_with_windows_both_ways_equals_eager() -> None:
+    """Its layers pass a window that counts the token itself, its masks one that does not."""
+    register()
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        pad_token_id=0,
+        cls_token_id=1,
+        sep_token_id=2,
+        initializer_range=0.15,
+    )
+    eager, ring = (
+        transformers.ModernBertModel._from_config(deepcopy(config), attn_implementation=kind)
+        for kind in ("eager", "burst")
+    )
+    ring.load_state_dict(eager.state_dict())
+    assert problems(ring) == []
+    local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
+    found = ring(**local).last_hidden_state
+    truth = eager(input_ids=BATCH["input_ids"]).last_hidden_state
+    torch.testing.assert_close(local["burst"].unshard(found.detach()), truth, rtol=2e-5, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------------- padding and packing
@@ -238,6 +269,11 @@ class _Layer(torch.nn.Module):
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "got an attention_mask of its own, a Tensor"),
         ({"attention_mask": MaskRecipe(mask_function=CHUNKED)}, "chunked_overlay.<locals>.inner_mask"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
+        ({"indices": torch.zeros(1)}, "_Layer passes indices, which attn_implementation"),
+        (
+            {"attention_mask": MaskRecipe(mask_function=causal_mask_function), "sliding_window": 3},
+            "_Layer passes sliding_window=3, but the window of its mask is None",
+        ),
     ],
 )
 def test_what_a_layer_asks_for_is_honoured_or_refused(options: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
 from tests.support.deepspeed_run import Run, llama, worst
 from tests.support.families import families
@@ -71,6 +72,32 @@ def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2), on_ring=False)
+
+
+class AddsUp(Trainer):
+    """A trainer that makes something of the loss that there is."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`."""
+        found = super().compute_loss(model, inputs, *args, **kwargs)
+        return (found[0] * 1.0, found[1]) if isinstance(found, tuple) else found * 1.0
+
+
+class CallsTheModel(Trainer):
+    """A trainer with a loss of its own, of labels that it shifts."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`."""
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_loss_of_ones_own_starts_from_that_of_the_ring(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path), trainer=AddsUp))
+    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
+    with pytest.raises(RuntimeError, match=r"CallsTheModel.compute_loss calls the model itself, but labels are"):
+        run_ranks(_train, 2, [replace(setup, trainer=CallsTheModel)], True, timeout_s=120.0)
 
 
 def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:

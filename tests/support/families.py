@@ -54,6 +54,17 @@ def families() -> dict[str, Any]:
         ),
         "phi": t.PhiConfig(**_SHAPE, partial_rotary_factor=0.5),
         "phi3": t.Phi3Config(**_SHAPE, sliding_window=9, eos_token_id=1, bos_token_id=1),
+        "qwen2_moe": t.Qwen2MoeConfig(  # whose layers have their windows from the mask alone
+            **_SHAPE,
+            use_sliding_window=True,
+            sliding_window=9,
+            layer_types=_ALTERNATING,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            experts_implementation="eager",
+        ),
         "deepseek_v3": t.DeepseekV3Config(
             **{**_SHAPE, "num_key_value_heads": 4},
             moe_intermediate_size=16,
