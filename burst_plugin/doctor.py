@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import burst_plugin
-from burst_plugin.kernels import KERNELS
+from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.megatron.releases import about, tree_version
 
 __all__ = ["report"]
@@ -29,6 +29,7 @@ _PACKAGES = (
     "deepspeed",
     "transformers",
     "accelerate",
+    "trl",
 )
 
 
@@ -44,7 +45,7 @@ def report(tree: str | None = None) -> Iterator[str]:
     yield f"burst_plugin {burst_plugin.__version__}"
     yield from _section("Versions", _versions())
     yield from _section("Devices", _devices())
-    yield from _section("Kernels, fastest first", KERNELS)
+    yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
     yield from _section("Megatron", _megatron(tree))
 
 
@@ -73,6 +74,12 @@ def _devices() -> Iterator[str]:
     backends = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
     found = [name for name, available in backends.items() if dist.is_available() and available()]
     yield f"torch.distributed: {', '.join(found) or 'not available'}"
+
+
+def _kernels() -> Iterator[str]:
+    case = Case("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, 8, 8, 128, 128)
+    for name, kernel in KERNELS.items():
+        yield f"{name:20} {kernel.refuse(case) or 'can'}"
 
 
 def _megatron(tree: str | None) -> Iterator[str]:

@@ -32,7 +32,7 @@ def test_doctor_says_what_is_there_changed_and_refused() -> None:
     sections = dict(part.split("\n", 1) for part in done.stdout.split("\n\n")[1:])
     assert f"torch                {torch.__version__}" in sections["Versions"]
     assert "CPU cores" in sections["Devices"]
-    assert "torch_cpu" in sections["Kernels, fastest first"]
+    assert "torch_cpu" in sections["Kernels, fastest first, for plain attention in bfloat16 with heads of 128"]
     megatron = sections["Megatron"]
     assert "Megatron 0.16" in megatron
     for name in ("layer_cp_comm_type", "hierarchical_groups", "packed_batch"):

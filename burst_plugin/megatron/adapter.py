@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import add_arguments, mend_help, refuse_flags
+from burst_plugin.megatron.arguments import add_arguments, may_ring, mend_help, refuse_flags
 from burst_plugin.megatron.config import rings
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
@@ -130,7 +130,7 @@ def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`initialize_model_parallel`: make the ring right after Megatron has made its groups, on every rank.
+    """`initialize_model_parallel`: make the ring, if any, right after Megatron has made its groups, on every rank.
 
     Flags are looked at before, since this is the first thing that all of Megatron's training scripts do.
     """
@@ -138,7 +138,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     group = parallel_state.get_context_parallel_group(check_initialized=False)
-    if group is not None and group.size() > 1:
+    if group is not None and group.size() > 1 and may_ring():
         hierarchical = given.get("hierarchical_context_parallel_sizes")
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None

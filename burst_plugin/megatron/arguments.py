@@ -1,9 +1,13 @@
-"""The `--burst-*` flags of Megatron's argument parser, one per option of `Strategy` that Megatron leaves open."""
+"""The `--burst-*` flags of Megatron's argument parser, for options of `Strategy` that Megatron leaves open.
+
+`forward` has none: keys and values travel, as nearly always is best; `deterministic` is Megatron's own flag.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,16 +17,31 @@ from burst_plugin.megatron.config import REFUSED, Rule
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
 
-__all__ = ["REFUSED_FLAGS", "add_arguments", "flag_problems", "mend_help", "parsed_strategy", "refuse_flags"]
+__all__ = [
+    "REFUSED_FLAGS",
+    "add_arguments",
+    "flag_problems",
+    "may_ring",
+    "mend_help",
+    "parsed_strategy",
+    "refuse_flags",
+]
+
+_PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 
 # What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     {
-        "reset_attention_mask": Rule(lambda on: not on, "documents would attend to each other; drop it"),
-        "sft": Rule(lambda on: not on, "it packs documents; train on unpacked ones"),
+        "reset_attention_mask": Rule(
+            lambda on: not on,
+            f"documents would attend to each other, and do if it is dropped; to keep them apart {_PACK}",
+        ),
+        "sft": Rule(
+            lambda on: not on, f"the script's way of packing documents changes by release and is not tested; {_PACK}"
+        ),
         "dataloader_inter_document_masking": Rule(
             lambda on: not on,
-            "it packs documents, and cuts them over ranks otherwise than their rotary embedding; drop it",
+            f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
         ),
         "use_legacy_models": Rule(lambda on: not on, "legacy models know no core attention; drop it"),
         "flash_attention_version": Rule(
@@ -108,15 +127,26 @@ def refuse_flags() -> None:
     args = _parsed_arguments()
     if args is None:
         return
-    asked = "burst" in (getattr(args, "cp_comm_type", None) or ())
-    if not asked:
+    if not may_ring():
         found = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
     elif args.context_parallel_size > 1:
         found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+        if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
+            warnings.warn(
+                "--eod-mask-loss leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of "
+                "the ranks' means; add --calculate-per-token-loss for that over all tokens",
+                stacklevel=2,
+            )
     else:  # Megatron's own attention runs
         found = []
     if found:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in found))
+
+
+def may_ring() -> bool:
+    """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
+    args = _parsed_arguments()
+    return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
 def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import blake2b
@@ -31,6 +32,9 @@ from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 
 __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]
+
+# What a core attention is built with; head dims are those of the tensors, the kind was looked at before.
+_KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_channels", "v_channels")
 
 
 class ChosenCoreAttention:
@@ -80,6 +84,7 @@ class BurstCoreAttention(MegatronModule):
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
         self._check(config, attention_type)
+        self._refuse_unknown(options, _KNOWN_OPTIONS)
         dropout = options.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout
         self._scores = Scores(scale=options.get("softmax_scale"), dropout=dropout)
@@ -102,6 +107,15 @@ class BurstCoreAttention(MegatronModule):
                 f"burst_plugin does not know Megatron's option {name}={getattr(config, name)!r}; if it changes "
                 "attention, burst attention ignores it",
                 stacklevel=2,
+            )
+
+    def _refuse_unknown(self, options: Mapping[str, Any], known: Collection[str] = ()) -> None:
+        """Raise ValueError for what Megatron hands on besides what it always does, and may mean."""
+        unknown = [name for name, value in options.items() if name not in known and value is not None]
+        if unknown:
+            raise ValueError(
+                f"burst attention cannot run layer {self.layer_number}: it was given {', '.join(unknown)}, which it "
+                "does not know and would ignore; give this layer another cp_comm_type"
             )
 
     def _add_softmax_offset(self, config: Any) -> None:
@@ -142,13 +156,14 @@ class BurstCoreAttention(MegatronModule):
 
         Raises ValueError for what does not fit together, naming what was got.
         """
+        self._refuse_unknown(options)
         kind = (attn_mask_type or self.attn_mask_type).name
         cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
         packed = _is_packed(packed_seq_params)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         mask, tokens = self._mask(kind, q.shape[1] == k.shape[1]), None
         if packed:
-            documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask)
+            documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, (q.shape[1], k.shape[1]))
             mask = documents & mask
         elif attention_mask is not None and kind == "arbitrary":
             attention_bias = masks.with_masked(attention_bias, attention_mask, q.dtype)
@@ -188,7 +203,12 @@ class BurstCoreAttention(MegatronModule):
         return masks.windowed(mask, self.config.window_size)
 
     def _documents(
-        self, kind: str, cp: ContextParallel, packed_seq_params: Any, attention_mask: Any
+        self,
+        kind: str,
+        cp: ContextParallel,
+        packed_seq_params: Any,
+        attention_mask: Any,
+        lengths: tuple[int, int],
     ) -> tuple[Mask, tuple[Tokens, Tokens]]:
         """The documents of packed sequences, and how they are dealt out; nothing of it is read twice."""
         if attention_mask is not None or kind in ("arbitrary", "causal_bottom_right"):
@@ -200,7 +220,7 @@ class BurstCoreAttention(MegatronModule):
         def read(tensor: Tensor) -> tuple[int, ...]:
             return self._registry.seen.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()))
 
-        tokens, documents = packed_documents(packed_seq_params, cp.ranks, read)
+        tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read)
         return documents, tokens
 
     def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:

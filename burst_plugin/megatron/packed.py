@@ -46,15 +46,23 @@ def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: in
 
 
 def packed_documents(
-    params: Any, ranks: int, read: Callable[[Tensor], Sequence[int]]
+    params: Any, ranks: int, lengths: tuple[int, int], read: Callable[[Tensor], Sequence[int]]
 ) -> tuple[tuple[Tokens, Tokens], Documents]:
     """The tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
 
     Its lengths are those of the whole sequence; `*_padded` say where documents begin, the others how long they really
-    are. `read` makes ints of a tensor. Raises ValueError for what does not fit together.
+    are. `lengths` are those of q and k on this rank; `read` makes ints of a tensor. Raises ValueError for what does
+    not fit together.
     """
     q, q_lengths = _side(params, "q", ranks, read)
     kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", ranks, read)
+    for name, offsets, length in (("q", q, lengths[0]), ("kv", kv, lengths[1])):
+        if offsets[-1] != length * ranks:
+            raise ValueError(
+                f"packed_seq_params end at token {offsets[-1]}, but there are {length * ranks}, {length} on each of "
+                f"{ranks} ranks: end cu_seqlens_{name}_padded at the number of tokens, as if what fills up the batch "
+                "belonged to its last document"
+            )
     documents = (
         Documents(q, q_lengths) if (q, q_lengths) == (kv, kv_lengths) else Documents(q, q_lengths, kv, kv_lengths)
     )

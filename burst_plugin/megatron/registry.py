@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Registry:
         self.strategy = strategy
         self.seen = Seen()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
-        self._checked: set[Mask] = set()
+        self._looks: Counter[Mask] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -42,6 +43,7 @@ class Registry:
     def clear(self) -> None:
         """Forget all groups; Megatron has destroyed them."""
         self._contexts.clear()
+        self._looks.clear()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
         """That of a layer's group, created if this is its first use, which is then collective.
@@ -82,9 +84,12 @@ class Registry:
         """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
 
         Megatron passes a mask that is merely causal along with the mask type; one that is more must not be ignored.
-        Each mask is looked at once; on GPUs, where looking stalls the host, only the first one.
+        Each mask is looked at once; on GPUs, where looking stalls the host, only that of call 1, 2, 4, 8, ... unless
+        the strategy says check="always".
         """
-        if attention_mask.is_cuda and mask in self._checked:
-            return
-        self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
-        self._checked.add(mask)
+        self._looks[mask] += 1
+        call = self._looks[mask]
+        if not attention_mask.is_cuda or cp.strategy.check == "always":
+            self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
+        elif call & (call - 1) == 0:  # whatever was seen: the same calls on every rank, since it is collective
+            check_same(cp, attention_mask, mask)

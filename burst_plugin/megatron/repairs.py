@@ -6,7 +6,7 @@ A repair is applied by `install()` if the version at hand is one that has the fa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,16 +101,23 @@ def _forget_hierarchical_groups() -> None:
 # ------------------------------------------------------------------------------------------------- packed sequences
 
 
-def _take_rows(batch: dict[str, Any], offsets: Tensor, ranks: int, rank: int) -> None:
-    """Cut everything in a packed batch that has one row per token, [1, tokens]."""
+_NOT_BY_TOKEN = frozenset({"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"})
+_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ranks: int, rank: int) -> None:
+    """Cut what a packed batch has under these names, a row per token: [1, tokens, ...]."""
     rows = packed_indices(offsets, ranks, rank)
-    for name in ("tokens", "labels", "loss_mask", "position_ids"):
+    for name in names:
         if batch.get(name) is not None:
             batch[name] = batch[name].index_select(1, rows)
 
 
 def _cut_packed_batches() -> None:
-    """Until 0.17 `get_thd_batch_on_this_cp_rank` takes offsets as the loader gives them, and none that are padded."""
+    """Until 0.17 `get_thd_batch_on_this_cp_rank` takes offsets as the loader gives them, and none that are padded.
+
+    Of these batches Megatron cuts all but four entries, of later ones four.
+    """
 
     def cut(
         batch: dict[str, Any],
@@ -135,7 +142,7 @@ def _cut_packed_batches() -> None:
         ranks = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
         rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
         if ranks > 1:
-            _take_rows(batch, offsets, ranks, rank)
+            _take_rows(batch, batch.keys() - _NOT_BY_TOKEN, offsets, ranks, rank)
         return batch, params
 
     utils.get_thd_batch_on_this_cp_rank = cut
@@ -155,7 +162,7 @@ def _cut_without_transformer_engine() -> None:
         if cp_group.size() > 1:
             padded = batch.get("cu_seqlens_padded")
             offsets = batch["cu_seqlens"] if padded is None else padded
-            _take_rows(batch, offsets, cp_group.size(), cp_group.rank())
+            _take_rows(batch, _BY_TOKEN, offsets, cp_group.size(), cp_group.rank())
         return batch
 
     for name in _WANT_TE:

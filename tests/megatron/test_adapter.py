@@ -7,10 +7,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from burst_plugin import Causal, Strategy
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, leave, one_step, random_tokens
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 
@@ -25,7 +27,6 @@ def _core_attentions(model: torch.nn.Module) -> list[str]:
 
 
 def _install_report(rank: int) -> tuple[str, bool, list[str], list[str]]:
-    from burst_plugin import Strategy
     from burst_plugin.megatron import install
 
     adapter = install()
@@ -143,6 +144,7 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         "padding": lambda: core(q, k, k, None, attn_mask_type=AttnMaskType.padding),
         "bias": lambda: core(q, k, k, None, attention_bias=torch.zeros(1, 1, 32, 32)),
         "packed": lambda: core(q, k, k, None, packed_seq_params=PackedSeqParams()),
+        "unknown": lambda: core(q, k, k, None, indices=torch.zeros(1), num_splits=None),
         "inference": lambda: layer(
             torch.zeros(32, 1, 64), None, inference_context=StaticInferenceContext(1, run.seq_length)
         ),
@@ -161,13 +163,14 @@ def _forward_with(rank: int, kind: str) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("documents", "is not the Causal() that attn_mask_type says; drop --reset-attention-mask"),
+        ("documents", "is not the Causal() that attn_mask_type says; to keep documents apart pack them"),
         ("whole mask", "attention_mask [1, 1, 64, 64] is not the Causal()"),
         ("padding", "attn_mask_type=padding needs an attention_mask, or packed_seq_params; got neither"),
         (
             "bias",
             "bias must be floating point [1 or batch, 1 or query heads, local queries, all keys]",
         ),
+        ("unknown", "burst attention cannot run layer 1: it was given indices, which it does not know"),
         ("packed", "packed_seq_params.qkv_format=None is not supported; use 'thd', or 'sbhd'"),
         (
             "inference",
@@ -178,6 +181,31 @@ def _forward_with(rank: int, kind: str) -> list[str]:
 def test_what_a_forward_cannot_honour_is_refused(kind: str, message: str) -> None:
     for errors in run_ranks(_forward_with, 2, kind):
         assert all(message in error for error in errors)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on one."""
+
+    is_cuda = True
+
+
+def test_masks_on_gpus_are_looked_at_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the same calls on every rank, whichever tensors they come with; and all of them if so asked."""
+    from burst_plugin.megatron import registry as module
+
+    looked = mock.Mock()
+    monkeypatch.setattr(module, "check_same", looked)
+    for check, expected in (("auto", [1, 2, 4, 8]), ("always", [1])):
+        registry, cp = module.Registry(None), mock.Mock(strategy=Strategy(check=check))
+        for _ in range(2):
+            tensor = torch.zeros(1).as_subclass(OnGpu)
+            seen = []
+            for call in range(1, 9):
+                looked.reset_mock()
+                registry.check_mask(cp, tensor, Causal())
+                seen += [call] * looked.call_count
+            assert seen == expected
+            registry.clear()
 
 
 def _rebuild(rank: int) -> list[float]:

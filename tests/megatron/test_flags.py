@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 
 from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags
 from burst_plugin.megatron.releases import tree_version
-from tests.support.megatron_gpt import GptRun, build
-from tests.support.ranks import run_ranks_outcomes
+from tests.support.megatron_gpt import GptRun, build, join
+from tests.support.ranks import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.megatron
 
@@ -61,7 +62,7 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
         ),
         ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
-        ({"sft": True}, "--sft is not supported: it packs documents; train on unpacked ones"),
+        ({"sft": True}, "--sft is not supported: the script's way of packing documents changes by release"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
         ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models know no core attention"),
         (
@@ -102,6 +103,31 @@ def test_every_rank_stops_before_groups_are_made() -> None:
         assert outcome.error is not None
         assert "refuse_flags()" in outcome.error
         assert "--batch-invariant-mode is not supported" in outcome.error
+
+
+def _rings(rank: int, kinds: list[str]) -> int:
+    """How many there are right after Megatron has made its groups."""
+    from burst_plugin.megatron import install
+
+    _parse(cp_comm_type=kinds)
+    join(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+    return len(install().contexts())
+
+
+@pytest.mark.parametrize(("kinds", "rings"), [(["p2p", "burst"], 1), (["p2p"], 0)])
+def test_rings_are_made_for_layers_that_are_on_one(kinds: list[str], rings: int) -> None:
+    assert run_ranks(_rings, 2, kinds) == [rings] * 2
+
+
+def test_a_loss_of_unlike_numbers_of_tokens_warns() -> None:
+    _parse(eod_mask_loss=True, calculate_per_token_loss=False)
+    with pytest.warns(UserWarning, match="add --calculate-per-token-loss"):
+        refuse_flags()
+    for fine in ({"eod_mask_loss": False}, {"calculate_per_token_loss": True}, {"cp_comm_type": ["p2p"]}):
+        _parse(**{"eod_mask_loss": True, "calculate_per_token_loss": False, **fine})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            refuse_flags()
 
 
 def test_the_version_of_a_tree(tmp_path: Path) -> None:

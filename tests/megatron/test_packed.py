@@ -45,19 +45,23 @@ def _packed(**tensors: list[int]) -> PackedSeqParams:
         (_packed(cu_seqlens_q=[0, 0]), "cu_seqlens_q ends at 0"),
         (_packed(cu_seqlens_q=[0, 4], cu_seqlens_q_padded=[0, 4, 8]), "has 1 documents and cu_seqlens_q_padded 2"),
         (_packed(cu_seqlens_q=[0, 5], cu_seqlens_q_padded=[0, 4]), "do not fit into documents of"),
+        (
+            _packed(cu_seqlens_q=[0, 4, 8]),
+            "end at token 8, but there are 4, 2 on each of 2 ranks",
+        ),
     ],
 )
 def test_packed_sequences_that_do_not_fit_are_refused(params: PackedSeqParams, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        packed_documents(params, 2, lambda tensor: tensor.tolist())
+        packed_documents(params, 2, (2, 2), lambda tensor: tensor.tolist())
 
 
 def test_documents_of_queries_and_keys() -> None:
     params = _packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 4, 8], cu_seqlens_kv=[0, 8, 12])
-    (q, kv), documents = packed_documents(params, 2, lambda tensor: tensor.tolist())
+    (q, kv), documents = packed_documents(params, 2, (4, 6), lambda tensor: tensor.tolist())
     assert (q, kv) == (Tokens(8, (0, 4, 8)), Tokens(12, (0, 8, 12)))
     assert (documents.lengths, documents.kv_cu_seqlens, documents.kv_lengths) == ((3, 4), (0, 8, 12), None)
-    (q, kv), documents = packed_documents(_packed(cu_seqlens_q=[0, 8]), 2, lambda tensor: tensor.tolist())
+    (q, kv), documents = packed_documents(_packed(cu_seqlens_q=[0, 8]), 2, (4, 4), lambda tensor: tensor.tolist())
     assert q == kv
     assert documents.kv_cu_seqlens is None
 

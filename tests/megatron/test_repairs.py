@@ -148,11 +148,16 @@ def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padd
     lengths = torch.tensor([OFFSETS if padded is None else [0, 7, 20, 20, 36]], dtype=torch.int32)
     for rank in (0, 1):
         batch, params = utils.get_thd_batch_on_this_cp_rank(
-            packed_batch(), lengths, padded, torch.tensor([16]), cp_size=2, cp_rank=rank
+            {**packed_batch(), "own": torch.arange(40).view(1, -1), "max_seqlen": torch.tensor([16])},
+            *(lengths, padded, torch.tensor([16])),
+            cp_size=2,
+            cp_rank=rank,
         )
         assert batch["tokens"].tolist() == [ROWS[rank]]
         assert batch["labels"].tolist() == [[row + 1 for row in ROWS[rank]]]
         assert batch["loss_mask"].tolist() == [[row * 0.5 for row in ROWS[rank]]]
+        assert batch["own"].tolist() == [ROWS[rank]], "as Megatron does: all but what it names"
+        assert batch["max_seqlen"].tolist() == [16]
         assert batch["attention_mask"] is None
         assert params.qkv_format == "thd"
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == lengths[0].tolist()
