@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import copy
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -34,6 +34,7 @@ from burst_plugin.deepspeed.groups import (
     sequence_parallel_size,
 )
 from burst_plugin.strategy import AUTO
+from burst_plugin.wrapping import wrap
 
 __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
@@ -97,10 +98,10 @@ def install_adapter() -> Adapter:
     if found is not None:
         return found
     adapter = Adapter()
-    _wrap(deepspeed, "initialize", _initialize, adapter)
-    _wrap(deepspeed.DeepSpeedEngine, "destroy", _forget, adapter)
+    setattr(wrap(deepspeed, "initialize", partial(_initialize, adapter)), _MARK, adapter)
+    wrap(deepspeed.DeepSpeedEngine, "destroy", partial(_forget, adapter))
     adapter.report.append(f'deepspeed.initialize reads the block "{BLOCK}"')
-    _wrap(partition_parameters.Init, "__init__", _zero_init, adapter)
+    wrap(partition_parameters.Init, "__init__", partial(_zero_init, adapter))
     adapter.report.append("deepspeed.zero.Init counts data-parallel ranks without context-parallel ones")
     if importlib.util.find_spec("transformers") is not None:
         from burst_plugin import huggingface
@@ -123,18 +124,6 @@ def warn_if_untested(package: str, tested: tuple[str, str]) -> None:
 
 def _minor(found: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found.split(".")[:2])
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any], adapter: Adapter) -> None:
-    """Replace `owner.name` by a function that calls `around(adapter, original, *args, **kwargs)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(adapter, original, *args, **kwargs)
-
-    setattr(wrapper, _MARK, adapter)
-    setattr(owner, name, wrapper)
 
 
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ a data loader; where the configuration has the block "burst_attention", both are
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untes
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.deepspeed.engine_session import Session, ShardedLoader, exchanged
 from burst_plugin.deepspeed.groups import Unit
+from burst_plugin.wrapping import wrap
 
 __all__ = ["install_trainer"]
 
@@ -33,30 +34,19 @@ def install_trainer(adapter: Adapter) -> list[str]:
     from transformers import trainer
 
     warn_if_untested("transformers", _TESTED)
-    _wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", functools.partial(_loader, adapter))
+    wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     ulysses = ulysses_sp.UlyssesSPAttentionHF
-    _wrap(ulysses, "register_with_transformers", _requested_size)
-    _wrap(PartialState, "__init__", _count_processes)
-    _wrap(DeepSpeedPlugin, "fill_match", _leave_block_alone)
-    _wrap(trainer.Trainer, "get_batch_samples", functools.partial(_count_tokens, adapter))
-    _wrap(trainer.Trainer, "prediction_step", functools.partial(_predict, adapter))
-    _wrap(trainer, "deepspeed_sp_compute_loss", functools.partial(_compute_loss, adapter))
-    _wrap(trainer, "skip_first_batches", _skip_first_batches)
+    wrap(ulysses, "register_with_transformers", _requested_size)
+    wrap(PartialState, "__init__", _count_processes)
+    wrap(DeepSpeedPlugin, "fill_match", _leave_block_alone)
+    wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
+    wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
+    wrap(trainer, "deepspeed_sp_compute_loss", partial(_compute_loss, adapter))
+    wrap(trainer, "skip_first_batches", _skip_first_batches)
     return [
         f'accelerate: sp_size of ParallelismConfig makes rings, if the configuration has "{BLOCK}"',
         "transformers.Trainer: the loss is the mean over all tokens of a step; evaluation runs on the ring",
     ]
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace `owner.name` by a function that calls `around(original, *args, **kwargs)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapper)
 
 
 def _of(adapter: Adapter, trainer: Any) -> Session | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from megatron.core import __version__ as megatron_version
@@ -22,6 +22,7 @@ from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
 from burst_plugin.strategy import Strategy
+from burst_plugin.wrapping import wrap
 
 __all__ = ["Adapter", "install_adapter"]
 
@@ -57,15 +58,15 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter = Adapter(strategy)
     version = parse_version(megatron_version)
     adapter.report += [about(version), *apply_repairs(version)]
-    _wrap(TransformerLayer, "__init__", _choose_core_attention, adapter)
+    setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
-    _wrap(parallel_state, "initialize_model_parallel", _make_ring, adapter)
-    _wrap(parallel_state, "destroy_model_parallel", _forget_rings, adapter)
+    wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
+    wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
     if _has_argument_parser():
         from megatron.training import arguments
 
-        _wrap(arguments, "add_megatron_arguments", _add_flags, adapter)
+        wrap(arguments, "add_megatron_arguments", partial(_add_flags, adapter))
         adapter.report.append("Megatron's argument parser knows --burst-backward, --burst-kernel and others")
     return adapter
 
@@ -73,18 +74,6 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
 def _has_argument_parser() -> bool:
     """Whether this is a Megatron-LM checkout; the megatron-core package has no megatron.training."""
     return importlib.util.find_spec("megatron.training") is not None
-
-
-def _wrap(owner: Any, name: str, around: Callable[..., Any], adapter: Adapter) -> None:
-    """Replace `owner.name` by a function that calls `around(adapter, original, *args, **kwargs)`."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(adapter, original, *args, **kwargs)
-
-    setattr(wrapper, _MARK, adapter)
-    setattr(owner, name, wrapper)
 
 
 def _choose_core_attention(
