@@ -61,7 +61,8 @@ class MaskRecipe:
 
     def unknown(self) -> list[str]:
         """The rules in this mask, by their name in transformers, that a ring does not know."""
-        return sorted(self._rules - _KNOWN)
+        unsized = self._rules & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
+        return sorted((self._rules - _KNOWN) | unsized)
 
     @property
     def window(self) -> int | None:
@@ -74,7 +75,9 @@ class MaskRecipe:
         causal, window = _CAUSAL in self._rules, self.window
         if window is None:
             return Causal() if causal else Full()
-        return SlidingWindow(window - 1) if causal else SlidingWindow(window, window)
+        if _WINDOW_BOTH_WAYS in self._rules:
+            return SlidingWindow(window, 0 if causal else window)
+        return SlidingWindow(window - 1, 0 if causal else None)
 
 
 def mask_recipe(**asked: Any) -> Any:

@@ -31,7 +31,7 @@ class Registry:
         self.strategy = strategy
         self.seen = Seen()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
-        self._looks: Counter[Mask] = Counter()
+        self._looks: Counter[tuple[ContextParallel, Mask]] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -87,8 +87,8 @@ class Registry:
         Each mask is looked at once; on GPUs, where looking stalls the host, only that of call 1, 2, 4, 8, ... unless
         the strategy says check="always".
         """
-        self._looks[mask] += 1
-        call = self._looks[mask]
+        self._looks[cp, mask] += 1
+        call = self._looks[cp, mask]
         if not attention_mask.is_cuda or cp.strategy.check == "always":
             self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
         elif call & (call - 1) == 0:  # whatever was seen: the same calls on every rank, since it is collective

@@ -17,6 +17,7 @@ from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
+    sliding_window_causal_mask_function,
 )
 
 from burst_plugin import ContextParallel, Documents
@@ -254,6 +255,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_under_recomputation() ->
 
 
 CHUNKED = chunked_causal_mask_function(4, torch.zeros(1))
+WINDOW = sliding_window_causal_mask_function(4)  # without its size beside it
 BLOCKS = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1)))
 
 
@@ -269,6 +271,7 @@ class _Layer(torch.nn.Module):
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "got an attention_mask of its own, a Tensor"),
         ({"attention_mask": MaskRecipe(mask_function=CHUNKED)}, "chunked_overlay.<locals>.inner_mask"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
+        ({"attention_mask": MaskRecipe(mask_function=WINDOW)}, "sliding_window_overlay.<locals>.inner_mask"),
         ({"indices": torch.zeros(1)}, "_Layer passes indices, which attn_implementation"),
         (
             {"attention_mask": MaskRecipe(mask_function=causal_mask_function), "sliding_window": 3},
