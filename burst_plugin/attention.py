@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from burst_plugin.call import Call, prepare
 from burst_plugin.context import ContextParallel
@@ -152,8 +151,9 @@ class _Attention(torch.autograd.Function):
         return tuple(x for outputs, _ in found for x in outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True: what is missing in that graph would not be missed
+            raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
         calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
         each = zip(calls, mine, saved, strict=True)

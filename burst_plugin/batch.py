@@ -38,7 +38,8 @@ class SequenceShard:
 
     cp: the ranks that hold the sequence between them.
     length: tokens of the whole sequence, without padding; padded: with it, a multiple of what the layout deals out.
-    mask: padding and document bounds in whole positions, on top of what a layer itself asks for; None: neither.
+    mask: padding and document bounds in whole positions, on top of what a layer itself asks for; None: neither. What
+        makes the length fit comes last, where causal layers never see it; others add `Keys(((0, length),))`.
     valid_tokens: labels that take part in the loss, in the whole batch.
     seed: the same on all ranks of `cp`, for dropout.
     """
@@ -81,7 +82,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     except Exception as error:
         problem, cause = str(error), error
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
-    checksum = _checksum(ids) if isinstance(ids, Tensor) else 0
+    compared = [*(whole or {}).values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
+    checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
     signature = {"batch": f"{list(ids.shape) if isinstance(ids, Tensor) else ids} with checksum {checksum}"}
     try:
         number = cp.agree(signature, problem, always=True)
@@ -124,6 +126,10 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             )
         whole[name] = value
     padding = batch.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.is_floating_point() and bool((padding < 0).any()):
+        raise ValueError(
+            "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"
+        )
     if isinstance(padding, Tensor) and padding.shape != ids.shape[:2]:
         raise ValueError(
             f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
@@ -131,6 +137,12 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         )
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
+    labels = batch.get("labels")
+    if isinstance(labels, Tensor) and labels.shape != ids.shape[:2]:
+        raise ValueError(
+            f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}; give others "
+            "than those of the next token another name"
+        )
     if "labels" in whole:
         labels = whole.pop("labels")
         whole.setdefault("shift_labels", shifted(labels))
@@ -150,7 +162,7 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id:
 
 
 def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | None:
-    """Padding and document bounds of the whole batch; what was added to make the length fit is nobody's key."""
+    """Padding and document bounds of the whole batch, None for neither."""
     masks: list[Mask] = []
     valid = batch.get("attention_mask")
     valid = valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
@@ -176,15 +188,30 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
 
 
 def _starts(positions: Tensor, valid: Tensor) -> tuple[int, ...]:
-    """Where documents start in a row of positions [S]: at 0, and at real tokens whose position is not one more."""
+    """Where documents start in a row of positions [S]: at 0, and at real tokens whose position is not one more.
+
+    Than that of the token before, nor than that of the last real one: padding in between may count or not.
+    """
     breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
+    real = valid.nonzero().flatten()
+    follows = real[1:][positions[real][1:] - positions[real][:-1] == 1]
+    breaks[follows - 1] = False
+    ahead = breaks & (positions[1:] > positions[:-1]) & valid[:-1]
+    if bool(ahead.any()):
+        at = int(ahead.nonzero()[0]) + 1
+        raise ValueError(
+            f"position_ids jump from {int(positions[at - 1])} to {int(positions[at])} at token {at}: whether that "
+            "begins a document is not clear; give documents as positions that start again, or as cu_seq_lens_q"
+        )
     return (0, *(breaks.nonzero().flatten() + 1).tolist())
 
 
-def _checksum(x: Tensor) -> int:
+def _checksum_of(tensors: Sequence[Tensor]) -> int:
     """A number that two different batches hardly share; order counts."""
-    if x.is_floating_point():
-        x = x.detach().float().view(torch.int32)
-    flat = x.detach().flatten().to(torch.int64)
-    weights = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521 + 1
-    return int((flat * weights).sum() % _SEEDS)
+    found = 0
+    for x in tensors:
+        flat = x.detach().float().contiguous().view(torch.int32) if x.is_floating_point() else x.detach()
+        flat = flat.flatten().to(torch.int64)
+        weights = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521 + 1
+        found = (31 * found + int((flat * weights).sum() % _SEEDS)) % _SEEDS
+    return found

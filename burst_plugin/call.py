@@ -111,7 +111,7 @@ class Call:
                 for turn, mine in enumerate(turns):
                     if not windows:
                         mine = tuple(piece for tile in mine for piece in cut(tile))
-                    if "bias" in self.has:  # which pieces cannot share as a batch
+                    if "bias" in self.has or self.scores.needs_positions:  # which pieces cannot share as a batch
                         mine = tuple(piece for tile in mine for piece in one_by_one(tile))
                     found[direction, owner, turn] = mine
         return found
@@ -260,7 +260,8 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
         raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
-    key = (seedless, *(None if x is None else (x.shape, x.dtype, x.device) for x in inputs))
+    tensors = (None if x is None else (x.shape, x.dtype, x.device) for x in inputs)
+    key = (seedless, _deterministic(member.strategy), *tensors)
     call = known.get(key)
     if call is None:
         call = _choose(member, inputs, request)
@@ -299,6 +300,13 @@ def _choose(member: Member, inputs: Inputs, request: Request) -> Call:
         raise ValueError(
             f"ulysses_degree={degree} ranks cannot share the {shapes.q_heads} query heads and {shapes.kv_heads} "
             f"key/value heads that are here; use one of {shapes.team_degrees}"
+        )
+    if inputs.bias is not None and degree > 1:  # its rows are exchanged
+        has += (f"bias of {inputs.bias.shape[0]} batch rows in {inputs.bias.dtype}",)
+    if request.mask.shifts and request.scores.alibi_slopes is not None:
+        raise ValueError(
+            "alibi_slopes need positions that count alike for queries and keys, but the mask's documents have keys "
+            "that begin elsewhere; add the slopes as a bias"
         )
     sharing = max(1, degree // shapes.kv_heads)
     shapes = shapes.of_team(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])

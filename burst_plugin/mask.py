@@ -45,7 +45,8 @@ class SlidingWindow(Mask):
     """Query i attends to the keys i - left ... i + right; None is no bound.
 
     This is flash-attention's and Megatron's `window_size=(left, right)`; a window of W tokens that includes the query
-    itself, Hugging Face's `sliding_window=W`, has left = W - 1.
+    itself, Hugging Face's `sliding_window=W`, has left = W - 1. Positions count from the start on both sides; where
+    queries and keys differ in number, flash-attention counts from the end.
     """
 
     left: int | None
@@ -127,7 +128,8 @@ class Documents(Mask):
     cu_seqlens: where documents begin, 0 first and the global length last.
     lengths: how many tokens of each document are real, if documents are padded at their ends; padding neither
         attends nor is attended to. (Megatron's `cu_seqlens_padded` and the differences of its `cu_seqlens`.)
-    kv_cu_seqlens, kv_lengths: the same for the keys, where they differ: cross attention.
+    kv_cu_seqlens, kv_lengths: the same for the keys, where they differ: cross attention. With `kv_cu_seqlens` alone
+        all keys are real.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -168,7 +170,7 @@ class Documents(Mask):
         keys = self.kv_cu_seqlens or self.cu_seqlens
         check_total(self.cu_seqlens, q_len)
         check_total(keys, kv_len)
-        kv_lengths = self.kv_lengths if self.kv_lengths is not None or self.shifts else self.lengths
+        kv_lengths = self.lengths if self.kv_cu_seqlens is None and self.kv_lengths is None else self.kv_lengths
         spans = zip(_spans(self.cu_seqlens, self.lengths), _spans(keys, kv_lengths), strict=True)
         return tuple(r for q, k in spans if not (r := Region(*q, *k)).is_empty)
 
@@ -182,9 +184,13 @@ def _spans(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> list[tup
 
 @dataclass(frozen=True)
 class Keys(Mask):
-    """Only the keys at these positions, `((start, stop), ...)` in ascending order, are attended to."""
+    """Only the keys at these positions, `((start, stop), ...)` in ascending order, are attended to.
+
+    length: how many keys there are, those that are not attended to among them; None for any number.
+    """
 
     spans: tuple[tuple[int, int], ...]
+    length: int | None = None
 
     def __post_init__(self) -> None:
         edges = [edge for span in self.spans for edge in span]
@@ -193,6 +199,11 @@ class Keys(Mask):
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region per span."""
+        if self.length not in (None, kv_len):
+            raise ValueError(
+                f"the mask says which of {self.length} keys are real, but there are {kv_len}, those of all ranks: "
+                "give it for the whole sequence"
+            )
         if self.spans and self.spans[-1][1] > kv_len:
             raise ValueError(f"Keys({self.spans}) go beyond the {kv_len} keys that there are")
         return tuple(r for start, stop in self.spans if not (r := Region(0, q_len, start, stop)).is_empty)
@@ -281,10 +292,10 @@ class PerRow(Mask):
 
 
 def key_padding(valid: Tensor) -> PerRow:
-    """The mask of a padded batch: `valid` [B, S_global], bool, says which keys are real.
+    """The mask of a padded batch: `valid` [B, S_global], bool, says which keys of the whole sequence are real.
 
     Raises ValueError for another shape or type.
     """
     if valid.dtype is not torch.bool or valid.dim() != 2:
         raise ValueError(f"key padding is a bool tensor [batch, keys], got {valid.dtype} {list(valid.shape)}")
-    return PerRow(tuple(Keys(tuple(_stretches(row, 1, len(row)))) for row in valid.tolist()))
+    return PerRow(tuple(Keys(tuple(_stretches(row, 1, len(row))), len(row)) for row in valid.tolist()))

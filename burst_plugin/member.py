@@ -36,6 +36,7 @@ class Member:
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
+    _broken: str = ""  # why a pass was left half way
 
     @cached_property
     def team(self) -> Team:
@@ -57,7 +58,16 @@ class Member:
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:
-        """One pass at a time and, on GPUs, all on one stream: nothing else has been tested."""
+        """One pass at a time and, on GPUs, all on one stream: nothing else has been tested.
+
+        A pass that raises leaves messages under way that a later one would take for its own: RuntimeError from then
+        on. The other ranks are told why when they miss this one.
+        """
+        if self._broken:
+            raise RuntimeError(
+                f"an earlier pass on this ring was left half way ({self._broken}), and its messages may still be on "
+                "their way; make a new ContextParallel"
+            )
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "burst attention was entered while another of its passes was running on the same group; run "
@@ -66,9 +76,18 @@ class Member:
         try:
             if device.type == "cuda":
                 self._check_stream()
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self._give_up(error)
+                raise
         finally:
             self._busy.release()
+
+    def _give_up(self, error: BaseException) -> None:
+        if self.topology.ranks > 1:
+            self._broken = f"{type(error).__name__}: {error}"
+            self.transport.first_failure(f"rank {self.rank} gave up: {self._broken}")
 
     @contextmanager
     def profiled(self, profile: Profile) -> Iterator[Profile]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +175,9 @@ class RingProfile:
         for mine, caused_s in zip(self.summaries, self.caused_s, strict=True):
             times = (mine.wall_s, mine.compute_s, mine.wait_s, mine.other_s, caused_s + mine.wait_s, caused_s)
             rows.append([str(mine.rank), *map(_ms, times)])
-        middle_s = statistics.median(mine.compute_s for mine in self.summaries)
+        from statistics import median  # which imports fractions and decimals
+
+        middle_s = median(mine.compute_s for mine in self.summaries)
         slowest = self.summaries[self.slowest]
         verdict = (
             f"rank {slowest.rank} kept the others waiting most: {_ms(self.caused_s[slowest.rank])} ms; "

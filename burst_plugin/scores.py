@@ -29,8 +29,14 @@ class Scores:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"Scores(scale={self.scale}) is not valid; use a finite factor, or None")
+        for name in ("scale", "softcap", "alibi_slopes", "dropout"):
+            value = getattr(self, name)
+            if getattr(value, "requires_grad", False):
+                raise ValueError(f"Scores({name}=...) gets no gradient; multiply q by it, or pass a number")
+            if value is not None and name != "alibi_slopes":
+                object.__setattr__(self, name, float(value))
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ValueError(f"Scores(scale={self.scale}) is not valid; use a positive factor, or None")
         if self.softcap is not None and not 0 < self.softcap < math.inf:
             raise ValueError(f"Scores(softcap={self.softcap}) is not valid; use a positive number, or None for none")
         if not 0 <= self.dropout < 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from burst_plugin import (
     burst_attention,
 )
 from burst_plugin.call import Call, _features, prepare
-from burst_plugin.kernels import FEATURES
+from burst_plugin.kernels import FEATURES, KERNELS, Kernel
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.request import Inputs, Request
 from burst_plugin.strategy import Shapes
 from tests.support.reference import Problem, Result, errors, reference
@@ -58,7 +61,7 @@ def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
         (Problem.draw(12, (4, 4)), Scores()),
         (Problem.draw(12, (4, 2), (8, 6)), Scores()),
         (Problem.draw(12, (4, 2)), scaled),
-        (Problem.draw(12, (4, 2)), replace(scaled, scale=0.0)),
+        (Problem.draw(12, (4, 2)), replace(scaled, scale=0.1)),
         (Problem.draw(12, (4, 2)), Scores(alibi_slopes=SLOPES)),
         (Problem.draw(12, (4, 2)), Scores(dropout=0.4, seed=1)),
         (Problem.draw(12, (4, 2)), Scores(dropout=0.4, seed=2)),
@@ -229,3 +232,66 @@ def test_parts_have_to_divide_the_heads() -> None:
     ring, (q, k, v, *_) = VirtualRing(Topology(1, 2), Strategy(parts=3)), Problem.draw(16, (8, 4))
     with pytest.raises(ValueError, match=r"parts=3 does not divide the 4 key/value heads .* use one of \[1, 2, 4\]"):
         ring.attention(q, k, v)
+
+
+def test_keys_with_documents_of_their_own_are_not_padded_like_queries() -> None:
+    problem, mask = Problem.draw(16, (4, 2)), Documents((0, 8, 16), (5, 8), (0, 8, 16))
+    inputs = [x.clone().requires_grad_() for x in problem[:3]]
+    out, _ = VirtualRing(Topology(2, 2)).attention(*inputs, mask=mask)
+    grads = torch.autograd.grad(out, inputs, problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, mask))
+    assert max(found.values()) < 2e-6, found
+
+
+def test_asking_for_determinism_later_is_heard(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
+    x = Problem.draw(8, (2, 2)).q
+    kernel = replace_features(KERNELS["torch_cpu"], KERNELS["torch_cpu"].features - {"deterministic"})
+    cp = ContextParallel(kernel=kernel)
+    burst_attention(x, x, x, cp)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(ValueError, match="deterministic"):
+        burst_attention(x, x, x, cp)
+
+
+def test_slopes_need_common_positions() -> None:
+    ring, problem = VirtualRing(Topology(1, 2), Strategy(kernel="reference")), Problem.draw(8, (4, 2))
+    shifted = Documents((0, 4, 8), None, (0, 2, 8))
+    with pytest.raises(ValueError, match="alibi_slopes need positions that count alike for queries and keys"):
+        ring.attention(*problem[:3], mask=shifted, scores=Scores(alibi_slopes=SLOPES))
+
+
+@pytest.mark.parametrize(
+    "scores", [Scores(alibi_slopes=SLOPES), Scores(dropout=0.3, seed=4)], ids=["alibi", "dropout"]
+)
+def test_kernels_without_windows_get_pieces_whose_positions_they_know(scores: Scores) -> None:
+    problem, mask = Problem.draw(32, (4, 2)), SlidingWindow(2)
+    kernel = replace_features(KERNELS["reference"], KERNELS["reference"].features - {"windows"})
+    inputs = [x.clone().requires_grad_() for x in problem[:3]]
+    out, _ = VirtualRing(Topology(2, 2), Strategy(kernel=kernel)).attention(*inputs, mask=mask, scores=scores)
+    grads = torch.autograd.grad(out, inputs, problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, mask, scores))
+    assert max(found.values()) < 2e-6, found
+
+
+def replace_features(kernel: Kernel, features: frozenset[str]) -> Kernel:
+    """A kernel that is said to have these features only."""
+    found = copy(kernel)
+    found.features, found.name = features, "less"
+    return found
+
+
+def test_a_pass_that_was_left_half_way_is_the_last_one_of_its_ring() -> None:
+    ring, problem = VirtualRing(Topology(1, 2)), Problem.draw(8, (2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCpuKernel, "forward", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            ring.attention(*problem[:3])
+    with pytest.raises(RuntimeError, match=r"was left half way \(MemoryError: no room\).*make a new ContextParallel"):
+        ring.attention(*problem[:3])
+    cp = ContextParallel()  # nobody sends it anything
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchCpuKernel, "forward", mock.Mock(side_effect=MemoryError("no room")))
+        with pytest.raises(MemoryError, match="no room"):
+            burst_attention(*problem[:3], cp)
+    assert burst_attention(*problem[:3], cp).shape == problem.q.shape

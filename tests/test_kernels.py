@@ -229,9 +229,29 @@ def test_a_fallback_to_something_slow_is_told_of_once(caplog: pytest.LogCaptureF
     [
         ({"softcap": 0.0}, r"softcap=0.0\) is not valid; use a positive number"),
         ({"dropout": 1.0}, r"dropout=1.0\) is not valid"),
-        ({"scale": float("nan")}, "use a finite factor"),
+        ({"scale": float("nan")}, "use a positive factor"),
+        ({"scale": -0.5}, "use a positive factor"),
+        ({"scale": 0.0}, "use a positive factor"),
+        ({"scale": torch.ones((), requires_grad=True)}, r"scale=...\) gets no gradient; multiply q by it"),
+        ({"alibi_slopes": torch.ones(2, requires_grad=True)}, r"alibi_slopes=...\) gets no gradient"),
     ],
 )
 def test_scores_that_make_no_sense_are_refused(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Scores(**options)
+
+
+def test_tensors_that_need_no_gradient_are_numbers_among_scores() -> None:
+    scale = torch.tensor(0.5)
+    scores = Scores(scale=scale, alibi_slopes=torch.tensor([1.0, 2.0]))  # type: ignore[arg-type]
+    scale += 1.0  # too late
+    assert scores == Scores(scale=0.5, alibi_slopes=(1.0, 2.0))
+
+
+def test_no_row_is_dropped_out_like_another_one_of_a_neighbouring_seed() -> None:
+    positions = torch.arange(64)
+    drawn = [keep(Scores(dropout=0.5, seed=seed), range(4), range(2), positions, positions) for seed in range(4, 8)]
+    rows = [row for of_seed in drawn for row in of_seed]
+    for number, row in enumerate(rows):
+        for other in rows[number + 1 :]:
+            assert abs(float((row == other).float().mean()) - 0.5) < 0.05

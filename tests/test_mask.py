@@ -84,11 +84,10 @@ def _pairs_by_region(mask: Mask) -> list[int]:
     return found
 
 
-def test_keys_with_the_documents_of_the_queries_are_padded_like_them() -> None:
-    one, other = Documents((0, 4, 11), (3, 5)), Documents((0, 4, 11), (3, 5), (0, 4, 11))
-    assert one.regions(11, 11) == other.regions(11, 11)
-    assert (Causal() & other).documents == (other & Causal()).documents == (0, 4, 11)
-    assert Documents((0, 4, 11), None, (0, 5, 11)).documents is None
+def test_keys_are_padded_like_queries_unless_they_have_documents_of_their_own() -> None:
+    like_queries, own = Documents((0, 4, 11), (3, 5)), Documents((0, 4, 11), (3, 5), (0, 4, 11))
+    assert [region.k_stop for region in like_queries.regions(11, 11)] == [3, 9]
+    assert [region.k_stop for region in own.regions(11, 11)] == [4, 11]
 
 
 def test_masks_are_compared_by_value_and_read_well() -> None:
@@ -121,6 +120,10 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
         (lambda: BlockMask(0, ((True,),)), "needs block >= 1, got 0"),
         (lambda: key_padding(torch.ones(2, 8)), r"bool tensor \[batch, keys\], got torch.float32"),
         (lambda: key_padding(torch.ones(8, dtype=torch.bool)), r"got torch.bool \[8\]"),
+        (
+            lambda: key_padding(torch.ones(2, 8, dtype=torch.bool)).of_row(0).regions(16, 16),
+            "says which of 8 keys are real, but there are 16, those of all ranks: give it for the whole",
+        ),
         (lambda: PerRow((Full(),) * 2) & PerRow((Full(),) * 3), "masks for 2 and 3 batch rows do not combine"),
         (lambda: Causal() & "causal", "only masks combine with &"),  # type: ignore[operator]
     ],

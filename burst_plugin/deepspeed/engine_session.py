@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ class Session:
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
         """See `burst_plugin.deepspeed.eval_batch`."""
-        was_training = engine.training
+        was_training = engine.module.training  # the engine itself is always in training
         engine.eval()
         try:
             with torch.no_grad():
@@ -141,7 +142,13 @@ class Session:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
             kwargs = self.shard_batch(_by_name(model, args, kwargs))
+            if kwargs.get("num_items_in_batch") is not None:  # of whole batches; DeepSpeed divides by ranks again
+                kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.cp.ranks
         kwargs = dict(kwargs)
+        if kwargs.get("output_router_logits"):
+            raise ValueError(
+                "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
+            )
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
             shard = kwargs[KEY]
             over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
@@ -168,7 +175,17 @@ class Session:
     def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
         """Once: whether the model's own loss is the sum over `shift_labels`, over `num_items_in_batch`."""
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
-        if self._loss_checked or logits is None or labels is None or logits.shape[:2] != labels.shape:
+        if self._loss_checked or labels is None:
+            return
+        if logits is None:
+            self._loss_checked = True
+            warnings.warn(
+                "the model returns a loss without logits, so that nothing can be compared with it: make sure that it "
+                "honours shift_labels and num_items_in_batch, or leave labels out of the batch and use "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
+                stacklevel=2,
+            )
+        if logits is None or logits.shape[:2] != labels.shape:
             return
         self._loss_checked = True
         with torch.no_grad():

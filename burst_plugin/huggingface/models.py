@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ def problems(model: torch.nn.Module) -> list[str]:
     config, name = pretrained.config, type(pretrained).__name__
     text = config.get_text_config()
     found = []
-    loss = getattr(pretrained, "loss_type", None)
-    if loss not in (None, _LOSS):  # None: of no head at all, or of one with a name of its own for the same
+    loss = getattr(pretrained, "loss_type", None) or _other_head(name)
+    if loss not in (None, _LOSS):  # None: no head at all, or one that is called LMHead
         found.append(
             f"its loss is that of {loss}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
@@ -66,12 +67,23 @@ def problems(model: torch.nn.Module) -> list[str]:
             f"its rotary embedding ({kinds_of_rope}) depends on the longest position of each rank; use another "
             "rope_type, such as linear, yarn or llama3"
         )
-    keywords = inspect.signature(pretrained.forward).parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in keywords):
+    parameters = inspect.signature(type(pretrained).forward).parameters
+    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in pretrained.modules())
+    if "position_ids" not in parameters or counts:
+        found.append(
+            "it counts positions by itself, on every shard from the start; use a model that takes position_ids"
+        )
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
     if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
         found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     return [f"{name} cannot run on a ring: {reason}" for reason in found]
+
+
+def _other_head(name: str) -> str | None:
+    """The "For..." of a class name that transformers has no loss for, such as ForPreTraining."""
+    head = re.search(r"For[A-Z]\w*$", name)
+    return head[0] if head else None
 
 
 def _pretrained(model: torch.nn.Module) -> Any:

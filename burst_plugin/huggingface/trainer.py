@@ -107,9 +107,15 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     for name in ("label_smoother", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
             raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
+    if getattr(trainer, "neftune_noise_alpha", None) is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={trainer.neftune_noise_alpha} is not supported with {BLOCK}: its noise is scaled "
+            "by the length of a rank's shard; leave it out"
+        )
     session.only_from = f"{type(trainer).__name__}.compute_loss"
-    # Trainer divides by the number of batches, DeepSpeed by that of ranks.
-    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / len(batches)
+    # Trainer divides by the number of batches, unless the loss is said to be so already; DeepSpeed by that of ranks.
+    divided = 1 if getattr(trainer, "loss_is_scaled_for_ga", None) is True else len(batches)
+    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / divided
     for batch in batches:
         batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
     return batches, items

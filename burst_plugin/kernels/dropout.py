@@ -23,10 +23,9 @@ def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_posit
     For these batch rows and query heads.
     """
     device = q_positions.device
-    seed = torch.tensor(scores.seed & _BITS, device=device) ^ _mixed(
-        torch.tensor(scores.seed >> 32 & _BITS, device=device)
-    )
-    row = _mixed(seed ^ torch.arange(rows.start, rows.stop, device=device)).view(-1, 1, 1)
+    low, high = (torch.tensor(part & _BITS, device=device) for part in (scores.seed, scores.seed >> 32))
+    seed = _mixed(low ^ _mixed(high))  # mixed before rows come in: no row of one seed is another row of the next
+    row = _mixed(seed + _mixed(torch.arange(rows.start, rows.stop, device=device))).view(-1, 1, 1)
     head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
     query = _mixed(head ^ _mixed(q_positions))
     drawn = _mixed(query.unsqueeze(-1) + _mixed(k_positions + 0x85EBCA6B))

@@ -8,7 +8,6 @@ wrongly: a softcap up to 4.0.0b8, deterministic gradients up to b12, and long se
 from __future__ import annotations
 
 import re
-from importlib import metadata
 from inspect import signature
 
 from torch import Tensor
@@ -64,6 +63,8 @@ class FlashAttn4Kernel(FlashKernel):
 
 def _version() -> str:
     """Of the package, "" for a checkout that was not installed as one."""
+    from importlib import metadata  # which imports the standard library's parsers of mail and archives
+
     try:
         return metadata.version("flash-attn-4")
     except metadata.PackageNotFoundError:

@@ -190,6 +190,10 @@ BATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
     (_changed(extra=torch.ones(3, 3)), "rank 1: extra of shape [3, 3] cannot be cut along the sequence"),
     (_changed(input_ids=torch.ones(0, 4)), "rank 1: a batch needs input_ids of shape [batch, tokens], got shape"),
     (_changed(cu_seq_lens_q=torch.tensor([0, 5, 32])), "rank 1: cu_seq_lens_q from 0 to 32 does not fit"),
+    (_changed(labels=torch.ones(2)), "rank 1: labels of shape [2] are not one for each token, [2, 32]"),
+    (_changed(labels=BATCH["labels"].roll(1)), "all ranks of a context-parallel group take the same batch"),
+    (_changed(attention_mask=torch.full((2, 32), -1e4)), "rank 1: attention_mask has values below 0"),
+    (_changed(position_ids=torch.arange(2, 66, 2).expand(2, -1)), "rank 1: position_ids jump from 2 to 4 at token 1"),
 ]
 
 
@@ -277,7 +281,18 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert problems(build(Run())) == []
     tagger = transformers.LlamaForTokenClassification(llama(num_hidden_layers=1))
     assert "its loss is that of ForTokenClassification, but labels are shifted by one token" in found(tagger)
-    assert problems(transformers.LlamaModel(llama(num_hidden_layers=1))) != problems(tagger)
+    assert problems(transformers.LlamaModel(llama(num_hidden_layers=1))) == []
+    small = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
+    bert = transformers.BertForPreTraining(transformers.BertConfig(**small))
+    assert "its loss is that of ForPreTraining" in found(bert)
+    roberta = transformers.RobertaForCausalLM(transformers.RobertaConfig(**small, is_decoder=True))
+    assert "it counts positions by itself" in found(roberta)
 
 
 @pytest.mark.parametrize(

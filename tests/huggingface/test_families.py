@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from burst_plugin import ContextParallel, Documents
+from burst_plugin import ContextParallel, Documents, key_padding
 from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
 from burst_plugin.huggingface import register
 from burst_plugin.huggingface.attention import forward
@@ -189,6 +189,14 @@ def test_packed_samples_with_padding() -> None:
 
 def _shard_only(rank: int, batch: dict[str, Any]) -> Any:
     return shard_batch(batch, ContextParallel(dist.group.WORLD))["burst"].mask
+
+
+def test_padding_inside_a_document_does_not_end_it() -> None:
+    """Whether positions count it, or do not, as tokenizers' do."""
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]])
+    for positions in (torch.arange(8)[None], (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)):
+        batch = {"input_ids": torch.ones_like(mask), "attention_mask": mask, "position_ids": positions}
+        assert shard_batch(batch, ContextParallel())["burst"].mask == key_padding(mask.bool())
 
 
 def test_bounds_of_documents_may_come_as_cu_seq_lens() -> None:

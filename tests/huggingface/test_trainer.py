@@ -83,6 +83,14 @@ class AddsUp(Trainer):
         return (found[0] * 1.0, found[1]) if isinstance(found, tuple) else found * 1.0
 
 
+class Scales(Trainer):
+    """A trainer whose loss is divided by the number of micro-batches already."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.loss_is_scaled_for_ga = True
+
+
 class CallsTheModel(Trainer):
     """A trainer with a loss of its own, of labels that it shifts."""
 
@@ -91,6 +99,14 @@ class CallsTheModel(Trainer):
         labels = inputs.pop("labels")
         logits = model(**inputs).logits
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_a_loss_that_trainer_does_not_divide(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2, accumulation=2), str(tmp_path), trainer=Scales))
+    found, truth = run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2)
+    for outcome in found:
+        error, name = worst(outcome.changes, truth.changes)
+        assert error <= 2e-5, name
 
 
 def test_a_loss_of_ones_own_starts_from_that_of_the_ring(tmp_path: Path) -> None:
@@ -104,7 +120,14 @@ def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
     train(replace(setup, options=options), deepspeed=True)
 
 
-def test_label_smoothing_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"label_smoothing_factor": 0.1}, "Trainer's label_smoother"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+    ],
+)
+def test_what_changes_the_loss_by_rank_is_refused(tmp_path: Path, options: dict[str, Any], name: str) -> None:
     setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
-    with pytest.raises(RuntimeError, match="Trainer's label_smoother is not supported with burst_attention"):
-        run_ranks(_refused, 2, setup, {"label_smoothing_factor": 0.1})
+    with pytest.raises(RuntimeError, match=f"{name} is not supported with burst_attention"):
+        run_ranks(_refused, 2, setup, options)
