@@ -102,7 +102,9 @@ class CallsTheModel(Trainer):
 
 
 def test_a_loss_that_trainer_does_not_divide(tmp_path: Path) -> None:
-    setup = save_model(Setup(Run(cp=2, stage=2, accumulation=2), str(tmp_path), trainer=Scales))
+    unclipped = {"max_grad_norm": 1e9}  # which would hide a wrong scale
+    run = Run(cp=2, stage=2, accumulation=2, lr=0.1)
+    setup = save_model(Setup(run, str(tmp_path), trainer=Scales, options=unclipped))
     found, truth = run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2)
     for outcome in found:
         error, name = worst(outcome.changes, truth.changes)
