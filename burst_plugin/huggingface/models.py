@@ -68,16 +68,24 @@ def problems(model: torch.nn.Module) -> list[str]:
             "rope_type, such as linear, yarn or llama3"
         )
     parameters = inspect.signature(type(pretrained).forward).parameters
-    counts = any(hasattr(module, "create_position_ids_from_input_ids") for module in pretrained.modules())
-    if "position_ids" not in parameters or counts:
+    if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
         found.append(
-            "it counts positions by itself, on every shard from the start; use a model that takes position_ids"
+            "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
+            "position_ids as they are"
         )
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
     if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
         found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     return [f"{name} cannot run on a ring: {reason}" for reason in found]
+
+
+def _counts_positions(module: torch.nn.Module) -> bool:
+    """From the padding index on, as RoBERTa's embeddings; or where padding ends, as OPT's."""
+    if hasattr(module, "create_position_ids_from_input_ids"):
+        return True
+    by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
+    return by_mask and type(module).__name__.endswith("PositionalEmbedding")
 
 
 def _other_head(name: str) -> str | None:

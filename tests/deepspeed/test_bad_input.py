@@ -293,6 +293,8 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "its loss is that of ForPreTraining" in found(bert)
     roberta = transformers.RobertaForCausalLM(transformers.RobertaConfig(**small, is_decoder=True))
     assert "it counts positions by itself" in found(roberta)
+    opt = transformers.OPTConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
+    assert "from the start or by padding" in found(transformers.OPTForCausalLM(opt))
 
 
 @pytest.mark.parametrize(
