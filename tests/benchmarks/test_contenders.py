@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
+from benchmarks.contenders.torch_context_parallel import TorchContextParallel
 from burst_plugin import Causal, Full
 from burst_plugin.strategy import DIRECTIONS
 from tests.support.ranks import RankError, run_ranks
@@ -81,12 +82,22 @@ def _results(rank: int, contender: Contender, cases: list[Case], slept: Slept | 
     return found
 
 
+def _of_all_ranks(contender: Contender, ranks: int, cases: list[Case]) -> list[list[Result]]:
+    """Once more if a rank of PyTorch's was killed: its ring now and then corrupts the heap over gloo (2.13)."""
+    try:
+        return run_ranks(_results, ranks, contender, cases, SLEPT)
+    except RankError as error:
+        if not isinstance(contender, TorchContextParallel) or "killed by signal" not in str(error):
+            raise
+        return run_ranks(_results, ranks, contender, cases, SLEPT)
+
+
 @pytest.mark.parametrize(("contender", "ranks"), TRIED, ids=NAMES)
 def test_a_contender_is_right_wherever_it_does_not_refuse(contender: Contender, ranks: int) -> None:
     every = [_case(ranks, *rest) for rest in product(HEADS, BOUNDS, (True, False))]
     cases = [case for case in every if _here(contender).refuse(case) is None]
     assert {case.causal for case in cases} == {True, False}
-    for results in run_ranks(_results, ranks, contender, cases, SLEPT):
+    for results in _of_all_ranks(contender, ranks, cases):
         for case, result in zip(cases, results, strict=True):
             assert not _wrong(case, result), case
 
