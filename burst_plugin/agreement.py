@@ -25,11 +25,12 @@ _PROBLEM = "problem: "
 class Agreement:
     """The ranks of `group` in conversation; every method is collective.
 
-    `store`, once it is set, is where the first rank to miss another records it.
+    `device` is that whose tensors the group moves; `store`, once it is set, where the first rank to miss another
+    records it.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
-        self._device = group_device(group)
+        self.device = group_device(group)
         self._rank, self._ranks = rank, len(global_ranks)
         self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
 
@@ -50,7 +51,7 @@ class Agreement:
         Between all pairs, so that a rank that is lost has a name. Raises RingError for it.
         """
         encoded = _encode(text)
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]

@@ -143,8 +143,8 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
             f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}; give others "
             "than those of the next token another name"
         )
-    if "labels" in whole:
-        labels = whole.pop("labels")
+    if isinstance(labels, Tensor):
+        del whole["labels"]
         whole.setdefault("shift_labels", shifted(labels))
     return whole
 

@@ -217,13 +217,14 @@ class ContextParallel:
         what does not come with every layer and has read tensors anyway.
         """
         self._call_count += 1
-        if self._agreement is None or not (always or self._check_is_due(self._call_count)):
+        ranks = self._agreement
+        if ranks is None or not (always or self.strategy.check_is_due(self._call_count, ranks.device.type == "cpu")):
             if problem:
                 raise ValueError(problem)
             return self._call_count
         options = {"topology": self.topology, **self.strategy.compared()}
         ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
-        self._agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
+        ranks.compare(ours, problem, f"the agreement before call {self._call_count}")
         return self._call_count
 
     def device_problem(self, device: torch.device) -> str:
@@ -238,12 +239,6 @@ class ContextParallel:
             )
         self._devices.add(device)
         return ""
-
-    def _check_is_due(self, call: int) -> bool:
-        check = self.strategy.check
-        if check == "always" or (check == AUTO and (self.group is None or group_device(self.group).type == "cpu")):
-            return True
-        return call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:
         per_node = self.strategy.ranks_per_node

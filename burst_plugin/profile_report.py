@@ -171,12 +171,12 @@ class RingProfile:
         return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
 
     def __str__(self) -> str:
+        from statistics import median  # which imports fractions and decimals
+
         rows = [["rank", "wall ms", "compute ms", "wait ms", "other ms", "waited for by peers, ms", "net"]]
         for mine, caused_s in zip(self.summaries, self.caused_s, strict=True):
             times = (mine.wall_s, mine.compute_s, mine.wait_s, mine.other_s, caused_s + mine.wait_s, caused_s)
             rows.append([str(mine.rank), *map(_ms, times)])
-        from statistics import median  # which imports fractions and decimals
-
         middle_s = median(mine.compute_s for mine in self.summaries)
         slowest = self.summaries[self.slowest]
         verdict = (

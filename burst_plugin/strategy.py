@@ -112,6 +112,12 @@ class Strategy:
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
+    def check_is_due(self, call: int, cheap: bool) -> bool:
+        """Whether ranks compare notes at this call, counted from 1; `cheap` says that it stalls nothing."""
+        if self.check == "always" or (self.check == AUTO and cheap):
+            return True
+        return call & (call - 1) == 0  # 1, 2, 4, 8, ...
+
     def parts_of(self, direction: str) -> int:
         """Into how many parts blocks are cut in a pass."""
         if isinstance(self.parts, int):

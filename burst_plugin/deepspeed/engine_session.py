@@ -175,19 +175,17 @@ class Session:
     def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
         """Once: whether the model's own loss is the sum over `shift_labels`, over `num_items_in_batch`."""
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
-        if self._loss_checked or labels is None:
+        if self._loss_checked or labels is None or (logits is not None and logits.shape[:2] != labels.shape):
             return
+        self._loss_checked = True
         if logits is None:
-            self._loss_checked = True
             warnings.warn(
                 "the model returns a loss without logits, so that nothing can be compared with it: make sure that it "
                 "honours shift_labels and num_items_in_batch, or leave labels out of the batch and use "
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
                 stacklevel=2,
             )
-        if logits is None or logits.shape[:2] != labels.shape:
             return
-        self._loss_checked = True
         with torch.no_grad():
             total = torch.nn.functional.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"

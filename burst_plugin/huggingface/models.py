@@ -32,10 +32,10 @@ def problems(model: torch.nn.Module) -> list[str]:
     config, name = pretrained.config, type(pretrained).__name__
     text = config.get_text_config()
     found = []
-    loss = getattr(pretrained, "loss_type", None) or _other_head(name)
-    if loss not in (None, _LOSS):  # None: no head at all, or one that is called LMHead
+    head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
+    if head and head[0] != _LOSS:
         found.append(
-            f"its loss is that of {loss}, but labels are shifted by one token as {_LOSS} has them; train a causal "
+            f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
         )
     if config.is_encoder_decoder:
@@ -86,12 +86,6 @@ def _counts_positions(module: torch.nn.Module) -> bool:
         return True
     by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
     return by_mask and type(module).__name__.endswith("PositionalEmbedding")
-
-
-def _other_head(name: str) -> str | None:
-    """The "For..." of a class name that transformers has no loss for, such as ForPreTraining."""
-    head = re.search(r"For[A-Z]\w*$", name)
-    return head[0] if head else None
 
 
 def _pretrained(model: torch.nn.Module) -> Any:

@@ -88,8 +88,8 @@ class Registry:
         the strategy says check="always".
         """
         self._looks[cp, mask] += 1
-        call = self._looks[cp, mask]
         if not attention_mask.is_cuda or cp.strategy.check == "always":
             self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
-        elif call & (call - 1) == 0:  # whatever was seen: the same calls on every rank, since it is collective
+        elif cp.strategy.check_is_due(self._looks[cp, mask], cheap=False):
+            # Whatever was seen: the same calls on every rank, since it is collective.
             check_same(cp, attention_mask, mask)

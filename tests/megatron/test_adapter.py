@@ -279,7 +279,6 @@ def test_the_launcher_says_when_there_is_no_script() -> None:
 def test_flags_become_a_strategy() -> None:
     import argparse
 
-    from burst_plugin import Strategy
     from burst_plugin.megatron.arguments import add_arguments, flag_problems, parsed_strategy
 
     parser = add_arguments(argparse.ArgumentParser())
