@@ -47,6 +47,7 @@ class Adapter:
 
     def __init__(self) -> None:
         self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+        self.watched: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
         self.latest: Session | None = None
         self.report: list[str] = []
 
@@ -66,6 +67,22 @@ class Adapter:
                 f'deepspeed.initialize with "{BLOCK}": {{"enabled": true}}, or pass engine='
             )
         return next(iter(self.sessions.values()))
+
+    def attach(self, session: Session, model: torch.nn.Module) -> None:
+        """Let a session cut the batches of `model`, which is that of an engine to be made."""
+        is_transformers = _is_transformers(model)
+        if is_transformers:
+            from burst_plugin.huggingface.models import use_burst
+
+            use_burst(model)
+        session.attach(model, whole_batches=is_transformers)
+        self.watched[model] = session
+
+    def release(self, model: Any) -> None:
+        """Leave `model` alone, if an earlier engine ran it."""
+        session = self.watched.pop(model, None) if isinstance(model, torch.nn.Module) else None
+        if session is not None:
+            session.detach()
 
     def __str__(self) -> str:
         return "burst_plugin in DeepSpeed:\n" + "\n".join(f"  - {line}" for line in self.report)
@@ -129,6 +146,7 @@ def _minor(found: str) -> tuple[int, ...]:
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize`."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
+    adapter.release(given.get("model"))
     config = _configuration(given)
     if config is None:
         return original(*args, **kwargs)
@@ -146,7 +164,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     mpu = given.get("mpu")
     groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
     session = Session(_ring(block, groups.context), groups.world)
-    _attach(session, given["model"])
+    adapter.attach(session, given["model"])
     engine = _run(original, given, config, Unit(groups))
     adapter.sessions[engine[0]] = adapter.latest = session
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
@@ -155,7 +173,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
 
 def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:
     """`DeepSpeedEngine.destroy`."""
-    adapter.sessions.pop(engine, None)
+    session = adapter.sessions.pop(engine, None)
+    if session is not None:
+        session.detach()
     original(engine)
 
 
@@ -269,15 +289,6 @@ def _is_transformers(model: Any) -> bool:
     if not isinstance(model, torch.nn.Module):
         return False
     return any(base.__module__ == "transformers.modeling_utils" for m in model.modules() for base in type(m).__mro__)
-
-
-def _attach(session: Session, model: torch.nn.Module) -> None:
-    is_transformers = _is_transformers(model)
-    if is_transformers:
-        from burst_plugin.huggingface.models import use_burst
-
-        use_burst(model)
-    session.attach(model, whole_batches=is_transformers)
 
 
 def _zero_init(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from burst_plugin.batch import IGNORE, KEY, SequenceShard, shard_batch
 from burst_plugin.context import ContextParallel
+from burst_plugin.transport import group_device
 
 __all__ = ["Session", "ShardedLoader", "exchanged"]
 
@@ -35,6 +37,7 @@ class Session:
         self._from_there = False
         self._choices: dict[str, str] = {}
         self._loss_checked = False
+        self._hooks: list[RemovableHandle] = []
 
     @property
     def ranks(self) -> int:
@@ -98,13 +101,13 @@ class Session:
 
     def _sum(self, value: float) -> float:
         """Over all ranks."""
-        total = torch.tensor(value, dtype=torch.float64, device=_device(self.world))
+        total = torch.tensor(value, dtype=torch.float64, device=group_device(self.world))
         dist.all_reduce(total, group=self.world)
         return float(total)
 
     def _whole_value(self, local: Tensor, group: Any) -> Tensor:
         """`local` with the gradient it has, and the value of its mean over `group`."""
-        mean = local.detach().double().to(_device(self.world))
+        mean = local.detach().double().to(group_device(self.world))
         if group is not None:
             dist.all_reduce(mean, group=group)
             mean /= dist.get_world_size(group)
@@ -124,8 +127,16 @@ class Session:
     def attach(self, model: torch.nn.Module, *, whole_batches: bool) -> None:
         """Watch the forwards of `model`: cut whole batches, and refuse those that bypass the ring."""
         self.whole_batches = whole_batches
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, with_kwargs=True)
+        before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
+        self._hooks = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def detach(self) -> None:
+        """Leave the model alone again."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -248,13 +259,14 @@ class ShardedLoader:
 
 
 def exchanged(batch: Mapping[str, Any], cp: ContextParallel) -> list[Mapping[str, Any]]:
-    """The batches of all ranks of `cp`, in rank order, on the CPU; collective."""
+    """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective."""
     if cp.group is None:
         return [batch]
     everyone: list[Any] = [None] * cp.ranks
     mine = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
     dist.all_gather_object(everyone, mine, group=cp.group)
-    return everyone
+    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
+    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
 
 
 def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,10 +277,3 @@ def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             given |= given.pop(name, {})
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _device(group: Any) -> torch.device:
-    """The device that a group moves tensors of."""
-    from burst_plugin.transport import group_device
-
-    return group_device(group)

@@ -46,9 +46,11 @@ NO_CLIPPING = {"gradient_clipping": 0.0}
 # --------------------------------------------------------------------------------------------------- DeepSpeed's loop
 
 
-def _plain_loop(rank: int, run: Run) -> tuple[list[float], dict[str, torch.Tensor], float]:
+def _plain_loop(rank: int, run: Run, compiled: bool = False) -> tuple[list[float], dict[str, torch.Tensor], float]:
     """Whole batches in, losses out, as without the plugin; then one evaluation."""
     engine = start(run, 2)
+    if compiled:
+        engine.compile(backend="eager")
     before = _weights(engine)
     losses = []
     for batch in BATCHES:
@@ -66,8 +68,8 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
 
 
-@pytest.mark.parametrize("cp", [1, 4])
-def test_an_unmodified_loop_on_whole_batches(cp: int) -> None:
+@pytest.mark.parametrize(("cp", "compiled"), [(1, False), (4, False), (2, True)])
+def test_an_unmodified_loop_on_whole_batches(cp: int, compiled: bool) -> None:
     run = Run(cp=cp, stage=1, steps=2, config=NO_CLIPPING)
     truth = reference(run, BATCHES)
     model = build(run)
@@ -75,7 +77,7 @@ def test_an_unmodified_loop_on_whole_batches(cp: int) -> None:
         for name, x in model.named_parameters():
             x += truth.changes[name]
         expected = float(model(**BATCHES[0]).loss)
-    for losses, changes, evaluated in run_ranks(_plain_loop, cp, run):
+    for losses, changes, evaluated in run_ranks(_plain_loop, cp, run, compiled):
         assert losses == pytest.approx(truth.losses, rel=1e-6)
         assert worst(changes, truth.changes)[0] <= 2e-5
         assert evaluated == pytest.approx(expected, rel=1e-5)
@@ -386,6 +388,30 @@ def test_an_unmodified_script_under_the_launcher(tmp_path: Path) -> None:
         assert "burst_plugin in DeepSpeed" in done.stdout
     assert len(losses[True]) == 4
     assert losses[True] == losses[False]
+
+
+def _one_model_after_another(rank: int) -> list[float]:
+    """The loss of one model in a loop on whole batches: in an engine, in another without the first one's end, in a
+    third after the second one's, and in one without the ring."""
+    model, losses = build(Run()), []
+    for stops, enabled in ((False, True), (True, True), (True, True), (True, False)):
+        block = {"enabled": enabled, "context_parallel_size": 2 if enabled else "auto"}
+        config = {**configuration(Run(config=NO_CLIPPING), 2), "burst_attention": block}
+        if not enabled:
+            model.set_attn_implementation("sdpa")
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
+        losses.append(float(engine(**BATCHES[0]).loss))
+        if stops:
+            stop(engine)
+        deepspeed.utils.groups.mpu = None
+    return losses
+
+
+def test_a_model_belongs_to_the_engine_made_last() -> None:
+    burst.install()
+    expected = [float(build(Run())(**BATCHES[0]).loss)] * 4
+    for losses in run_ranks(_one_model_after_another, 2):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def test_stopped_engines_are_forgotten() -> None:
