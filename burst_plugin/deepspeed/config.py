@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from burst_plugin.rules import Rule, off
 from burst_plugin.strategy import AUTO, Strategy
 
-__all__ = ["BLOCK", "REFUSED", "Block", "Rule", "conflicts", "near_misses"]
+__all__ = ["BLOCK", "REFUSED", "Block", "conflicts", "near_misses", "warn_of_near_misses"]
 
 BLOCK = "burst_attention"
 _OWN_KEYS = ("enabled", "context_parallel_size")
@@ -100,31 +101,24 @@ def _nearest(key: object, valid: tuple[str, ...]) -> str:
     return f' (did you mean "{close[0]}"?)' if close else ""
 
 
-class Rule(NamedTuple):
-    """`clashes(value)` says whether an option's value clashes with burst attention; `instead` what to write."""
-
-    clashes: Callable[[Any], bool]
-    instead: str
-
-
-def _more_than_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
+def _one_at_most(value: Any) -> bool:
+    return not isinstance(value, int) or value <= 1
 
 
 # Options of DeepSpeed by their path in the configuration.
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
         "gradient_allreduce_op": Rule(
-            lambda op: str(op).lower() == "sum", 'use "average": losses are scaled for gradients that are averaged'
+            lambda op: str(op).lower() != "sum", 'use "average": losses are scaled for gradients that are averaged'
         ),
-        "data_parallel_size": Rule(_more_than_one, "it makes a mesh; leave it out, it follows from the ranks"),
-        "tensor_parallel.autotp_size": Rule(_more_than_one, "tensor parallelism has not been tried; leave it out"),
+        "data_parallel_size": Rule(_one_at_most, "it makes a mesh; leave it out, it follows from the ranks"),
+        "tensor_parallel.autotp_size": Rule(_one_at_most, "tensor parallelism has not been tried; leave it out"),
         "compile.passes": Rule(
-            lambda passes: "autosp" in (passes or ()), 'take "autosp" out: one of the two is enough'
+            lambda passes: "autosp" not in (passes or ()), 'take "autosp" out: one of the two is enough'
         ),
-        "hybrid_engine.enabled": Rule(bool, "it replaces attention layers; switch it off"),
-        "zero_optimization.mics_shard_size": Rule(_more_than_one, "MiCS has not been tried; use ZeRO 3 or hpZ"),
-        "data_efficiency.data_routing.random_ltd.enabled": Rule(bool, "it drops tokens inside layers; switch it off"),
+        "hybrid_engine.enabled": Rule(off, "it replaces attention layers; switch it off"),
+        "zero_optimization.mics_shard_size": Rule(_one_at_most, "MiCS has not been tried; use ZeRO 3 or hpZ"),
+        "data_efficiency.data_routing.random_ltd.enabled": Rule(off, "it drops tokens inside layers; switch it off"),
     }
 )
 
@@ -136,7 +130,7 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
         value: Any = config
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None and rule.clashes(value):
+        if value is not None and not rule.allowed(value):
             found.append(f"{path}={value!r} does not go together with {BLOCK}: {rule.instead}")
     ulysses = config.get("sequence_parallel_size")
     if ulysses not in (None, 1, size):

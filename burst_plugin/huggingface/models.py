@@ -29,20 +29,21 @@ def use_burst(model: torch.nn.Module) -> None:
 def problems(model: torch.nn.Module) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason."""
     pretrained = _pretrained(model)
-    config, name = pretrained.config, type(pretrained).__name__
-    text = config.get_text_config()
-    found = []
+    found = [*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)]
+    if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
+        found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
+    return [f"{type(pretrained).__name__} cannot run on a ring: {reason}" for reason in found]
+
+
+def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
+    """What a model computes otherwise than on whole sequences."""
+    name, found = type(pretrained).__name__, []
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] != _LOSS:
         found.append(
             f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
         )
-    if config.is_encoder_decoder:
-        found.append("it is an encoder-decoder; use a decoder alone")
-    others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
-    if others:
-        found.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     if not pretrained._can_set_attn_implementation():
         found.append(
             "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
@@ -50,6 +51,25 @@ def problems(model: torch.nn.Module) -> list[str]:
         )
     if getattr(pretrained, "_is_stateful", False):
         found.append("it carries a state along the sequence; use a model of attention layers only")
+    parameters = inspect.signature(type(pretrained).forward).parameters
+    if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
+        found.append(
+            "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
+            "position_ids as they are"
+        )
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
+    return found
+
+
+def _problems_of_config(config: Any) -> list[str]:
+    """What a model is configured for."""
+    text, found = config.get_text_config(), []
+    if config.is_encoder_decoder:
+        found.append("it is an encoder-decoder; use a decoder alone")
+    others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
+    if others:
+        found.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if kinds:
         found.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
@@ -67,17 +87,7 @@ def problems(model: torch.nn.Module) -> list[str]:
             f"its rotary embedding ({kinds_of_rope}) depends on the longest position of each rank; use another "
             "rope_type, such as linear, yarn or llama3"
         )
-    parameters = inspect.signature(type(pretrained).forward).parameters
-    if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
-        found.append(
-            "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
-            "position_ids as they are"
-        )
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
-    if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
-        found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
-    return [f"{name} cannot run on a ring: {reason}" for reason in found]
+    return found
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:

@@ -11,6 +11,8 @@ from typing import Any
 
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -53,13 +55,17 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     installed: Adapter | None = getattr(TransformerLayer.__init__, _MARK, None)
     if installed is not None:
         if strategy not in (None, installed.registry.strategy):
-            raise ValueError(f"already installed with {installed.registry.strategy}; cannot change to {strategy}")
+            raise ValueError(
+                f"already installed with {installed.registry.strategy}, got {strategy}; call install() once"
+            )
         return installed
     adapter = Adapter(strategy)
     version = parse_version(megatron_version)
     adapter.report += [about(version), *apply_repairs(version)]
     setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
+    for model in (BertModel, T5Model):
+        wrap(model, "__init__", _refuse_counted_positions)
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
@@ -86,14 +92,32 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
-    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    if rings(config) and "burst" in kinds:
+    if _asks_for_burst(config):
         submodules = copy.copy(submodules)
         for name in ("self_attention", "cross_attention"):
             setattr(submodules, name, _with_choice(getattr(submodules, name), adapter.registry))
     original(layer, config, submodules, *args, **kwargs)
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+
+
+def _asks_for_burst(config: Any) -> bool:
+    """Whether any layer of a model may be on a ring."""
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    return rings(config) and "burst" in kinds
+
+
+def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """`BertModel.__init__`, `T5Model.__init__`: these count positions themselves, on every shard from 0."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    kind = given.arguments["position_embedding_type"]
+    if kind == "learned_absolute" and _asks_for_burst(given.arguments["config"]):
+        raise ValueError(
+            f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model counts "
+            "positions of every rank's shard from 0; use 'rope'"
+        )
+    original(*args, **kwargs)
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:

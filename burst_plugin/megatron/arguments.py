@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.kernels import KERNELS
-from burst_plugin.megatron.config import REFUSED, Rule
+from burst_plugin.megatron.config import REFUSED
+from burst_plugin.rules import Rule
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
 

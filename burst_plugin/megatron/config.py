@@ -7,38 +7,22 @@ three tables here, and a test fails for a field that is in none of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from burst_plugin.megatron.releases import newer_and_irrelevant
+from burst_plugin.rules import Rule, off, one_of
 
 __all__ = [
     "HONOURED",
     "REFUSED",
-    "Rule",
     "is_hybrid",
     "is_irrelevant",
     "problems",
     "rings",
     "unknown_fields",
 ]
-
-
-class Rule(NamedTuple):
-    """`allowed(value)` says whether a field's value can be honoured; `instead` what to write if not."""
-
-    allowed: Callable[[Any], bool]
-    instead: str
-
-
-def _off(value: Any) -> bool:
-    return not value
-
-
-def _one_of(*names: str) -> Callable[[Any], bool]:
-    """Allows values that read, or are enum members that are called, one of these."""
-    return lambda value: getattr(value, "name", value) in names
 
 
 HONOURED: Mapping[str, str] = MappingProxyType(
@@ -78,27 +62,27 @@ HONOURED: Mapping[str, str] = MappingProxyType(
 
 REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
-        "experimental_attention_variant": Rule(_off, "use standard attention"),
+        "experimental_attention_variant": Rule(off, "use standard attention"),
         "attention_backend": Rule(
-            _one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"
+            one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"
         ),
-        "fp8_dot_product_attention": Rule(_off, "keep attention out of FP8; linear layers may use it"),
-        "fp8_multi_head_attention": Rule(_off, "keep attention out of FP8; linear layers may use it"),
-        "use_kitchen_attention": Rule(_off, "switch use_kitchen_attention off"),
-        "enable_cuda_graph": Rule(_off, "switch CUDA graphs off"),
-        "external_cuda_graph": Rule(_off, "switch CUDA graphs off"),
-        "cuda_graph_impl": Rule(_one_of("none"), "use cuda_graph_impl='none'"),
-        "batch_invariant_mode": Rule(_off, "switch batch_invariant_mode off"),
-        "flash_decode": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
-        "cache_mla_latents": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
-        "use_inference_optimized_layers": Rule(_off, "it is for inference; use context_parallel_size=1 there"),
+        "fp8_dot_product_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
+        "fp8_multi_head_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
+        "use_kitchen_attention": Rule(off, "switch use_kitchen_attention off"),
+        "enable_cuda_graph": Rule(off, "switch CUDA graphs off"),
+        "external_cuda_graph": Rule(off, "switch CUDA graphs off"),
+        "cuda_graph_impl": Rule(one_of("none"), "use cuda_graph_impl='none'"),
+        "batch_invariant_mode": Rule(off, "switch batch_invariant_mode off"),
+        "flash_decode": Rule(off, "it is for inference; use context_parallel_size=1 there"),
+        "cache_mla_latents": Rule(off, "it is for inference; use context_parallel_size=1 there"),
+        "use_inference_optimized_layers": Rule(off, "it is for inference; use context_parallel_size=1 there"),
         "transformer_impl": Rule(
-            _one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
+            one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
         ),
         "overlap_moe_expert_parallel_comm": Rule(
-            _off, "it runs two microbatches at once on two streams; switch it off"
+            off, "it runs two microbatches at once on two streams; switch it off"
         ),
-        "cpu_offloading": Rule(_off, "switch cpu_offloading off"),
+        "cpu_offloading": Rule(off, "switch cpu_offloading off"),
         "offload_modules": Rule(lambda names: "core_attn" not in (names or ()), "take core_attn out of it"),
     }
 )
@@ -167,8 +151,11 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     ]
     if windowed and attention_type == "cross":
         found.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
-    elif windowed and min(config.window_size) < -1:
-        found.append(f"window_size={config.window_size!r} is not valid: sides are 0 or more, or -1 for no bound")
+    elif windowed and not _is_window(config.window_size):
+        found.append(
+            f"window_size={config.window_size!r} is not valid: use a pair (left, right), each 0 or more, or -1 "
+            "for no bound"
+        )
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
         found.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
     if not 0 <= config.attention_dropout < 1:
@@ -181,12 +168,20 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     return found
 
 
+def _is_window(window_size: Any) -> bool:
+    return isinstance(window_size, (tuple, list)) and len(window_size) == 2 and min(window_size) >= -1
+
+
 def unknown_fields(config: Any) -> list[str]:
-    """Fields of a newer Megatron, in none of the tables, that are set to other than their default."""
+    """Fields of a newer Megatron, in none of the tables, that are set to other than Megatron's default.
+
+    What classes outside Megatron-core add is for their own use: the model providers of NeMo and Bridge have dozens.
+    """
     known = {*HONOURED, *REFUSED}
+    of_megatron = next((kind for kind in type(config).__mro__ if kind.__module__.startswith("megatron.core.")), None)
     return [
         field.name
-        for field in dataclasses.fields(config)
+        for field in dataclasses.fields(of_megatron or config)
         if field.name not in known
         and not is_irrelevant(field.name)
         and field.default is not dataclasses.MISSING

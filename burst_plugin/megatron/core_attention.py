@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
@@ -25,7 +26,7 @@ from burst_plugin.layout import Tokens
 from burst_plugin.mask import Mask
 from burst_plugin.megatron import masks
 from burst_plugin.megatron.arguments import flag_problems, parsed_strategy
-from burst_plugin.megatron.config import problems, rings, unknown_fields
+from burst_plugin.megatron.config import is_hybrid, problems, rings, unknown_fields
 from burst_plugin.megatron.packed import packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
@@ -51,8 +52,23 @@ class ChosenCoreAttention:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
         if rings(config) and kind == "burst":
+            _check_replaceable(original, kwargs.get("layer_number"))
             return BurstCoreAttention(*args, registry=registry, **kwargs)
         return build_module(original, *args, **kwargs)
+
+
+def _check_replaceable(original: Any, layer_number: int | None) -> None:
+    """Raise ValueError for a core attention that is not Megatron's own: what it does besides is not known."""
+    kind = original.module if isinstance(original, ModuleSpec) else original
+    while isinstance(kind, partial):
+        kind = kind.func
+    module, name = kind if isinstance(kind, tuple) else (kind.__module__, kind.__name__)
+    if not module.startswith("megatron.core.") and not getattr(kind, "burst_may_replace", False):
+        raise ValueError(
+            f"layer {layer_number} has a core attention of its own, {module}.{name}, in whose place burst attention "
+            "would compute what TransformerConfig says; give this layer another cp_comm_type or, if that is the "
+            f"same, set {name}.burst_may_replace = True"
+        )
 
 
 class BurstCoreAttention(MegatronModule):
@@ -84,6 +100,7 @@ class BurstCoreAttention(MegatronModule):
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
         self._check(config, attention_type)
+        self._tables_for: int | None = None  # tokens that Megatron's fused rotary embedding has its tables for
         self._refuse_unknown(options, _KNOWN_OPTIONS)
         dropout = options.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout
@@ -99,6 +116,11 @@ class BurstCoreAttention(MegatronModule):
             found.append(
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
+            )
+        if strategy.ulysses_degree > 1 and is_hybrid(config):
+            found.append(
+                f"ulysses_degree={strategy.ulysses_degree} is not supported with hybrid_context_parallel, whose "
+                "groups have any size: use 1"
             )
         if found:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(found))
@@ -160,16 +182,19 @@ class BurstCoreAttention(MegatronModule):
         kind = (attn_mask_type or self.attn_mask_type).name
         cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
         packed = _is_packed(packed_seq_params)
+        self._check_rotary(packed, cp, query.shape[0])
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         mask, tokens = self._mask(kind, q.shape[1] == k.shape[1]), None
         if packed:
             documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, (q.shape[1], k.shape[1]))
             mask = documents & mask
         elif attention_mask is not None and kind == "arbitrary":
-            attention_bias = masks.with_masked(attention_bias, attention_mask, q.dtype)
+            attention_bias = masks.with_masked(
+                attention_bias, attention_mask, (q.shape[1], k.shape[1] * cp.ranks), q.dtype
+            )
         elif attention_mask is not None:
             mask = self._with_attention_mask(kind, cp, mask, attention_mask)
-        elif kind in ("padding", "padding_causal", "arbitrary"):
+        elif kind == "arbitrary" or (kind.startswith("padding") and not self._are_whole(packed_seq_params, cp, key)):
             raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got neither")
         out = burst_attention(
             q,
@@ -189,6 +214,28 @@ class BurstCoreAttention(MegatronModule):
             self.current_max_attn_logits = largest if known is None else largest.maximum(known)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
 
+    def _check_rotary(self, packed: bool, cp: ContextParallel, length: int) -> None:
+        """Raise ValueError where Megatron's rotary embedding, before this, took the wrong positions of a shard."""
+        config = self.config
+        if cp.ranks == 1:
+            return
+        if packed and getattr(config, "mrope_section", None):
+            raise ValueError(
+                f"mrope_section={config.mrope_section} is not supported with packed sequences: Megatron cuts its "
+                "positions as those of one sequence; use batches of whole sequences"
+            )
+        fused = config.multi_latent_attention and config.apply_rope_fusion and config.rope_type == "yarn"
+        if not fused or packed:
+            return
+        if self._tables_for is None:
+            self._tables_for = length
+        if length != self._tables_for:
+            raise ValueError(
+                f"a sequence of {length * cp.ranks} tokens came after one of {self._tables_for * cp.ranks}, but "
+                "apply_rope_fusion with rope_type='yarn' keeps tables of positions that are cut for one length; set "
+                "apply_rope_fusion=False"
+            )
+
     def _mask(self, kind: str, square: bool) -> Mask:
         """What mask type and window ask for."""
         if kind not in masks.BY_TYPE:
@@ -199,7 +246,10 @@ class BurstCoreAttention(MegatronModule):
         if not self._windowed:
             return mask
         if not square:
-            raise ValueError(f"window_size={self.config.window_size} needs as many queries as keys")
+            raise ValueError(
+                f"window_size={self.config.window_size} needs as many queries as keys; set it to None, or leave this "
+                "layer out by window_attn_skip_freq"
+            )
         return masks.windowed(mask, self.config.window_size)
 
     def _documents(
@@ -222,6 +272,14 @@ class BurstCoreAttention(MegatronModule):
 
         tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read)
         return documents, tokens
+
+    def _are_whole(self, packed_seq_params: Any, cp: ContextParallel, key: Tensor) -> bool:
+        """Whether batch rows, described by offsets in format sbhd as LLaVA's are, have no padding."""
+        offsets = getattr(packed_seq_params, "cu_seqlens_kv", None)
+        if offsets is None:
+            return False
+        found = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()))
+        return found == tuple(row * key.shape[0] * cp.ranks for row in range(key.shape[1] + 1))
 
     def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
         """`mask` without the padded keys of a mask tensor, which may not say more than the mask type does."""

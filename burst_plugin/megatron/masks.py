@@ -36,8 +36,16 @@ def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
     return SlidingWindow(left, 0 if mask.compares_positions else right)
 
 
-def with_masked(bias: Tensor | None, attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """`bias`, or 0, where any mask [1 or B, 1 or H, S/CP, Sk] allows, -inf elsewhere. Nothing is read on the host."""
+def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """`bias`, or 0, where any mask [1 or B, 1 or H, S/CP, Sk] allows, -inf elsewhere. Nothing is read on the host.
+
+    `lengths` are S/CP and Sk. Raises ValueError for a mask of another shape.
+    """
+    if attention_mask.dim() != 4 or attention_mask.shape[2:] != lengths:
+        raise ValueError(
+            f"attention_mask of attn_mask_type=arbitrary must be [1 or batch, 1 or heads, {lengths[0]} queries of "
+            f"this rank, all {lengths[1]} keys], got {list(attention_mask.shape)}; cut its queries as the batch"
+        )
     bias = torch.zeros_like(attention_mask, dtype=dtype) if bias is None else bias
     return bias.masked_fill(attention_mask.bool(), -torch.inf)
 

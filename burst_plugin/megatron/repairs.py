@@ -5,7 +5,8 @@ A repair is applied by `install()` if the version at hand is one that has the fa
 
 from __future__ import annotations
 
-import functools
+import copy
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +16,14 @@ from megatron.core import parallel_state, utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from burst_plugin.megatron.packed import packed_indices
 from burst_plugin.megatron.releases import Version
+from burst_plugin.wrapping import wrap
 
 __all__ = ["REPAIRS", "Repair", "apply_repairs"]
 
@@ -61,17 +64,15 @@ def apply_repairs(version: Version) -> list[str]:
 
 
 class _CountedFromOne(list[Any]):
-    """A list whose first item is number 1, as layers are counted."""
+    """A list whose first item is number 1, as layers are counted; those past its end, token prediction's, have the
+    last one."""
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index - 1 if isinstance(index, int) else index)
+        return super().__getitem__(min(index, len(self)) - 1 if isinstance(index, int) else index)
 
 
 def _count_layers_from_one() -> None:
-    original = TransformerLayer.__init__
-
-    @functools.wraps(original)
-    def build(layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    def build(original: Any, layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         listed = config.cp_comm_type
         if isinstance(listed, list):
             config.cp_comm_type = _CountedFromOne(listed)
@@ -80,22 +81,19 @@ def _count_layers_from_one() -> None:
         finally:
             config.cp_comm_type = listed
 
-    TransformerLayer.__init__ = build
+    wrap(TransformerLayer, "__init__", build)
 
 
 # ---------------------------------------------------------------------------------------------- hierarchical groups
 
 
 def _forget_hierarchical_groups() -> None:
-    original = parallel_state.destroy_model_parallel
-
-    @functools.wraps(original)
-    def destroy(*args: Any, **kwargs: Any) -> Any:
+    def destroy(original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
         return result
 
-    parallel_state.destroy_model_parallel = destroy
+    wrap(parallel_state, "destroy_model_parallel", destroy)
 
 
 # ------------------------------------------------------------------------------------------------- packed sequences
@@ -151,7 +149,7 @@ def _cut_packed_batches() -> None:
 _WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_document_balancing")
 
 
-def _has_te_cutting() -> bool:
+def _wants_absent_te() -> bool:
     return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in _WANT_TE)
 
 
@@ -170,6 +168,20 @@ def _cut_without_transformer_engine() -> None:
             setattr(utils, name, cut)
 
 
+def _roll_padded_documents() -> None:
+    """Multi-token prediction rolls documents where they would begin without padding, not where they do."""
+
+    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        packed = given.arguments["packed_seq_params"]
+        if packed.cu_seqlens_q_padded is not None:
+            given.arguments["packed_seq_params"] = packed = copy.copy(packed)
+            packed.cu_seqlens_q = packed.cu_seqlens_q_padded
+        return original(*given.args, **given.kwargs)
+
+    wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -179,10 +191,8 @@ def _count_steps_of_pytorchs_adam() -> None:
     What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one
     tensor as their step, which each of them would advance; and what it holds is not what was saved.
     """
-    make, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
 
-    @functools.wraps(make)
-    def state_dict(optimizer: Any) -> Any:
+    def state_dict(make: Any, optimizer: Any) -> Any:
         state = optimizer.optimizer.state if optimizer.optimizer is not None else None
         if state is None or state:
             return make(optimizer)
@@ -192,15 +202,14 @@ def _count_steps_of_pytorchs_adam() -> None:
         finally:
             state.clear()
 
-    @functools.wraps(load)
-    def load_state_dict(optimizer: Any, state_dict: Any) -> None:
+    def load_state_dict(load: Any, optimizer: Any, state_dict: Any) -> None:
         (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
         load(optimizer, state_dict)
         for state in optimizer.optimizer.state.values():
             state["step"] = torch.tensor(step)
 
-    DistributedOptimizer.state_dict = state_dict
-    DistributedOptimizer.load_state_dict = load_state_dict
+    wrap(DistributedOptimizer, "state_dict", state_dict)
+    wrap(DistributedOptimizer, "load_state_dict", load_state_dict)
 
 
 def _load_without_gradients() -> None:
@@ -243,7 +252,14 @@ REPAIRS = (
         fault="packed batches are only cut over ranks by Transformer Engine, which is not installed",
         fixed_in=None,
         apply=_cut_without_transformer_engine,
-        needed=_has_te_cutting,
+        needed=_wants_absent_te,
+    ),
+    Repair(
+        name="packed_token_prediction",
+        fault="multi-token prediction shifts packed documents as if none were padded",
+        fixed_in=None,
+        apply=_roll_padded_documents,
+        needed=lambda: hasattr(multi_token_prediction, "_roll_tensor_packed_seq"),
     ),
     Repair(
         name="resume_without_te",

@@ -59,6 +59,8 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
 class LikeTransformerEngines(torch.nn.Module):
     """A core attention that a spec names by class, as Transformer Engine's specs do."""
 
+    burst_may_replace = True
+
     def __init__(self, config: Any, layer_number: int, cp_comm_type: str | None = None, **options: Any) -> None:
         super().__init__()
         self.cp_comm_type = cp_comm_type
@@ -106,7 +108,10 @@ def _build_with(rank: int, config: dict[str, Any]) -> None:
     ("config", "message"),
     [
         ({"flash_decode": True}, "flash_decode=True is not supported: it is for inference"),
-        ({"window_size": (-2, 0)}, "window_size=(-2, 0) is not valid: sides are 0 or more, or -1 for no bound"),
+        (
+            {"window_size": (-2, 0)},
+            "window_size=(-2, 0) is not valid: use a pair (left, right), each 0 or more, or -1 for no bound",
+        ),
         ({"attention_dropout": 1.0}, "attention_dropout=1.0 is not valid: use a share from 0 to below 1"),
     ],
     ids=str,
@@ -295,3 +300,17 @@ def test_flags_become_a_strategy() -> None:
         assert "--reset-attention-mask is not supported" in flag_problems()[0]
     finally:
         del sys.modules["megatron.training.global_vars"]
+
+
+def _own_core(rank: int) -> str:
+    LikeTransformerEngines.burst_may_replace = False
+    with pytest.raises(ValueError, match="a core attention of its own") as raised:
+        _any_spec(rank, "burst")
+    leave()
+    return str(raised.value)
+
+
+def test_a_core_attention_of_ones_own_is_not_replaced_without_a_word() -> None:
+    for said in run_ranks(_own_core, 2):
+        assert said.startswith("layer 1 has a core attention of its own, ")
+        assert "set LikeTransformerEngines.burst_may_replace = True" in said

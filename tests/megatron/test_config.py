@@ -100,7 +100,10 @@ def test_what_the_ring_can_do_has_no_problems(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"window_size": (4, -2)}, "window_size=(4, -2) is not valid: sides are 0 or more, or -1 for no bound"),
+        (
+            {"window_size": (4, -2)},
+            "window_size=(4, -2) is not valid: use a pair (left, right), each 0 or more, or -1 for no bound",
+        ),
         ({"softmax_type": "twisted"}, "softmax_type='twisted' is not valid: use vanilla, off-by-one or learnable"),
         (
             {"hybrid_context_parallel": True, "attention_dropout": 0.1},
@@ -128,3 +131,18 @@ def test_a_field_of_a_newer_megatron_is_told_of_if_it_is_set() -> None:
     assert unknown_fields(Newer()) == []
     assert unknown_fields(Newer(num_layers=3)) == []
     assert unknown_fields(Newer(attention_twist=0.5)) == ["attention_twist"]
+
+
+@dataclasses.dataclass
+class OfAProvider(TransformerConfig):
+    """A configuration with options of its own, such as model providers have."""
+
+    window_size: Any = 512
+    vocab_size: int = 0
+
+
+def test_options_of_model_providers_are_not_taken_for_megatrons() -> None:
+    provided = OfAProvider(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=128)
+    assert unknown_fields(provided) == []
+    (problem,) = problems(provided, windowed=True, attention_type="self")
+    assert problem.startswith("window_size=512 is not valid: use a pair (left, right)")

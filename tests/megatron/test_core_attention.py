@@ -190,7 +190,14 @@ def _windowed_cross(rank: int) -> str:
 
 
 def test_windows_need_as_many_queries_as_keys() -> None:
-    assert run_ranks(_windowed_cross, 4) == ["window_size=(4, 0) needs as many queries as keys"] * 4
+    assert (
+        run_ranks(_windowed_cross, 4)
+        == [
+            "window_size=(4, 0) needs as many queries as keys; set it to None, or leave this layer out by "
+            "window_attn_skip_freq"
+        ]
+        * 4
+    )
 
 
 def _size_without_group(rank: int) -> str:
@@ -324,3 +331,44 @@ def test_largest_scores_for_qk_clip() -> None:
     expected = torch.maximum(scores.amax((1, 2, 3)), 0.5 * scores.amax((1, 2, 3)))
     for largest in run_ranks(_largest_scores, 4):
         torch.testing.assert_close(largest, expected)
+
+
+# -------------------------------------------------------------------------------------------- refused, each by name
+
+
+def _said(core: Any, *tensors: torch.Tensor, **options: Any) -> str:
+    with pytest.raises(ValueError, match=" ") as raised:
+        core(*tensors, **options)
+    return str(raised.value)
+
+
+def _refused(rank: int) -> list[str]:
+    core, (q, k, v, _) = _core(), _tensors()
+    q, k, v = (_cut(x, 0, rank, 4) for x in (q, k, v))
+    uncut = torch.zeros(B, 1, S, S, dtype=torch.bool)
+    found = [_said(core, q, k, v, uncut, attn_mask_type=AttnMaskType.arbitrary)]
+    offsets = torch.tensor([0, S, 2 * S], dtype=torch.int32)
+    rows = {"qkv_format": "sbhd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets}
+    whole = core(q, k, v, attn_mask_type=AttnMaskType.padding_causal, packed_seq_params=PackedSeqParams(**rows))
+    torch.testing.assert_close(whole, core(q, k, v, attn_mask_type=AttnMaskType.causal))
+    rows["cu_seqlens_kv"] = torch.tensor([0, S - 1, 2 * S - 1], dtype=torch.int32)
+    padded = {"attn_mask_type": AttnMaskType.padding, "packed_seq_params": PackedSeqParams(**rows)}
+    found.append(_said(core, q, k, v, **padded))
+    core.config.multi_latent_attention = core.config.apply_rope_fusion = True
+    core.config.rope_type = "yarn"
+    core(q, k, v)
+    found.append(_said(core, q[:4], k[:4], v[:4]))
+    core.config.mrope_section = [1, 1, 2]
+    thd = {"packed_seq_params": PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)}
+    found.append(_said(core, q[:, 0], k[:, 0], v[:, 0], **thd))
+    return found
+
+
+def test_what_would_be_computed_for_wrong_tokens_is_refused() -> None:
+    for arbitrary, padding, fused, mrope in run_ranks(_refused, 4):
+        assert arbitrary.startswith(
+            "attention_mask of attn_mask_type=arbitrary must be [1 or batch, 1 or heads, 8 quer"
+        )
+        assert padding == "attn_mask_type=padding needs an attention_mask, or packed_seq_params; got neither"
+        assert fused.startswith("a sequence of 16 tokens came after one of 32, but apply_rope_fusion")
+        assert mrope.startswith("mrope_section=[1, 1, 2] is not supported with packed sequences")

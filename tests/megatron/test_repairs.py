@@ -14,7 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from burst_plugin.megatron import repairs
+from burst_plugin.megatron import packed_indices, repairs
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
@@ -49,7 +49,13 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
     monkeypatch.setattr(repairs, "REPAIRS", fakes)
     lines = apply_repairs((0, 17, 1))
-    assert done == ["hierarchical_groups", "packed_batch", "resume_without_te", "resume_in_float32"]
+    assert done == [
+        "hierarchical_groups",
+        "packed_batch",
+        "packed_token_prediction",
+        "resume_without_te",
+        "resume_in_float32",
+    ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
 
@@ -248,3 +254,31 @@ def test_the_router_of_experts_needs_no_transformer_engine(monkeypatch: pytest.M
     logits = moe_utils.router_gating_linear(inputs, weight, None, torch.float32)
     torch.testing.assert_close(logits, inputs @ weight.T)
     assert status("router_without_te", (0, 16, 1)) == "not needed here"
+
+
+# -------------------------------------------------------------------------------------------- packed_token_prediction
+
+
+def _rolled(rank: int, cp: int) -> torch.Tensor:
+    """What multi-token prediction makes of 40 tokens in documents of 16 and 24, of which 13 and 20 are real."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_token_prediction import roll_tensor
+
+    from burst_plugin.megatron import install
+
+    install()
+    starts, real = torch.tensor([0, 16, 40]), torch.tensor([0, 13, 33])
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=real, cu_seqlens_q_padded=starts)
+    mine = packed_indices(starts, cp, rank)
+    tokens = torch.arange(1, 41)[mine].unsqueeze(0)
+    rolled, _ = roll_tensor(tokens, -1, -1, torch.distributed.group.WORLD, params)
+    assert params.cu_seqlens_q is real
+    whole = torch.zeros(40, dtype=torch.int64)
+    whole[mine] = rolled[0]
+    return whole
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_padded_documents_are_rolled_where_they_are(cp: int) -> None:
+    expected = torch.tensor([*range(2, 17), 0, *range(18, 41), 0])
+    assert torch.equal(sum(run_ranks(_rolled, cp, cp)), expected)

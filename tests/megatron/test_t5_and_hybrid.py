@@ -107,3 +107,26 @@ def test_hybrid_context_parallel_groups_equal_one_rank() -> None:
         for name, grad in grads.items():
             error = torch.linalg.vector_norm(grad - expected[name])
             assert error <= 1e-4 * torch.linalg.vector_norm(expected[name]), name
+
+
+def _counts_positions(rank: int) -> list[str]:
+    from megatron.core.models.bert import bert_layer_specs
+    from megatron.core.models.bert.bert_model import BertModel
+    from megatron.core.models.T5 import T5Model, t5_spec
+
+    run = replace(RUN, groups=8, cp=2, hierarchical=None, cp_comm_type="burst")
+    build(run)
+    config = transformer_config(replace(run, config={"normalization": "LayerNorm"}))
+    encoder, decoder = t5_spec.get_t5_encoder_with_local_block_spec, t5_spec.get_t5_decoder_with_local_block_spec
+    with pytest.raises(ValueError, match="counts positions") as t5:
+        T5Model(config, config, encoder(2), decoder(2), run.vocab, SK)
+    with pytest.raises(ValueError, match="counts positions") as bert:
+        BertModel(config, 0, bert_layer_specs.bert_layer_local_spec, run.vocab, S)
+    leave()
+    return [str(each.value) for each in (t5, bert)]
+
+
+def test_models_that_count_positions_themselves_are_refused() -> None:
+    for found in run_ranks(_counts_positions, 2):
+        assert found[0].startswith("position_embedding_type='learned_absolute' is not supported here")
+        assert len(set(found)) == 1

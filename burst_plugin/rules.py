@@ -1,0 +1,25 @@
+"""What a framework's option may be beside burst attention; adapters have tables of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+__all__ = ["Rule", "off", "one_of"]
+
+
+class Rule(NamedTuple):
+    """`allowed(value)` says whether an option's value can be honoured; `instead` what to write if not."""
+
+    allowed: Callable[[Any], bool]
+    instead: str
+
+
+def off(value: Any) -> bool:
+    """Allows what is switched off, or not set."""
+    return not value
+
+
+def one_of(*names: str) -> Callable[[Any], bool]:
+    """Allows values that read, or are enum members that are called, one of these."""
+    return lambda value: getattr(value, "name", value) in names
