@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("bench: stopped; processes have been ended and nothing was written", file=sys.stderr)
+        print("bench: stopped; processes have been ended and no result was written", file=sys.stderr)
         return 130
 
 

@@ -20,7 +20,7 @@ from benchmarks.peak_memory import PeakMemory
 from benchmarks.silent import SilentTransport, silenced
 from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
 from burst_plugin.attention import backward_program, forward_program
-from burst_plugin.call import prepare
+from burst_plugin.choices import prepare
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries

@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of the result; by default one in benchmarks/results. Until a run ends, what it has is in FILE.so-far",
     )
+    parser.add_argument(
+        "--resume", action="store_true", help="after an interruption: measure what FILE.so-far does not have yet"
+    )
     parser.add_argument("--no-save", action="store_true", help="only print")
 
 
@@ -64,16 +67,20 @@ def run(options: argparse.Namespace) -> int:
         return 0
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     names = tuple(options.contenders or (c.name for c in CONTENDERS))
-    console, rows = Console(width=None if sys.stdout.isatty() else 120), list[dict[str, Any]]()
-    shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out")}
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out", "resume")}
     out = options.out or results.default_path("cluster" if slept else "cluster-real")
     so_far = out.with_name(f"{out.name}.so-far")  # a run takes long, and may be interrupted
-    with results.Watch() as watch:
+    before = results.load(so_far) if options.resume and so_far.exists() else None
+    rows = [] if before is None else [{"commit": before.commit, **row} for row in before.rows]
+    with results.Watch(None if before is None else before.load) as watch:
         for setting in settings(options):
+            if any(setting.is_of(row) for row in rows):
+                continue
             check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
             cases = tuple(case_of(setting, heads, options) for heads in options.heads)
-            work = Work(cases, slept, names, options.rounds, 120.0 + 60.0 * options.rounds)
-            found = measure(setting, work)
+            work = Work(cases, slept, names, options.rounds, 300.0 + 90.0 * options.rounds)
+            found = [{"commit": results.commit(), **row} for row in measure(setting, work)]
             rows += found
             console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
             if not options.no_save:

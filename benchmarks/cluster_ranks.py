@@ -7,9 +7,9 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from random import Random
 from typing import Any
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
-from benchmarks.contenders.burst import BURST, Burst
+from benchmarks.contenders.burst import Burst
 from benchmarks.netns import interface_bytes
 from burst_plugin.planner import Links, plans
 from burst_plugin.strategy import DIRECTIONS
@@ -48,6 +48,10 @@ class Setting:
     def topology(self) -> Topology:
         """Nodes and ranks."""
         return Topology(self.nodes, self.ranks_per_node)
+
+    def is_of(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row of a result is of this cluster."""
+        return all(row[name] == value for name, value in asdict(self).items())
 
     @property
     def links(self) -> Links:
@@ -147,8 +151,8 @@ def _best(
     if absent or not contender.configurations(case):
         return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
     configurations: Sequence[Contender] = contender.configurations(case)
-    if contender is BURST[0] and slept is not None:
-        configurations = [planned(each, case, slept, links) for each in configurations if isinstance(each, Burst)]
+    if slept is not None:
+        configurations = [planned(each, case, slept, links) for each in configurations]
     entries = [Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations]
     for entry in entries:
         _take_turn(entry, inputs)
@@ -161,8 +165,13 @@ def _best(
     return min(entries, key=lambda entry: entry.least_s), {}
 
 
-def planned(burst: Burst, case: Case, slept: Slept, links: Links) -> Burst:
-    """`burst` with the number of parts that the planner gives it on these links; keys and values travel forward."""
+def planned(burst: Contender, case: Case, slept: Slept, links: Links) -> Contender:
+    """A contender with a planner, ours, with the number of parts that it gives on these links; others as they are.
+
+    Keys and values travel forward.
+    """
+    if not isinstance(burst, Burst) or not burst.several:
+        return burst
     found = plans(Topology(case.nodes, case.ranks_per_node), case.shapes, visit_seconds(case, slept), links)
     best = next(each for each in found if each.strategy.ulysses_degree == burst.strategy.ulysses_degree)
     return replace(burst, strategy=replace(burst.strategy, parts=best.strategy.parts))

@@ -133,7 +133,8 @@ def machine(result: Result) -> str:
     parts = [f"{found['cpu']}, {found['cores']} cores, {found['memory_bytes'] / 1e9:.0f} GB, {found['os']}"]
     if gpus:
         parts.append(f"{len(gpus)} × {gpus[0]} (driver {found['gpu_driver']})")
-    return "; ".join([*parts, f"commit {result.commit}", result.date])
+    commits = list(dict.fromkeys(row.get("commit", result.commit) for row in result.rows)) or [result.commit]
+    return "; ".join([*parts, f"commit {', '.join(commits)}", result.date])
 
 
 def where(result: Result) -> str:

@@ -39,10 +39,11 @@ from benchmarks.results import Watch, save
 from benchmarks.tiny import ConstantKernel, CountedTensors
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.attention import backward_program, forward_program
-from burst_plugin.call import prepare
+from burst_plugin.call import Call
+from burst_plugin.choices import prepare
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
-from burst_plugin.kernels import Queries
+from burst_plugin.kernels import Kernel, Queries
 from burst_plugin.request import Inputs, Request
 from burst_plugin.strategy import DIRECTIONS
 
@@ -273,10 +274,8 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
     ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
     each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.members]
     kernel = ConstantKernel()
-    calls = [
-        replace(prepare(member, mine, Request(), {}), kernel=kernel)
-        for member, mine in zip(ring.members, each, strict=True)
-    ]
+    prepared = [prepare(member, mine, Request(), {}) for member, mine in zip(ring.members, each, strict=True)]
+    calls = [_with_kernel(call, kernel) for call in prepared]
     number = 0
 
     def layer() -> Callable[[], object]:
@@ -292,13 +291,17 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
     return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
 
 
+def _with_kernel(call: Call, kernel: Kernel) -> Call:
+    return replace(call, kind=replace(call.kind, kernel=kernel))
+
+
 def _over_gloo(rank: int, traveller: str, parts: int, layers: int, steps: int) -> Books:
     """One of two processes; everything that a call does, autograd and the agreement of every call included."""
     cp = ContextParallel(dist.group.WORLD, strategy=Strategy(backward=traveller, parts=parts))
     q, k, v = (torch.randn(_SHAPE, requires_grad=True) for _ in range(3))
     burst_attention(q, k, v, cp)
     kernel = ConstantKernel()
-    cp.calls.update({key: replace(call, kernel=kernel) for key, call in cp.calls.items()})
+    cp.calls.update({key: _with_kernel(call, kernel) for key, call in cp.calls.items()})
     dout = torch.ones(_SHAPE)
 
     def layer() -> Callable[[], object]:

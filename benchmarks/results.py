@@ -1,6 +1,6 @@
 """Results as JSON files, each with the machine, the versions, the commit and the load that it was measured under.
 
-A benchmark measures inside a `Watch` and saves once, at the end, so that an interrupted one leaves nothing::
+A benchmark measures inside a `Watch` and saves once, at the end; `bench cluster`, which takes long, on the way too::
 
     with Watch() as watch:
         rows = measure(...)
@@ -93,10 +93,12 @@ class Watch:
     machine. Neither includes interrupts, in which the packets of the emulated links are moved. The load average
     would not do as a criterion: it lags by a minute and counts the benchmark's own ranks. Times are means over the
     whole run, which is what medians of interleaved repeats suffer from; a short burst spoils only one repeat.
+
+    before: the load of an interrupted run that this one goes on with, as saved: the worse of the two counts.
     """
 
-    def __init__(self, read: Callable[[], Clock] | None = None) -> None:
-        self._read = read or _read_clock
+    def __init__(self, before: Mapping[str, float] | None = None, read: Callable[[], Clock] | None = None) -> None:
+        self._read, self._earlier = read or _read_clock, before or {}
         self.load: Load
 
     def __enter__(self) -> Watch:
@@ -112,11 +114,13 @@ class Watch:
         end, begin = self._read(), self._begin
         capacity_s = max(end.capacity_s - begin.capacity_s, 1e-9)
         everybody_s, own_s = end.everybody_s - begin.everybody_s, end.own_s - begin.own_s
+        others = round(min(1.0, max(0.0, everybody_s - own_s) / capacity_s), 4)
+        stolen = round(min(1.0, (end.stolen_s - begin.stolen_s) / capacity_s), 4)
         return Load(
             before=round(self._before, 2),
             after=round(_load_average(), 2),
-            others=round(min(1.0, max(0.0, everybody_s - own_s) / capacity_s), 4),
-            stolen=round(min(1.0, (end.stolen_s - begin.stolen_s) / capacity_s), 4),
+            others=max(others, self._earlier.get("others", 0.0)),
+            stolen=max(stolen, self._earlier.get("stolen", 0.0)),
         )
 
 

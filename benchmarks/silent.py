@@ -12,17 +12,19 @@ from torch import Tensor
 from burst_plugin.member import Member
 from burst_plugin.packing import LABEL_BYTES, Buffer, Memory
 from burst_plugin.topology import Traffic
-from burst_plugin.transport import Channel, Message, Pending
+from burst_plugin.transport import Message, Pending, Waited
 
 __all__ = ["SilentTransport", "silenced"]
 
 
 @dataclass
 class _Nothing:
-    channels: tuple[Channel, ...]
+    messages: Sequence[Message]
 
-    def wait(self) -> None:
+    def wait(self, waited: Waited | None = None) -> None:
         """There is nothing to wait for."""
+        if waited is not None:
+            waited(self.messages)
 
 
 class SilentTransport:
@@ -53,7 +55,7 @@ class SilentTransport:
                 self._kinds[buffer.data_ptr()] = kind
             if self._label is not None:
                 buffer[-LABEL_BYTES:] = self._label
-        return [_Nothing(tuple(dict.fromkeys(message.channel for message in (*recvs, *sends))))]
+        return [_Nothing((*recvs, *sends))]
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `Transport.lease`."""
@@ -68,8 +70,8 @@ class SilentTransport:
         """See `Transport.release`."""
         self._free[buffer.data.numel(), buffer.data.device].append(buffer)
 
-    def first_failure(self, text: str) -> str:
-        """See `Transport.first_failure`."""
+    def report_failure(self, text: str) -> str:
+        """See `Transport.report_failure`."""
         return text
 
 

@@ -7,11 +7,19 @@ from hashlib import blake2b
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from burst_plugin.executor import ring_error
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, DistributedTransport, Message, PeerLostError, group_device
+from burst_plugin.transport import (
+    Channel,
+    DistributedTransport,
+    Message,
+    PeerLostError,
+    group_device,
+    launches_batches,
+)
 
 __all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement"]
 
@@ -25,13 +33,14 @@ _PROBLEM = "problem: "
 class Agreement:
     """The ranks of `group` in conversation; every method is collective.
 
-    `device` is that whose tensors the group moves; `store`, once it is set, where the first rank to miss another
-    records it.
+    `device` is that whose tensors the group moves. `record_failures_in` says where the first rank to miss another
+    notes it.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
         self.device = group_device(group)
-        self._rank, self._ranks = rank, len(global_ranks)
+        self._group, self._rank, self._ranks = group, rank, len(global_ranks)
+        self._in_one = launches_batches(group)
         self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
 
     def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
@@ -48,10 +57,21 @@ class Agreement:
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
 
-        Between all pairs, so that a rank that is lost has a name. Raises RingError for it.
+        Between all pairs, so that a rank that is lost has a name: RingError. With NCCL, which could not tell, and
+        keeps megabytes for every pair that ever met, in one collective.
         """
         encoded = _encode(text)
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self.device)
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        everyone = self._gathered(mine) if self._in_one else self._between_pairs(mine, when)
+        ours = _decode(encoded)  # what most say, if not all
+        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+
+    def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
+        found = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        dist.all_gather_into_tensor(found, mine.to(self.device), group=self._group)
+        return found.cpu().view(self._ranks, -1).unbind()
+
+    def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
@@ -61,8 +81,7 @@ class Agreement:
                 pending.wait()
         except PeerLostError as lost:
             raise ring_error(self._transport, self._rank, when, lost) from lost
-        ours = _decode(encoded)  # what most say, if not all
-        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+        return everyone
 
     def record_failures_in(self, store: Store) -> None:
         """From now on the first rank to miss another says so in `store`."""

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from burst_plugin.call import Call, prepare
+from burst_plugin.call import Call
+from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Queries
@@ -27,6 +28,7 @@ from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
 from burst_plugin.tile_work import bias_grad
+from burst_plugin.tiles import OTHER_SIDE
 
 T = TypeVar("T")
 _CAUSAL = Causal()
@@ -42,29 +44,29 @@ __all__ = [
 ]
 
 
-def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, None, dict[str, Tensors]]:
+def attend(call: Call, passes: Sequence[Pass], number: int) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
-    `works` are the pass over each part of the heads; `number` is that of the call, the same on every rank.
+    `passes` are those of the parts of the heads, mostly one; `number` is that of the call, the same on every rank.
     """
-    direction = works[0].direction
-    away = call.travellers[direction]
-    home = "kv" if away == "q" else "q"
-    own = {side: call.own_sums(works, side) for side in (home, away)}
-    ring = call.ring(works, own[away], number)
+    kind, direction = call.kind, passes[0].direction
+    away = kind.travellers[direction]
+    home = OTHER_SIDE[away]
+    own = {side: kind.own_sums(passes, side) for side in (home, away)}
+    ring = call.ring(passes, own[away], number)
 
     for visit in ring.visits():
         if visit is not None:
-            work, at_home = works[visit.part], own[home].parts[visit.part]
-            with ring.work(visit):
-                here = work.operands if visit.is_own else {**work.operands, away: work.incoming(away, visit.operands)}
-                site = call.site(direction, visit.owner)
-                for tile in call.tiles(direction, visit.owner, visit.turn):
-                    found = work.visit(here["q"], here["kv"], tile, site)
-                    if found[home]:
-                        at_home.add(tile, home, found[home])
-                    if found[away]:
-                        visit.sums.add(tile, away, found[away])
+            part, at_home = passes[visit.part], own[home].parts[visit.part]
+            with ring.traced(visit):
+                here = part.operands if visit.is_own else {**part.operands, away: part.incoming(away, visit.operands)}
+                site = kind.site(direction, visit.owner)
+                for tile in kind.tiles[direction, visit.owner, visit.turn]:
+                    contributions = part.compute(here["q"], here["kv"], tile, site)
+                    if contributions[home]:
+                        at_home.add(tile, home, contributions[home])
+                    if contributions[away]:
+                        visit.sums.add(tile, away, contributions[away])
         yield
 
     yield from ring.homecoming()
@@ -75,7 +77,7 @@ def attend(call: Call, works: Sequence[Pass], number: int) -> Generator[None, No
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program for its outputs, float32 or wider."""
-    works = call.works("forward", inputs.bias)
+    works = call.tile_works("forward", inputs.bias)
     sums = yield from attend(call, forward_passes(works, *inputs[:3]), number)
     out, lse = sums["q"]
     if inputs.sink is not None:
@@ -88,8 +90,8 @@ def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
-    works = call.works("backward", inputs.bias)
-    passes = backward_passes(works, call.shapes.sends_out, queries, inputs[1:3])
+    works = call.tile_works("backward", inputs.bias)
+    passes = backward_passes(works, call.kind.shapes.sends_out, queries, inputs[1:3])
     sums = yield from attend(call, passes, number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
@@ -109,7 +111,7 @@ def _forward_of_rank(call: Call, number: int, inputs: Inputs) -> Generator[None,
     given = yield from exchange.to_heads(inputs)
     found = yield from forward_program(call, number, given)
     found = found._replace(out=found.out.to(given.q.dtype))
-    outputs = yield from exchange.outputs_home(found, call.lse)
+    outputs = yield from exchange.outputs_home(found, call.kind.lse)
     assert found.lse is not None, "a ring always gives it"
     return outputs, _Saved(given, found.out, found.lse)
 
@@ -120,9 +122,9 @@ def _backward_of_rank(call: Call, number: int, dout: Tensor, saved: _Saved) -> G
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
-    added_up_at_home = ("k", "v") if call.sharing > 1 else ()
+    added_up_at_home = ("k", "v") if call.kind.sharing > 1 else ()
     rounded = _rounded(given, grads, but=added_up_at_home)
-    home = yield from exchange.grads_home(rounded, "shared bias" in call.has)
+    home = yield from exchange.grads_home(rounded, call.kind.extras.shared_bias)
     return _rounded(given, home)
 
 
@@ -180,8 +182,8 @@ def _one_pass(calls: Sequence[Call]) -> Iterator[None]:
     """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
     with ExitStack() as stack:
         for call in calls:
-            stack.enter_context(call.member.exclusive(call.device))
-        device = calls[0].device.type
+            stack.enter_context(call.kind.member.exclusive(call.kind.device))
+        device = calls[0].kind.device.type
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
@@ -229,7 +231,8 @@ def burst_attention(
     Raises:
         ValueError: on every rank and before data moves, for shapes, types or options that do not fit, here or
             between ranks; says what was got, what was expected, and what to change.
-        RingError: a rank was lost; names it and the step at which it was missed.
+        RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
+            the process instead.
     """
     inputs = Inputs(q, k, v, sink, bias)
     request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse)
@@ -257,7 +260,7 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Out
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
-    cp.connect(call.separate_links)
+    cp.connect(call.kind.separate_links)
     return attention_of([call], number, [inputs])[0]
 
 

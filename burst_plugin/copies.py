@@ -121,6 +121,6 @@ class CopyTransport:
         """See `Transport.release`."""
         self.pool.release(buffer)
 
-    def first_failure(self, text: str) -> str:
+    def report_failure(self, text: str) -> str:
         """There is only this process."""
         return text

@@ -2,7 +2,7 @@
 
     ring = Ring(itinerary, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
-        with ring.work(visit):
+        with ring.traced(visit):
             ...                           # read visit.operands, add to visit.sums
         yield                             # one step done: lets ranks in one process take turns
     yield from ring.homecoming()          # then the rank's own sums are complete
@@ -13,26 +13,24 @@ work of step t, and what crosses between nodes during a whole inner ring.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import chain
-from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from functools import partial
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from burst_plugin.itinerary import Itinerary, Post
 from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
-from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
+from burst_plugin.transfers import Rows, Step
+from burst_plugin.transport import Message, PeerLostError, Pending, Transport
 
 __all__ = [
     "Cargo",
-    "Itinerary",
     "Ring",
     "RingError",
     "Room",
@@ -48,13 +46,13 @@ Sco = TypeVar("Sco", bound="Sums", covariant=True)
 
 
 class RingError(RuntimeError):
-    """A rank of the ring was lost; says which one, and when it was missed."""
+    """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
 
 
 def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
     """What `rank` raises when it misses a peer; leads with what the first rank to notice recorded."""
     text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
-    first = transport.first_failure(text)
+    first = transport.report_failure(text)
     return RingError(text if first == text else f"{first}; then {text}")
 
 
@@ -120,64 +118,6 @@ class _LeasedRoom:
         found = self.buffer.views(self._packing)
         for tensor, part in zip(found, first or (), strict=False):
             tensor.copy_(part)
-        return found
-
-
-class Post(NamedTuple):
-    """A message of a rank, with all that is looked up for it."""
-
-    traffic: Traffic
-    transfer: Transfer
-    peer: int  # as the transport knows it
-    channel: Channel
-    packing: Packing
-
-
-class Batch(NamedTuple):
-    """Messages of one step that are due together."""
-
-    due: int
-    sends: tuple[Post, ...]
-    recvs: tuple[Post, ...]
-
-
-@dataclass(frozen=True)
-class Itinerary:
-    """A rank's plan and its messages, made once for all passes that are alike.
-
-    `packing` says how operands (gather) or sums (reduce) of these rows of a block are laid out.
-    """
-
-    plan: RankPlan
-    packing: Callable[[Traffic, int, Rows | None], Packing]
-
-    @cached_property
-    def batches(self) -> tuple[tuple[Batch, ...], ...]:
-        """By step: its messages, those that are due together in one batch."""
-        return tuple(self._of_step(step) for step in self.plan.steps)
-
-    def _of_step(self, step: Step) -> tuple[Batch, ...]:
-        plan, found = self.plan, dict[int, tuple[list[Post], list[Post]]]()
-        for traffic, t in step.issue:
-            sends = t.src == plan.rank
-            posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
-            channel = Channel(traffic, t.link, plan.separate_links)
-            peer = plan.peers[t.dst if sends else t.src]
-            posts.append(Post(traffic, t, peer, channel, self.packing(traffic, t.block, t.rows)))
-        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
-
-    @cached_property
-    def rows(self) -> dict[int, Rows | None]:
-        """See `RankPlan.rows`."""
-        return self.plan.rows
-
-    @cached_property
-    def sent_bytes(self) -> Counter[Channel]:
-        """What a pass sends."""
-        found: Counter[Channel] = Counter()
-        for batch in chain.from_iterable(self.batches):
-            for post in batch.sends:
-                found[post.channel] += post.packing.nbytes
         return found
 
 
@@ -247,7 +187,7 @@ class Ring(Generic[S]):
             operands = () if self._is_own(block) else self._operands[block]
             yield Visit(owner, part, step.turn, self._is_own(block), operands, partial(self._bag, block))
 
-    def work(self, visit: Visit[S]) -> AbstractContextManager[None]:
+    def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
         named = self._unnamed
         if self._on_gpu:
@@ -367,7 +307,7 @@ class Ring(Generic[S]):
         return block % self._plan.ranks == self._plan.rank
 
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
-        rank = self._plan.peers[self._plan.rank]
+        rank = self._itinerary.peers[self._plan.rank]
         raise ring_error(self._transport, rank, f"{self._direction} step {number}", lost) from lost
 
 

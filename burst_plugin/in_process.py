@@ -135,6 +135,6 @@ class InProcessTransport:
         buffer.data.fill_(_NAN_BYTE)
         self._pool.release(buffer)
 
-    def first_failure(self, text: str) -> str:
+    def report_failure(self, text: str) -> str:
         """There is only this process."""
         return text

@@ -130,6 +130,11 @@ class Layout:
         return full
 
 
+def token_count(runs: Sequence[Run]) -> int:
+    """How many tokens there are in these runs."""
+    return sum(run.length for run in runs)
+
+
 def positions(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
     """The positions [S_local], int64, of these runs."""
     found = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]

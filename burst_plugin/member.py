@@ -66,7 +66,7 @@ class Member:
         if self._broken:
             raise RuntimeError(
                 f"an earlier pass on this ring was left half way ({self._broken}), and its messages may still be on "
-                "their way; make a new ContextParallel"
+                f"their way; {'restart the processes' if device.type == 'cuda' else 'make a new ContextParallel'}"
             )
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
@@ -87,7 +87,7 @@ class Member:
     def _give_up(self, error: BaseException) -> None:
         if self.topology.ranks > 1:
             self._broken = f"{type(error).__name__}: {error}"
-            self.transport.first_failure(f"rank {self.rank} gave up: {self._broken}")
+            self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 
     @contextmanager
     def profiled(self, profile: Profile) -> Iterator[Profile]:

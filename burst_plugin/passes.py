@@ -31,21 +31,21 @@ class Pass(Protocol):
     """What a pass does in a visit. Sides are called "q" and "kv"."""
 
     direction: str
-    operands: dict[str, Tensors]  # of this rank, as `visit` reads them
+    operands: dict[str, Tensors]  # of this rank, as `compute` reads them
 
     def outgoing(self, side: str) -> Tensors:
         """This rank's operands as they travel, in the order of `Shapes.side`."""
         ...
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
-        """Operands that travelled, as `visit` reads them."""
+        """Operands that travelled, as `compute` reads them."""
         ...
 
     def sums(self, side: str, place: Place, filled: bool) -> TileSums:
         """Something to add to, in tensors in the order of `Shapes.side` or in room for them."""
         ...
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
         """The work of one tile: what it adds to the sums of either side, () for nothing."""
         ...
 
@@ -71,8 +71,8 @@ class ForwardPass:
         """See `Pass.sums`; only queries sum up anything."""
         return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
-        """See `Pass.visit`."""
+    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+        """See `Pass.compute`."""
         return {"q": self._work.forward(queries[0], keys, tile, site), "kv": ()}
 
 
@@ -105,8 +105,8 @@ class BackwardPass:
         """See `Pass.sums`."""
         return PlainSums(place, filled)
 
-    def visit(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
-        """See `Pass.visit`."""
+    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+        """See `Pass.compute`."""
         q, dout, lse, out = queries
         dq, dkv = self._work.backward(Queries(q, dout, out, lse), keys, tile, site)
         return {"q": dq, "kv": dkv}

@@ -129,7 +129,7 @@ class _WatchedTransport:
         self._log, self._post = log, transport.post
         self.lease: Callable[[int, torch.device], Buffer] = transport.lease
         self.release: Callable[[Buffer], None] = transport.release
-        self.first_failure: Callable[[str], str] = transport.first_failure
+        self.report_failure: Callable[[str], str] = transport.report_failure
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs
+from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_count
 from burst_plugin.mask import Mask
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.schedule import SCHEDULES, SPARSE
 from burst_plugin.strategy import AUTO, Strategy
-from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
+from burst_plugin.tiles import OTHER_SIDE, Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
 from burst_plugin.transfers import Needs, RankPlan, Rows, Schedule
 from burst_plugin.ulysses import Joined, joined
@@ -67,6 +67,10 @@ class Pairs:
             for tile in tiles_of(regions, q_runs, k_runs)
         )
 
+    def of_visit(self, away: str, owner: int, rank: int) -> tuple[Tile, ...]:
+        """The work of side `away` of rank `owner` with the other side of rank `rank`."""
+        return self.of_ranks(owner, rank) if away == "q" else self.of_ranks(rank, owner)
+
     def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
         """The work of rank q's queries on rank k's keys."""
         if (q, k) not in self._of_ranks:
@@ -90,14 +94,13 @@ class Pairs:
         return self._needs[away]
 
     def _needs_of(self, rank: int, away: str) -> dict[int, Rows]:
-        blocks = range(len(self.runs[away]))
-        found = {o: self.of_ranks(*((o, rank) if away == "q" else (rank, o))) for o in blocks}
+        found = {owner: self.of_visit(away, owner, rank) for owner in range(len(self.runs[away]))}
         return {owner: row_spans(tiles, away) for owner, tiles in found.items() if tiles}
 
     def _is_most(self, needed: Mapping[int, Rows], away: str) -> bool:
         """Whether these are rows of every block, and most of all rows."""
         rows = sum(stop - start for spans in needed.values() for start, stop in spans)
-        everything = sum(run.length for held in self.runs[away] for run in held)
+        everything = sum(map(token_count, self.runs[away]))
         return len(needed) == len(self.runs[away]) and rows >= _MOST_ROWS * everything
 
 
@@ -183,7 +186,7 @@ class Routes:
         if key not in self._routes:
             schedule = self._schedule(attending, away, reduces)
             plan = schedule.in_parts(parts).plan(rank)
-            home = "kv" if away == "q" else "q"
+            home = OTHER_SIDE[away]
             owners = list(dict.fromkeys(s.visit % plan.ranks for s in plan.steps if s.visit is not None))
             runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
             tiles = {}
@@ -191,7 +194,7 @@ class Routes:
                 rows, block = plan.rows.get(owner), pairs.runs[away][owner]
                 runs[away][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
-                    tiles[owner] = pairs.of_ranks(*((owner, rank) if away == "q" else (rank, owner)))
+                    tiles[owner] = pairs.of_visit(away, owner, rank)
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
             self._routes[key] = Route(schedule.name, plan, tiles, runs, schedule.kept)
@@ -206,10 +209,10 @@ class Routes:
 
     def load(self, attending: Attending) -> tuple[int, int]:
         """The most rows of keys that any rank sends: (between nodes, inside a node)."""
-        return self._schedule(attending, "kv", False).load(_lengths(self.runs(attending.kv)))
+        return self._schedule(attending, "kv", False).load([token_count(held) for held in self.runs(attending.kv)])
 
     def _schedule(self, attending: Attending, away: str, reduces: bool) -> Schedule:
-        """The schedule asked for; for "auto" also `direct`, if it sends less over the scarcer link."""
+        """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
         pairs, key = self.pairs(attending), (attending, away, reduces)
         needs = pairs.needs(away)
         if needs is None:
@@ -217,12 +220,8 @@ class Routes:
         if key not in self._schedules:
             chosen = SCHEDULES[self.schedule](self._topology, reduces, needs)
             if self._strategy.schedule == AUTO:
-                lengths = _lengths(pairs.runs[away])
-                candidates = [chosen, SCHEDULES["direct"](self._topology, reduces, needs)]
+                lengths = [token_count(held) for held in pairs.runs[away]]
+                candidates = [chosen, *(SCHEDULES[name](self._topology, reduces, needs) for name in SPARSE)]
                 chosen = min(candidates, key=lambda schedule: schedule.load(lengths))
             self._schedules[key] = chosen
         return self._schedules[key]
-
-
-def _lengths(runs: Sequence[tuple[Run, ...]]) -> list[int]:
-    return [sum(run.length for run in held) for held in runs]

@@ -6,33 +6,35 @@ a line at the end.
 
 `flat_ring`, 4 ranks; rows are ranks, columns steps, entries the owner of the block visited:
 
-              step 0  1  2  3
-    node 0  rank 0  0  3  2  1       gather: every block moves to the next rank at every step
-            rank 1  1  0  3  2       reduce: starts at owner+1, one step behind, ends at the owner
-            rank 2  2  1  0  3
-            rank 3  3  2  1  0
+               step   0   1   2   3
+    node 0   rank 0   0   3   2   1       gather: every block moves to the next rank at every step
+             rank 1   1   0   3   2       reduce: starts at owner+1, one step behind, ends at the owner
+             rank 2   2   1   0   3
+             rank 3   3   2   1   0
 
 `two_level_ring`, 2 nodes x 2 ranks; `*` marks a block that came from another node:
 
-    nothing reduced    step 0  1 | 2  3      inside a node the flat ring, over NVLink;
-            node 0   rank 0  0  1 |*2  3      meanwhile the block held at the start of each inner ring
-                     rank 1  1  0 |*3  2      crosses to the next node, with the whole inner ring to hide
-            node 1   rank 2  2  3 |*0  1      behind
-                     rank 3  3  2 |*1  0
+    nothing is reduced
+               step   0   1   2   3       inside a node the flat ring, over NVLink;
+    node 0   rank 0   0   1 |*2   3       meanwhile the block held at the start of each inner ring
+             rank 1   1   0 |*3   2       crosses to the next node, with the whole inner ring to hide
+    node 1   rank 2   2   3 |*0   1       behind
+             rank 3   3   2 |*1   0
 
-    sums reduced       step 0 | 1  2 | 3  4     half of the work inside the home node waits until the end: what
-            node 0   rank 0  0/|*2  3 | 1 /0    other nodes summed up crosses on its way home meanwhile; and of the
-                     rank 1  1/|*3  2 | 0 /1    own block a share (/) to the very end, for the last hop, inside the
-            node 1   rank 2  2/|*0  1 | 3 /2    node, to hide behind
-                     rank 3  3/|*1  0 | 2 /3
+    sums are reduced
+               step   0   1   2   3   4   half of the work inside the home node waits until the end: what
+    node 0   rank 0  0/ |*2   3 | 1  /0   other nodes summed up crosses on its way home meanwhile; and of the
+             rank 1  1/ |*3   2 | 0  /1   own block a share (/) to the very end, for the last hop, inside the
+    node 1   rank 2  2/ |*0   1 | 3  /2   node, to hide behind
+             rank 3  3/ |*1   0 | 2  /3
 
 `direct`, 4 ranks and a window, so that a rank needs something of the rank before it only; `.` is no visit:
 
-              step 0  1
-    node 0  rank 0  0  .       every owner sends to every rank that needs something of its block just the rows that
-            rank 1  1  0       it needs, and gets back the sums of those rows: bytes are exactly the need, but
-            rank 2  2  1       nothing is passed on, so that what many ranks of a node need crosses many times
-            rank 3  3  2
+               step   0   1
+    node 0   rank 0   0   .       every owner sends to every rank that needs something of its block just the rows that
+             rank 1   1   0       it needs, and gets back the sums of those rows: bytes are exactly the need, but
+             rank 2   2   1       nothing is passed on, so that what many ranks of a node need crosses many times
+             rank 3   3   2
 
 Wherever sums come home over several nodes the own block is visited in two turns like that; inside one node the last
 hop is short, and one tile is faster than two.
@@ -49,7 +51,7 @@ from types import MappingProxyType
 from burst_plugin.topology import Link, Topology
 from burst_plugin.transfers import Needs, Schedule, Transfer
 
-__all__ = ["SCHEDULES", "direct", "flat_ring", "two_level_ring"]
+__all__ = ["SCHEDULES", "SPARSE", "direct", "flat_ring", "two_level_ring", "usual"]
 
 
 def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
@@ -179,6 +181,12 @@ def _kept(topology: Topology, last_hop: Link) -> float:
     return 0.5 if last_hop is Link.INTER else 0.25
 
 
+def usual(topology: Topology) -> str:
+    """The name of the schedule for ranks that need every block."""
+    return two_level_ring.__name__ if topology.levels == 2 else flat_ring.__name__
+
+
 SCHEDULES: Mapping[str, Callable[[Topology, bool, Needs | None], Schedule]] = MappingProxyType(
-    {"flat_ring": flat_ring, "two_level_ring": two_level_ring, "direct": direct}
+    {schedule.__name__: schedule for schedule in (flat_ring, two_level_ring, direct)}
 )
+SPARSE = (direct.__name__,)  # which may send less than the usual one where a mask leaves little

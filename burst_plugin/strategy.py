@@ -10,7 +10,7 @@ import torch
 
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.schedule import SCHEDULES, usual
 from burst_plugin.topology import Topology
 
 __all__ = [
@@ -126,9 +126,7 @@ class Strategy:
 
     def schedule_for(self, topology: Topology) -> str:
         """The name of the schedule to run on `topology`."""
-        if self.schedule != AUTO:
-            return self.schedule
-        return "two_level_ring" if topology.levels == 2 else "flat_ring"
+        return usual(topology) if self.schedule == AUTO else self.schedule
 
 
 def _is_positive(value: object) -> bool:
@@ -179,25 +177,24 @@ class Shapes(NamedTuple):
 
         Queries travel backward with a number per row in place of their output, except in float16 (`softmax.project`).
         """
+        narrow, wide = self.dtype, self.sum_dtype
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
         out = (self.batch, self.q_len, self.q_heads, self.v_dim)
         row = (self.batch, self.q_heads, self.q_len)
         k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
         v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
-        wide = self.sum_dtype
-        if side == "kv":
-            return [(k, self.dtype), (v, self.dtype)], [
-                (k, wide),
-                (v, wide),
-            ] if direction == "backward" else []
-        if direction == "forward":
-            return [(q, self.dtype)], [(out, wide), (row, wide)]
-        last = (out, self.dtype) if self.sends_out else (row, wide)
-        return [(q, self.dtype), (out, self.dtype), (row, wide), last], [(q, wide)]
+        for_delta = (out, narrow) if self.sends_out else (row, wide)
+        table: dict[tuple[str, str], tuple[TensorSpecs, TensorSpecs]] = {
+            ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),
+            ("forward", "kv"): ([(k, narrow), (v, narrow)], []),
+            ("backward", "q"): ([(q, narrow), (out, narrow), (row, wide), for_delta], [(q, wide)]),
+            ("backward", "kv"): ([(k, narrow), (v, narrow)], [(k, wide), (v, wide)]),
+        }
+        return table[direction, side]
 
     @property
     def sends_out(self) -> bool:
-        """Whether travelling queries take their output along rather than only delta."""
+        """Whether travelling queries take their output along rather than a number per row (`softmax.row_share`)."""
         return self.dtype is torch.float16
 
 

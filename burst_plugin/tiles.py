@@ -15,13 +15,6 @@ Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causa
                       a'  f     c             f     f       pieces are joined), one full on the right
     queries, rank 1   b   f     .             c     .
                       b'  f     .             f     c
-
-Bands that a kernel lacks are cut into ones that it has. A window of n + 1 keys is a staircase of squares of n rows,
-a: anticausal, c: causal,
-
-    queries 0 ... n    a c . .       each column of squares on one diagonal is one tile with `pieces` squares,
-            n ... 2n   . a c .       which a kernel works on as a batch
-            2n .. 3n   . . a c
 """
 
 from __future__ import annotations
@@ -32,25 +25,23 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from burst_plugin.layout import Run
-from burst_plugin.mask import Mask
 from burst_plugin.region import Region
 
 __all__ = [
     "ANTICAUSAL",
     "CAUSAL",
     "FULL",
+    "OTHER_SIDE",
     "Band",
     "Regions",
     "Tile",
-    "cut",
-    "in_turns",
-    "one_by_one",
+    "banded",
     "row_spans",
-    "tiles",
+    "tiles_of",
 ]
 
 
-_CUTS = 8  # places at which a visit can be cut in two turns
+OTHER_SIDE = {"q": "kv", "kv": "q"}  # the sides of a tile
 
 
 class Band(NamedTuple):
@@ -125,23 +116,11 @@ class Regions:
         self._starts = [region.q_start for region in self._regions]
         self._stops = list(accumulate((region.q_stop for region in self._regions), max))
 
-    def __len__(self) -> int:
-        return len(self._regions)
-
     def at(self, first: int, last: int) -> Iterator[Region]:
         """Those that hold any of the queries `first ... last`."""
         for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
             if self._regions[number].q_stop > first:
                 yield self._regions[number]
-
-
-def tiles(mask: Mask, lengths: tuple[int, int], q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-    """The work of queries at `q_runs` on keys at `k_runs`, for a mask that is the same for all batch rows.
-
-    `lengths` are those of the whole sequences, (queries, keys). For many pairs of ranks make `Regions` once and
-    call `tiles_of`.
-    """
-    return tiles_of(Regions(mask.regions(*lengths)), q_runs, k_runs)
 
 
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
@@ -182,7 +161,7 @@ def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) 
     lower = None if region.lower is None else -((ahead - region.lower) // stride)
     upper = None if region.upper is None else (region.upper - ahead) // stride
     tile = Tile(q_offset + q_first, q_offset + q_first + rows, k_offset + k_first, k_offset + k_first + columns)
-    yield from _banded(tile, lower, upper)
+    yield from banded(tile, lower, upper)
 
 
 def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
@@ -191,7 +170,7 @@ def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
     return first, min(run.length, -((run.start - stop) // run.stride)) - first
 
 
-def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
+def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
     """What a band leaves of a full tile, without rows and columns that are empty."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
@@ -243,92 +222,6 @@ def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
         yield Tile(q, q + square, k + square, k_stop)
 
 
-def cut(tile: Tile) -> Iterator[Tile]:
-    """`tile` in full, causal and anticausal tiles; drawn at the top of this file."""
-    lower, upper = tile.band
-    if lower is None or upper is None:
-        yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
-        return
-    step = max(1, upper - lower)
-    for first, band in ((lower, ANTICAUSAL), (lower + step, CAUSAL)):
-        if upper == lower:
-            if band is CAUSAL:
-                return
-            band = FULL
-        yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band))
-
-
-def one_by_one(tile: Tile) -> Iterator[Tile]:
-    """The pieces of `tile`, a tile each."""
-    rows, columns = tile.shape
-    for n in range(tile.pieces):
-        q, k = tile.q_start + n * rows, tile.k_start + n * columns
-        yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
-
-
-def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """The work of a visit in two turns, the second with about a share of `kept`; cut between two keys.
-
-    Half of the keys of a causal square are a quarter of its work:
-
-        queries   c . . .        first turn    c .   and below it    second turn    . .
-                  f c . .                      f c                                  . .
-                  f f c .                                    f f                    c .
-                  f f f c                                    f f                    f c
-    """
-    if not kept or not found:
-        return tuple(found), ()
-    first, stop = min(tile.k_start for tile in found), max(tile.k_stop for tile in found)
-    cuts = [_between_keys(found, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
-    wanted = kept * _pairs_of(found)
-    return min(cuts, key=lambda turns: abs(_pairs_of(turns[1]) - wanted))
-
-
-def _between_keys(found: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """What attends to keys before and from `column` on."""
-    before: list[Tile] = []
-    after: list[Tile] = []
-    for tile in found:
-        if not tile.k_start < column < tile.k_stop:
-            (before if tile.k_stop <= column else after).append(tile)
-            continue
-        shifted = (None if edge is None else edge - (column - tile.k_start) for edge in tile.band)
-        for turn, part, band in (
-            (before, tile._replace(k_stop=column), tile.band),
-            (after, tile._replace(k_start=column), shifted),
-        ):
-            turn += [piece._replace(batch=tile.batch) for piece in _banded(part, *band)]
-    return tuple(before), tuple(after)
-
-
-def _pairs_of(found: Sequence[Tile]) -> int:
-    """Pairs that attend, of all batch rows that a tile is for."""
-    return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in found)
-
-
-def _staircase(tile: Tile, first: int, step: int, band: Band) -> Iterator[Tile]:
-    """Squares of `step` rows down a diagonal: square n has the rows from n * step on, and keys `first` further."""
-    q, q_stop, k, k_stop = tile[:4]
-    squares = range(-(-(q_stop - q) // step))
-    whole = [n for n in squares if q + (n + 1) * step <= q_stop and _fits(k + first + n * step, step, k, k_stop)]
-    if whole:
-        rows, keys = q + whole[0] * step, k + first + whole[0] * step
-        length = len(whole) * step
-        yield Tile(rows, rows + length, keys, keys + length, band, len(whole))
-    for n in squares:
-        if whole and whole[0] <= n <= whole[-1]:
-            continue
-        rows, keys = q + n * step, k + first + n * step
-        part = Tile(rows, min(rows + step, q_stop), max(keys, k), min(keys + step, k_stop))
-        if part.k_start < part.k_stop:
-            shift = part.k_start - keys  # the band is that of the square, from its own corner
-            yield from _banded(part, *(None if edge is None else edge - shift for edge in band))
-
-
-def _fits(start: int, length: int, low: int, high: int) -> bool:
-    return low <= start and start + length <= high
-
-
 def row_spans(found: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
     """The local rows of a side that any of these tiles reads, as ascending (start, stop)."""
     spans: list[tuple[int, int]] = []
@@ -374,7 +267,7 @@ def _stairs(found: list[Tile]) -> list[Tile]:
 
 def _beside(found: list[Tile], side: str) -> list[Tile]:
     """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
-    other = "kv" if side == "q" else "q"
+    other = OTHER_SIDE[side]
     joined = [tile for tile in found if tile.band != FULL]
     full = [tile for tile in found if tile.band == FULL]
     full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))

@@ -31,6 +31,8 @@ class ScheduleError(ValueError):
     """A schedule that would lose, repeat or read ahead of data."""
 
 
+_WORKED, _ARRIVES, _LEAVES = range(3)  # what happens to sums, in this order at one step
+
 Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
 # needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
 Needs = Sequence[Mapping[int, Rows | None]]
@@ -66,7 +68,6 @@ class RankPlan(NamedTuple):
     steps: tuple[Step, ...]
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
     separate_links: bool
-    peers: Sequence[int]  # by what number a transport knows each rank of the schedule
 
     @property
     def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
@@ -154,7 +155,7 @@ class Schedule:
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s], turns[s]) for s in range(last))
-        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links, range(self.ranks))
+        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links)
 
     def keeping(self, share: float) -> Schedule:
         """With a last step at which every rank works on what it kept of its own block, which is visited first.
@@ -289,34 +290,33 @@ class Schedule:
         """Follow the sums; a set of contributions is one integer, a bit per rank and turn."""
         if not self.reduces:
             return
-        bags: Counter[tuple[int, int]] = Counter()
+        held: Counter[tuple[int, int]] = Counter()  # by rank and block
         expected: Counter[int] = Counter()
         events: list[tuple[int, int, Transfer | tuple[int, int, int]]] = []
         for rank, visits in enumerate(self.visits):
             for step, (block, turn) in enumerate(zip(visits, self.turns(rank), strict=True)):
                 if block is not None:
                     bit = 1 << (rank + turn * self.ranks)
-                    events.append((step + 1, 0, (rank, block, bit)))
+                    events.append((step + 1, _WORKED, (rank, block, bit)))
                     expected[block] |= bit
         for t in self.reduce:
-            events += [(t.due, 1, t), (t.issue, 2, t)]
-        cargo: dict[Transfer, int] = {}
-        for _, kind, what in sorted(events, key=lambda event: event[:2]):
-            if isinstance(what, Transfer):
-                here = (what.dst if kind == 1 else what.src, what.block)
-                if kind == 2:
-                    cargo[what] = bags.pop(here, 0)
-                    if not cargo[what]:
-                        raise ScheduleError(f"{self.name}: rank {what.src} has no sum to send: {what}")
-                    continue
-                piece = cargo[what]
+            events += [(t.due, _ARRIVES, t), (t.issue, _LEAVES, t)]
+        under_way: dict[Transfer, int] = {}
+        for _, event, what in sorted(events, key=lambda each: each[:2]):
+            if not isinstance(what, Transfer):
+                rank, block, contributions = what
+            elif event == _ARRIVES:
+                rank, block, contributions = what.dst, what.block, under_way[what]
             else:
-                here, piece = what[:2], what[2]
-            if bags[here] & piece:
-                raise ScheduleError(f"{self.name}: a contribution to block {here[1]} is counted twice: {what}")
-            bags[here] |= piece
-        for (rank, block), piece in bags.items():
-            if rank != block % self.ranks or piece != expected[block]:
+                under_way[what] = held.pop((what.src, what.block), 0)
+                if not under_way[what]:
+                    raise ScheduleError(f"{self.name}: rank {what.src} has no sum to send: {what}")
+                continue
+            if held[rank, block] & contributions:
+                raise ScheduleError(f"{self.name}: a contribution to block {block} is counted twice: {what}")
+            held[rank, block] |= contributions
+        for (rank, block), contributions in held.items():
+            if rank != block % self.ranks or contributions != expected[block]:
                 raise ScheduleError(f"{self.name}: the sum of block {block} ends incomplete at rank {rank}")
 
     def _cell(self, rank: int, block: int | None, turn: int, crossed: bool) -> str:
@@ -329,22 +329,21 @@ class Schedule:
     def format(self) -> str:
         """The schedule as a grid: rows are ranks, columns steps, `*` a block that came from another node.
 
-        `0/` and `/0` are the two turns of a rank on its own block.
+        `0/` and `/0` are the two turns of a rank on its own block; a bar is where its visits turn to another node's.
         """
         crossed = {(t.dst, t.block) for t in self.gather if t.link is Link.INTER}
-        width = len(str(self.ranks)) + 2
-        lines = [f"{self.name}, {self.topology}"]
+        digits = len(str(self.ranks * self.parts - 1))
+        steps = "".join(f"  {step:>{digits + 1}}" for step in range(len(self.visits[0])))
+        lines = [f"{self.name}, {self.topology}", f"{'step':>{14 + digits}}{steps}"]
         for rank, visits in enumerate(self.visits):
-            cells = [
-                self._cell(rank, block, turn, (rank, block) in crossed).rjust(width)
-                for block, turn in zip(visits, self.turns(rank), strict=True)
-            ]
             nodes = [self.topology.node(rank if block is None else block % self.ranks) for block in visits]
-            for step in range(len(visits) - 1, 0, -1):  # a bar where the visits turn to another node's blocks
-                if nodes[step] != nodes[step - 1]:
-                    cells.insert(step, " |")
+            cells = [
+                (" |" if step and nodes[step] != nodes[step - 1] else "  ")
+                + self._cell(rank, block, turn, (rank, block) in crossed).rjust(digits + 1)
+                for step, (block, turn) in enumerate(zip(visits, self.turns(rank), strict=True))
+            ]
             node = f"node {self.topology.node(rank)}" if self.topology.local_rank(rank) == 0 else ""
-            lines.append(f"{node:<9}rank {rank:<{width}}|" + "".join(cells))
+            lines.append(f"{node:<9}rank {rank:<{digits}}" + "".join(cells))
         for traffic in Traffic:
             sent = Counter((t.src, t.link) for t in self.transfers(traffic))
             most = [max((n for (_, link), n in sent.items() if link is kind), default=0) for kind in Link]

@@ -91,7 +91,7 @@ class Transport(Protocol):
         """Give a leased buffer back; nothing may read or write it any more."""
         ...
 
-    def first_failure(self, text: str) -> str:
+    def report_failure(self, text: str) -> str:
         """Record why this rank gives up, and return the reason of the first rank that did."""
         ...
 
@@ -123,7 +123,7 @@ class _Communicator:
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
         self._group, self._global_ranks = group, global_ranks
-        self._launches_batches: bool = group._get_backend(group_device(group)).supports_coalescing
+        self._launches_batches = launches_batches(group)
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
@@ -171,10 +171,14 @@ class DistributedTransport:
         self.pool.release(buffer)
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`; receives are posted before sends."""
+        """See `Transport.post`; receives are posted before sends.
+
+        Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
+        when they first meet, and holds up the host until both are there.
+        """
         batches: dict[_Communicator, tuple[list[Message], list[Message]]] = {}
-        for number, messages in enumerate((recvs, sends)):
-            for message in messages:
+        for number, posted in enumerate((recvs, sends)):
+            for message in posted:
                 communicator = self._by_channel.get(message.channel) or self._communicator(message.channel)
                 batch = batches.get(communicator)
                 if batch is None:
@@ -183,10 +187,11 @@ class DistributedTransport:
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
         found: list[Pending] = []
-        for communicator, (theirs, ours) in batches.items():
-            messages = theirs + ours
+        in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
+        for communicator, (to_receive, to_send) in in_order:
+            messages = to_receive + to_send
             try:
-                found.append(_DistributedPending(messages, communicator.post(ours, theirs)))
+                found.append(_DistributedPending(messages, communicator.post(to_send, to_receive)))
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
         return found
@@ -199,8 +204,8 @@ class DistributedTransport:
         self._by_channel[channel] = self._communicators[group]
         return self._by_channel[channel]
 
-    def first_failure(self, text: str) -> str:
-        """See `Transport.first_failure`; through the store that the ranks met at, while that can be reached."""
+    def report_failure(self, text: str) -> str:
+        """See `Transport.report_failure`; through the store that the ranks met at, while that can be reached."""
         if self.store is None:
             return text
         try:
@@ -208,6 +213,11 @@ class DistributedTransport:
         except RuntimeError:  # the store went with the rank that hosted it
             return text
         return first.decode()
+
+
+def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:
+    """Of a communicator's batch; no two communicators of a ring share one."""
+    return min(message.channel for messages in batch[1] for message in messages)
 
 
 def _reason(error: RuntimeError) -> str:
@@ -269,6 +279,12 @@ def _created_by_members_alone(name: str) -> Iterator[None]:
         torch_private._process_group_name = original
         if device is not None:
             world.bound_device_id = device
+
+
+def launches_batches(group: dist.ProcessGroup) -> bool:
+    """Whether the backend launches a batch of messages as one, as NCCL does."""
+    found: bool = group._get_backend(group_device(group)).supports_coalescing
+    return found
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.attention import attention_of
-from burst_plugin.call import Call, prepare
+from burst_plugin.call import Call
+from burst_plugin.choices import prepare
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.layout import Tokens

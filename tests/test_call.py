@@ -24,7 +24,8 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
-from burst_plugin.call import Call, _features, prepare
+from burst_plugin.call import Call, Extras
+from burst_plugin.choices import _features, prepare
 from burst_plugin.kernels import FEATURES, KERNELS, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.request import Inputs, Request
@@ -168,7 +169,7 @@ def test_every_rank_chooses_from_the_same_shapes() -> None:
         inputs.append(Inputs(torch.zeros(1, q, 2, 4), *(torch.zeros(1, k, 2, 4) for _ in range(2))))
     made = calls(ring, inputs, Request(mask=Full(), tokens=tokens))
     assert len({x.q.shape[1] for x in inputs}) > 1
-    assert all(call.shapes == made[0].shapes and call.travellers == made[0].travellers for call in made)
+    assert len({(call.kind.shapes, *call.kind.travellers.values()) for call in made}) == 1
     assert len({call._digest for call in made}) == 1
 
 
@@ -204,11 +205,9 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     requests = [Request(scores=Scores(dropout=0.1, seed=seed)) for seed in (3, 4, 3)]
     one, other, again = (prepare(ring.members[0], Inputs(q, k, v), each, known) for each in requests)
     assert [call.scores.seed for call in (one, other, again)] == [3, 4, 3]
-    assert again is one
+    assert again == one
+    assert one.kind is other.kind is again.kind
     for direction in ("forward", "backward"):
-        assert other.route(direction) is one.route(direction)
-        assert other.tiles(direction, 1, 0) is one.tiles(direction, 1, 0)
-        assert other.itinerary(direction) is one.itinerary(direction)
         labels = [call._label(direction, 1) for call in (one, other)]
         assert labels[0] is not None
         assert labels[1] is not None
@@ -223,9 +222,8 @@ def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
-    strategy = Strategy(deterministic=True)
-    assert _features(SHAPES._replace(v_dim=4), everything, strategy, ("bias",)) == set(FEATURES) - {"windows"}
-    assert _features(SHAPES, Scores(), Strategy(), ("sink",)) == frozenset()
+    assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {"windows"}
+    assert _features(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
 
 
 def test_parts_have_to_divide_the_heads() -> None:

@@ -400,8 +400,9 @@ def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_r
         assert "ValueError: rank 1: q, k, v are on meta, but the context-parallel group moves tensors of cpu" in line
 
 
-def _long_lists(rank: int, differ: bool) -> str:
+def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
     agreement = Agreement(dist.group.WORLD, rank, [0, 1])
+    agreement._in_one = in_one  # as with NCCL
     lines = ["x" * 5000, f"rank={rank if differ else 0}"]
     try:
         agreement.compare(lines, "", "a test")
@@ -410,7 +411,8 @@ def _long_lists(rank: int, differ: bool) -> str:
     return "they agree"
 
 
+@pytest.mark.parametrize("in_one", [False, True])
 @pytest.mark.parametrize("differ", [False, True])
-def test_what_differs_beyond_the_size_of_an_exchange_still_differs(differ: bool) -> None:
-    for answer in run_ranks(_long_lists, 2, differ):
+def test_what_differs_beyond_the_size_of_an_exchange_still_differs(differ: bool, in_one: bool) -> None:
+    for answer in run_ranks(_long_lists, 2, differ, in_one):
         assert ("disagree" in answer) == differ

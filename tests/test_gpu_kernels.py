@@ -160,7 +160,7 @@ def test_the_wish_for_determinism_arrives(
     problem = Problem.draw(16, (2, 2))
     inputs = [x.clone().requires_grad_() for x in problem[:3]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+        patch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
         out, _ = ring.attention(*inputs, mask=Causal())
     out.backward(problem.dout)
     assert {call["deterministic"] for call in calls} == {strategy or switch}
@@ -192,7 +192,7 @@ def test_what_cudnn_has_no_kernel_for_is_written_out(kernel: Kernel, calls: Call
 @every_kernel
 def test_a_ring_of_them_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles as the ring makes them: windows whole or in pieces, squares reversed."""
-    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
     problem = Problem.draw(64, (4, 2), 8, torch.float64)
     for mask, backward in product((Causal(), SlidingWindow(7, 3), SlidingWindow(30)), ("q", "kv")):
         ring = VirtualRing(Topology(2, 2), Strategy(backward=backward))
@@ -225,7 +225,7 @@ def test_a_query_whose_bias_is_minus_infinity_attends_to_nothing(kernel: Kernel)
 @every_biased
 def test_a_ring_with_a_bias_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows in pieces, which cannot share a bias as a batch, and queries that a block has no key for."""
-    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
     problem = Problem.draw(64, (4, 2), 8, torch.float64).with_bias((1, 4))
     assert problem.bias is not None
     problem.bias[:, :, 40:50, :32] = -torch.inf
@@ -242,7 +242,7 @@ def test_a_ring_with_a_bias_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyP
 @every_biased
 def test_batch_rows_with_masks_of_their_own_share_a_bias(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient comes from tiles of two rows and from tiles of one, in one type."""
-    monkeypatch.setattr("burst_plugin.call.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
     two = Problem.draw(32, (4, 2), 8, torch.bfloat16)
     problem = Problem(*(torch.cat([x, x[:1]]) for x in two[:4])).with_bias((1, 4))
     inputs = [x.clone().requires_grad_() for x in (*problem[:3], problem.bias) if x is not None]

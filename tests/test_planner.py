@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from burst_plugin import Link, Topology, flat_ring, planner, two_level_ring
+from burst_plugin import Link, Topology, flat_ring, simulation, two_level_ring
 from burst_plugin.planner import Links, Load, pass_price, plans, price
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy
@@ -68,7 +68,7 @@ def test_one_rank_stands_for_all_where_all_are_alike(name: str, parts: int) -> N
         schedule = SCHEDULES[name](topology, reduces, None).in_parts(parts)
         load, links = Load(3e6, 2e6 if reduces else 0, 0.02), Links(1e9, 5e7)
         found = price(schedule, load, links)
-        with mock.patch.object(planner, "_all_ranks_are_alike", return_value=False):
+        with mock.patch.object(simulation, "_all_ranks_are_alike", return_value=False):
             assert price(schedule, load, links).time_s == pytest.approx(found.time_s, rel=1e-6)
         assert found.time_s >= found.bound_s * (1 - 1e-9)
 

@@ -174,10 +174,11 @@ def test_links_need_own_communicators_only_with_two_levels() -> None:
 def test_grid() -> None:
     assert two_level_ring(Topology(2, 2)).format().splitlines() == [
         "two_level_ring, 2x2 (nodes x ranks per node)",
-        "node 0   rank 0  | 0/ | *2  3 |  1 /0",
-        "         rank 1  | 1/ | *3  2 |  0 /1",
-        "node 1   rank 2  | 2/ | *0  1 |  3 /2",
-        "         rank 3  | 3/ | *1  0 |  2 /3",
+        "           step   0   1   2   3   4",
+        "node 0   rank 0  0/ |*2   3 | 1  /0",
+        "         rank 1  1/ |*3   2 | 0  /1",
+        "node 1   rank 2  2/ |*0   1 | 3  /2",
+        "         rank 3  3/ |*1   0 | 2  /3",
         "gather: a rank sends at most 2 blocks intra-node, 1 inter-node",
         "reduce: a rank sends at most 2 blocks intra-node, 1 inter-node",
     ]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
 from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.region import Region, allowed
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, cut, in_turns, row_spans, tiles
+from burst_plugin.tile_cuts import cut, in_turns
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, row_spans, tiles_of
+
+
+def tiles(mask: Mask, lengths: tuple[int, int], queries: Sequence[Run], keys: Sequence[Run]) -> tuple[Tile, ...]:
+    """The work of queries on keys."""
+    return tiles_of(Regions(mask.regions(*lengths)), queries, keys)
 
 
 def painted_tiles(found: tuple[Tile, ...], rows: int, columns: int) -> torch.Tensor:

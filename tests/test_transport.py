@@ -98,3 +98,28 @@ def test_a_group_that_launches_batches_is_handed_one() -> None:
         [(dist.irecv, 40, 5, groups[REDUCE])],
     ]
     assert not groups[GATHER].posted
+
+
+class Log(list[Any]):
+    """Notes a name for everything that is appended."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        super().__init__()
+        self.name, self.order = name, order
+
+    def append(self, item: Any) -> None:
+        self.order.append(self.name)
+
+
+def test_communicators_follow_one_order_whatever_a_rank_sends_and_receives() -> None:
+    """One rank receives a block and sends sums, the other the reverse: NCCL would have them wait in a circle."""
+    orders: list[list[str]] = []
+    for sends, recvs in (([REDUCE], [GATHER]), ([GATHER], [REDUCE]), ([GATHER, REDUCE], [REDUCE])):
+        groups = {channel: Group(launches_batches=False) for channel in (REDUCE, GATHER)}
+        order: list[str] = []
+        for channel, group in groups.items():
+            group.posted = Log(channel.traffic.name, order)
+        ring = DistributedTransport(groups, [5, 6, 7])  # type: ignore[arg-type]
+        ring.post(*([message(1, channel, 0) for channel in channels] for channels in (sends, recvs)))
+        orders.append(list(dict.fromkeys(order)))
+    assert orders == [["GATHER", "REDUCE"]] * 3

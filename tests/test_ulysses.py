@@ -25,7 +25,7 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
-from burst_plugin.call import prepare
+from burst_plugin.choices import prepare
 from burst_plugin.executor import lockstep
 from burst_plugin.in_process import InProcessNetwork
 from burst_plugin.layout import LAYOUTS, Run, positions
@@ -197,7 +197,7 @@ def test_ranks_with_unlike_key_value_heads_are_told_though_they_work_with_one_ea
         for heads in (1, 2)
         for inputs in [Inputs(*(torch.randn(1, 4, n, 8) for n in (4, heads, heads)))]
     ]
-    assert calls[0].shapes == calls[1].shapes
+    assert calls[0].kind.shapes == calls[1].kind.shapes
     assert [call.signature["kv_heads"] for call in calls] == [1, 2]
 
 

@@ -19,7 +19,11 @@ _DEFAULTS = Strategy(check="sparse")  # what check="auto" is on GPUs, for which 
 
 @dataclass(frozen=True)
 class Burst:
-    """`burst_attention` by a strategy, whose kernel and ranks per node are those of the case."""
+    """`burst_attention` by a strategy, whose kernel and ranks per node are those of the case.
+
+    With `several` the rest is open too, as to a user who asks `burst plan`: heads exchanged by several ranks or none,
+    and on described links parts as the planner says.
+    """
 
     name: str
     strategy: Strategy = _DEFAULTS

@@ -77,14 +77,17 @@ def _refusal(kernel: Kernel, case: Case) -> str | None:
 def _tell_of_fallback(chosen: str, case: Case) -> None:
     plain = case._replace(features=frozenset())
     usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
-    if usual != chosen and chosen == ReferenceKernel.name:
-        missing = ", ".join(sorted(case.features - KERNELS[usual].features))
-        _tell_once(
-            f"attention runs on the reference kernel, because {usual} lacks: {missing}. It multiplies whole score "
-            "matrices, 512 query rows at a time: on a CPU it takes 5 times as long as torch_cpu, and 10 times for "
-            "causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). Leave out what you can spare: "
-            "Megatron's --attention-dropout is 0.1 unless it is set"
+    if usual == chosen:
+        return
+    missing = ", ".join(sorted(case.features - KERNELS[usual].features))
+    text = f"attention runs on {chosen}, which is slower, because {usual} lacks: {missing}"
+    if chosen == ReferenceKernel.name:
+        text += (
+            ". It multiplies whole score matrices, 512 query rows at a time: on a CPU it takes 5 times as long as "
+            "torch_cpu, and 10 times for causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). "
+            "Leave out what you can spare: Megatron's --attention-dropout is 0.1 unless it is set"
         )
+    _tell_once(text)
 
 
 @cache

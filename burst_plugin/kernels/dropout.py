@@ -7,12 +7,16 @@ for hash functions", nullprogram.com, 2018).
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
 
 __all__ = ["keep"]
+
+T = TypeVar("T", int, Tensor)
 
 _BITS = 0xFFFFFFFF
 
@@ -23,8 +27,9 @@ def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_posit
     For these batch rows and query heads.
     """
     device = q_positions.device
-    low, high = (torch.tensor(part & _BITS, device=device) for part in (scores.seed, scores.seed >> 32))
-    seed = _mixed(low ^ _mixed(high))  # mixed before rows come in: no row of one seed is another row of the next
+    seed = _mixed(
+        (scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS)
+    )  # mixed before rows come in: no row of one seed is another row of the next
     row = _mixed(seed + _mixed(torch.arange(rows.start, rows.stop, device=device))).view(-1, 1, 1)
     head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
     query = _mixed(head ^ _mixed(q_positions))
@@ -32,8 +37,8 @@ def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_posit
     return (drawn >= int(scores.dropout * (_BITS + 1))).to(torch.float32) / (1 - scores.dropout)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers, held in int64, in which every bit of the input sways every bit of the output."""
+def _mixed(x: T) -> T:
+    """A bijection of 32-bit numbers, as int64, in which every bit of the input sways every bit of the output."""
     x = x & _BITS
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _BITS
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _BITS

@@ -26,7 +26,7 @@ from benchmarks.results import load
 from benchmarks.silent import SilentTransport
 from burst_plugin import Strategy, Topology, VirtualRing
 from burst_plugin.attention import forward_program
-from burst_plugin.call import prepare
+from burst_plugin.choices import prepare
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.request import Inputs, Request

@@ -6,6 +6,7 @@ import argparse
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
         rates.append(setting.rate_mbit)
         if len(rates) == 2:
             raise KeyboardInterrupt
-        return measured({"forward": [0.3], "backward": [0.7]})
+        return [{**row, **asdict(setting)} for row in measured({"forward": [0.3], "backward": [0.7]})]
 
     out = tmp_path / "cluster.json"
     asked = options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out))
@@ -163,9 +164,11 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
         cluster.run(asked)
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json.so-far"}
     assert len(load(tmp_path / "cluster.json.so-far").rows) == 3
-    rates.clear()
-    assert cluster.run(options("--topologies", "2x4", "--rates", "100", "--out", str(out))) == 0
+    rates[:] = [0.0, 0.0]
+    assert cluster.run(options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out), "--resume")) == 0
+    assert rates[2:] == [200.0], "100 was there"
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json"}
+    assert [row["rate_mbit"] for row in load(out).rows] == [100.0] * 3 + [200.0] * 3
 
 
 @pytest.mark.netns

@@ -1,0 +1,77 @@
+"""A rank's way through a schedule: its plan, and every message of it with all that is looked up for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from burst_plugin.packing import Packing
+from burst_plugin.topology import Traffic
+from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
+from burst_plugin.transport import Channel
+
+__all__ = ["Batch", "Itinerary", "Post"]
+
+
+class Post(NamedTuple):
+    """A message of a rank, with all that is looked up for it."""
+
+    traffic: Traffic
+    transfer: Transfer
+    peer: int  # as the transport knows it
+    channel: Channel
+    packing: Packing
+
+
+class Batch(NamedTuple):
+    """Messages of one step that are due together."""
+
+    due: int
+    sends: tuple[Post, ...]
+    recvs: tuple[Post, ...]
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """A rank's plan and its messages, made once for all passes that are alike.
+
+    `peers` says by what number a transport knows each rank of the schedule, and `packing` how operands (gather) or
+    sums (reduce) of these rows of a block are laid out.
+    """
+
+    plan: RankPlan
+    peers: Sequence[int]
+    packing: Callable[[Traffic, int, Rows | None], Packing]
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Batch, ...], ...]:
+        """By step: its messages, those that are due together in one batch."""
+        return tuple(self._of_step(step) for step in self.plan.steps)
+
+    def _of_step(self, step: Step) -> tuple[Batch, ...]:
+        plan, found = self.plan, dict[int, tuple[list[Post], list[Post]]]()
+        for traffic, t in step.issue:
+            sends = t.src == plan.rank
+            posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
+            channel = Channel(traffic, t.link, plan.separate_links)
+            peer = self.peers[t.dst if sends else t.src]
+            posts.append(Post(traffic, t, peer, channel, self.packing(traffic, t.block, t.rows)))
+        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
+
+    @cached_property
+    def rows(self) -> dict[int, Rows | None]:
+        """See `RankPlan.rows`."""
+        return self.plan.rows
+
+    @cached_property
+    def sent_bytes(self) -> Counter[Channel]:
+        """What a pass sends."""
+        found: Counter[Channel] = Counter()
+        for batch in chain.from_iterable(self.batches):
+            for post in batch.sends:
+                found[post.channel] += post.packing.nbytes
+        return found
