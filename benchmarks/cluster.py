@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from benchmarks import results
-from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, visit_seconds
+from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, parts_by_degree, visit_seconds
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
                 continue
             check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
             cases = tuple(case_of(setting, heads, options) for heads in options.heads)
-            work = Work(cases, slept, names, options.rounds, 300.0 + 90.0 * options.rounds)
+            work = Work(
+                cases, slept, names, options.rounds, 120.0 + 90.0 * options.rounds, parts_of(setting, cases, slept)
+            )
             found = [{"commit": results.commit(), **row} for row in measure(setting, work)]
             rows += found
             console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
@@ -113,6 +115,16 @@ def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
     return Case(
         setting.nodes, setting.ranks_per_node, seq, q_heads, kv_heads, head_dim, torch.bfloat16, options.causal
     )
+
+
+def parts_of(
+    setting: Setting, cases: Sequence[Case], slept: Slept | None
+) -> dict[tuple[Case, int], int | tuple[int, int]]:
+    """What the planner says on the links of a cluster; nothing where compute is real, which nobody has timed."""
+    if slept is None:
+        return {}
+    found = {case: parts_by_degree(case, slept, setting.links) for case in cases}
+    return {(case, degree): parts for case, by_degree in found.items() for degree, parts in by_degree.items()}
 
 
 def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:

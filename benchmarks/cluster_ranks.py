@@ -68,6 +68,7 @@ class Work:
     names: tuple[str, ...]
     rounds: int
     timeout_s: float
+    parts: Mapping[tuple[Case, int], int | tuple[int, int]]  # by the planner, for heads exchanged by so many ranks
 
 
 def _settle_memory() -> None:
@@ -122,7 +123,7 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
         inputs = _inputs(case)
         entries = []
         for name in work.names:
-            kept, refused = _best(name, case, work.slept, links, inputs)
+            kept, refused = _best(name, case, work, inputs)
             if kept is None:
                 found.append((case, links, {"contender": name, **refused}))
             else:
@@ -139,9 +140,7 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
     return found
 
 
-def _best(
-    name: str, case: Case, slept: Slept | None, links: Links, inputs: Sequence[Tensor]
-) -> tuple[Entry | None, dict[str, str]]:
+def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[Entry | None, dict[str, str]]:
     """The fastest configuration of a contender in a few turns, after one that opens connections; or why none.
 
     They take turns as contenders do, under the same conditions.
@@ -151,13 +150,14 @@ def _best(
     if absent or not contender.configurations(case):
         return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
     configurations: Sequence[Contender] = contender.configurations(case)
-    if slept is not None:
-        configurations = [planned(each, case, slept, links) for each in configurations]
-    entries = [Entry(each, each.prepare(case, slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations]
+    configurations = [_planned(each, case, work.parts) for each in configurations]
+    entries = [
+        Entry(each, each.prepare(case, work.slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations
+    ]
     for entry in entries:
         _take_turn(entry, inputs)
         entry.times = {direction: [] for direction in DIRECTIONS}
-    if slept is not None:
+    if work.slept is not None:
         _defer_transfers()
     for turn in range(_TRIALS if len(entries) > 1 else 1):
         for entry in entries:
@@ -165,16 +165,19 @@ def _best(
     return min(entries, key=lambda entry: entry.least_s), {}
 
 
-def planned(burst: Contender, case: Case, slept: Slept, links: Links) -> Contender:
-    """A contender with a planner, ours, with the number of parts that it gives on these links; others as they are.
-
-    Keys and values travel forward.
-    """
-    if not isinstance(burst, Burst) or not burst.several:
-        return burst
+def parts_by_degree(case: Case, slept: Slept, links: Links) -> dict[int, int | tuple[int, int]]:
+    """The number of parts that the planner gives on these links, by how many ranks exchange heads."""
     found = plans(Topology(case.nodes, case.ranks_per_node), case.shapes, visit_seconds(case, slept), links)
-    best = next(each for each in found if each.strategy.ulysses_degree == burst.strategy.ulysses_degree)
-    return replace(burst, strategy=replace(burst.strategy, parts=best.strategy.parts))
+    return {each.strategy.ulysses_degree: each.strategy.parts for each in reversed(found)}  # the best last
+
+
+def _planned(contender: Contender, case: Case, parts: Mapping[tuple[Case, int], int | tuple[int, int]]) -> Contender:
+    """A contender with a planner, ours, with its number of parts, if one was made; keys and values travel forward."""
+    if not isinstance(contender, Burst) or not contender.several:
+        return contender
+    strategy = contender.strategy
+    own = parts.get((case, strategy.ulysses_degree), strategy.parts)
+    return replace(contender, strategy=replace(strategy, parts=own))
 
 
 def _take_turn(entry: Entry, inputs: Sequence[Tensor], count: bool = False) -> None:

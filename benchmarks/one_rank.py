@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from burst_plugin.kernels import KERNELS, How, Queries
+from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.scores import Scores
@@ -95,16 +95,16 @@ def _candidates(whole: Whole, causal: bool) -> list[OneRank]:
     return [_of_package(kernel, how) for kernel in able if kernel.name != ReferenceKernel.name] + [_of_torch(causal)]
 
 
-def _of_package(kernel: object, how: How) -> OneRank:
+def _of_package(kernel: Kernel, how: How) -> OneRank:
     def forward(whole: Whole) -> object:
-        return kernel.forward(*whole[:3], how)  # type: ignore[attr-defined]
+        return kernel.forward(*whole[:3], how)
 
     def backward(whole: Whole, saved: object) -> Gradients:
         out, lse = saved  # type: ignore[misc]
         queries = Queries(whole.q, whole.dout, out.to(whole.q.dtype), lse)
-        return Gradients(out, *kernel.backward(queries, whole.k, whole.v, how)[:3])  # type: ignore[attr-defined]
+        return Gradients(out, *kernel.backward(queries, whole.k, whole.v, how)[:3])
 
-    return OneRank(kernel.name, forward, backward)  # type: ignore[attr-defined]
+    return OneRank(kernel.name, forward, backward)
 
 
 def _of_torch(causal: bool) -> OneRank:

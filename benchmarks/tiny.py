@@ -13,14 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_plugin.kernels import Case, Grads, How, Queries
-from burst_plugin.kernels.limits import Limits
 
 
 class ConstantKernel:
     """A kernel that returns the same tensors, made once per shape, whatever it is given."""
 
     name = "constant"
-    limits = Limits("cpu", ())
     features = frozenset({"windows"})
 
     def __init__(self) -> None:

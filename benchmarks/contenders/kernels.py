@@ -16,7 +16,6 @@ from torch import Tensor
 from benchmarks.contenders.protocol import Case, Slept
 from burst_plugin.kernels import KERNELS, Grads, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
-from burst_plugin.kernels.limits import Limits
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
 
@@ -33,7 +32,6 @@ class SleepingKernel:
     """
 
     name = "sleeping"
-    limits = Limits()
     features = frozenset({"head dims", "deterministic"})
 
     def __init__(self, case: Case, slept: Slept, grads: torch.dtype | None = None) -> None:

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
+from burst_plugin.kernels.limits import LimitedKernel
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
 from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
@@ -32,7 +33,7 @@ from burst_plugin.kernels.torch_flash import TorchFlashKernel
 
 __all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel", "largest_scores"]
 
-KERNELS: Mapping[str, Kernel] = MappingProxyType(
+KERNELS: Mapping[str, LimitedKernel] = MappingProxyType(
     {
         kernel.name: kernel
         for kernel in (  # fastest first
@@ -57,7 +58,7 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
     """
     name, own = (wanted, {}) if isinstance(wanted, str) else (wanted.name, {wanted.name: wanted})
-    known = {**KERNELS, **own}
+    known: dict[str, Kernel] = {**KERNELS, **own}
     refusals = {other: _refusal(kernel, case) for other, kernel in known.items()}
     able = [other for other, refusal in refusals.items() if refusal is None]
     if name == "auto" and able:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from burst_plugin.kernels.protocol import Case
+from burst_plugin.kernels.protocol import Case, Kernel
 
-__all__ = ["HALVES", "Limits"]
+__all__ = ["HALVES", "LimitedKernel", "Limits"]
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -50,3 +50,9 @@ class Limits(NamedTuple):
             return None
         lowest, highest, got = (f"{major}.{minor}" for major, minor in (first, last, found))
         return f"it needs a GPU of compute capability {lowest} to {highest}, not {got}"
+
+
+class LimitedKernel(Kernel, Protocol):
+    """A kernel of this package, which says where it runs; one of a user's need not."""
+
+    limits: Limits

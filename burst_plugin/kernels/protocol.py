@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import Band
-
-if TYPE_CHECKING:
-    from burst_plugin.kernels.limits import Limits
 
 __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Queries"]
 
@@ -97,7 +94,6 @@ class Kernel(Protocol):
     """
 
     name: str
-    limits: Limits
     features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:

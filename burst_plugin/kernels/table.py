@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from burst_plugin.kernels import KERNELS
-from burst_plugin.kernels.limits import Limits
-from burst_plugin.kernels.protocol import FEATURES, Kernel
+from burst_plugin.kernels.limits import LimitedKernel, Limits
+from burst_plugin.kernels.protocol import FEATURES
 
 __all__ = ["table"]
 
@@ -16,7 +16,7 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _row(kernel: Kernel) -> list[str]:
+def _row(kernel: LimitedKernel) -> list[str]:
     limits = kernel.limits
     types = ", ".join(str(dtype).removeprefix("torch.") for dtype in limits.dtypes) or "any"
     dims = ", ".join(str(qk) if qk == v else f"{qk} with {v}" for qk, v in limits.dims)
