@@ -71,9 +71,14 @@ class Load:
     stolen: float
 
     @property
+    def taken(self) -> float:
+        """Share of the CPUs' time that went elsewhere."""
+        return self.others + self.stolen
+
+    @property
     def busy(self) -> bool:
-        """Whether that was enough to spoil times: more than `BUSY` of the CPUs' time went elsewhere."""
-        return self.others + self.stolen > BUSY
+        """Whether that was enough to spoil times: more than `BUSY`."""
+        return self.taken > BUSY
 
     def warning(self) -> str | None:
         """What to tell the user of a run on a busy machine."""
@@ -93,12 +98,10 @@ class Watch:
     machine. Neither includes interrupts, in which the packets of the emulated links are moved. The load average
     would not do as a criterion: it lags by a minute and counts the benchmark's own ranks. Times are means over the
     whole run, which is what medians of interleaved repeats suffer from; a short burst spoils only one repeat.
-
-    before: the load of an interrupted run that this one goes on with, as saved: the worse of the two counts.
     """
 
-    def __init__(self, before: Mapping[str, float] | None = None, read: Callable[[], Clock] | None = None) -> None:
-        self._read, self._earlier = read or _read_clock, before or {}
+    def __init__(self, read: Callable[[], Clock] | None = None) -> None:
+        self._read = read or _read_clock
         self.load: Load
 
     def __enter__(self) -> Watch:
@@ -107,20 +110,14 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.load = self.so_far()
-
-    def so_far(self) -> Load:
-        """The load until now."""
         end, begin = self._read(), self._begin
         capacity_s = max(end.capacity_s - begin.capacity_s, 1e-9)
         everybody_s, own_s = end.everybody_s - begin.everybody_s, end.own_s - begin.own_s
-        others = round(min(1.0, max(0.0, everybody_s - own_s) / capacity_s), 4)
-        stolen = round(min(1.0, (end.stolen_s - begin.stolen_s) / capacity_s), 4)
-        return Load(
+        self.load = Load(
             before=round(self._before, 2),
             after=round(_load_average(), 2),
-            others=max(others, self._earlier.get("others", 0.0)),
-            stolen=max(stolen, self._earlier.get("stolen", 0.0)),
+            others=round(min(1.0, max(0.0, everybody_s - own_s) / capacity_s), 4),
+            stolen=round(min(1.0, (end.stolen_s - begin.stolen_s) / capacity_s), 4),
         )
 
 
@@ -239,7 +236,8 @@ def save(
     """Write a result; unless `quiet`, say where, and warn if the machine was busy.
 
     Args:
-        rows: flat; no number may be infinite or NaN.
+        rows: flat, but for a `load` of their own where they were measured at unlike times; no number may be
+            infinite or NaN.
         load: of a `Watch` around the measurement.
         out: the file; by default one per benchmark and machine in benchmarks/results, where the newest stands.
 

@@ -72,6 +72,7 @@ class Agreement:
         return found.cpu().view(self._ranks, -1).unbind()
 
     def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
+        mine = mine.to(self.device)
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
@@ -81,7 +82,7 @@ class Agreement:
                 pending.wait()
         except PeerLostError as lost:
             raise ring_error(self._transport, self._rank, when, lost) from lost
-        return everyone
+        return [each.cpu() for each in everyone]
 
     def record_failures_in(self, store: Store) -> None:
         """From now on the first rank to miss another says so in `store`."""

@@ -231,17 +231,18 @@ class ContextParallel:
         """Why the group cannot move tensors of `device`; empty if it can."""
         if self.group is None or device in self._devices:
             return ""
-        if device.type == "cuda" and device != group_device(self.group):
+        here = group_device(self.group)
+        if here.type == device.type == "cuda" and here != device:
             return (
-                f"q, k, v are on {device}, but the current GPU, on which ranks meet, is {group_device(self.group)}; "
-                "call torch.cuda.set_device before the process groups are made"
+                f"q, k, v are on {device}, but the current GPU, on which ranks meet, is {here}; call "
+                "torch.cuda.set_device before the process groups are made"
             )
         try:
             self.group._get_backend(device)
         except RuntimeError:
             return (
-                f"q, k, v are on {device}, but the context-parallel group moves tensors of "
-                f"{group_device(self.group)}; move q, k, v there, or make the group with a backend for them"
+                f"q, k, v are on {device}, but the context-parallel group moves tensors of {here}; move q, k, v "
+                "there, or make the group with a backend for them"
             )
         self._devices.add(device)
         return ""

@@ -30,7 +30,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Layout", "Run", "Tokens", "check_cu_seqlens", "check_total", "cut_runs", "positions"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Run",
+    "Tokens",
+    "check_cu_seqlens",
+    "check_total",
+    "cut_runs",
+    "positions",
+    "token_count",
+]
 
 
 class Run(NamedTuple):

@@ -29,6 +29,8 @@ __all__ = [
     "Pending",
     "Transport",
     "Waited",
+    "group_device",
+    "launches_batches",
     "new_group_like",
     "warm_up",
 ]

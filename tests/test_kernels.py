@@ -216,7 +216,7 @@ def test_a_fallback_to_something_slow_is_told_of_once(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert {choose_kernel("auto", case).name for _ in range(3)} == {"reference"}
     assert len(caplog.messages) == 1
-    assert "torch_cpu lacks: bias, dropout, softcap" in caplog.messages[0]
+    assert "(torch_cpu: it lacks: bias, dropout, softcap)" in caplog.messages[0]
     assert "5 times as long as torch_cpu, and 10 times for causal masks" in caplog.messages[0]
     caplog.clear()
     choose_kernel("auto", CASE)

@@ -146,13 +146,10 @@ def _minor(found: str) -> tuple[int, ...]:
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`deepspeed.initialize`."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    adapter.release(given.get("model"))
     config = _configuration(given)
-    if config is None:
-        return original(*args, **kwargs)
-    if BLOCK not in config:
-        warn_of_near_misses(config)
-        return original(*args, **kwargs)
+    if config is None or BLOCK not in config:
+        warn_of_near_misses(config or {})
+        return _without_rings(adapter, original, *args, **kwargs)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
@@ -160,15 +157,22 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     )
     block, size = _agreed(config, given)
     if not block.enabled:
-        return original(*args, **kwargs)
+        return _without_rings(adapter, original, *args, **kwargs)
     mpu = given.get("mpu")
     groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
     session = Session(_ring(block, groups.context), groups.world)
+    adapter.release(given["model"])
     adapter.attach(session, given["model"])
     engine = _run(original, given, config, Unit(groups))
     adapter.sessions[engine[0]] = adapter.latest = session
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
+
+
+def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """DeepSpeed's own `initialize`, with a model that an earlier engine may have run on a ring."""
+    adapter.release(inspect.signature(original).bind(*args, **kwargs).arguments.get("model"))
+    return original(*args, **kwargs)
 
 
 def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:

@@ -80,8 +80,8 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
     usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
     if usual == chosen:
         return
-    missing = ", ".join(sorted(case.features - KERNELS[usual].features))
-    text = f"attention runs on {chosen}, which is slower, because {usual} lacks: {missing}"
+    why = _refusal(KERNELS[usual], case)
+    text = f"attention runs on {chosen}, which is slower than {usual} ({usual}: {why})"
     if chosen == ReferenceKernel.name:
         text += (
             ". It multiplies whole score matrices, 512 query rows at a time: on a CPU it takes 5 times as long as "

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
-from megatron.core.models.bert.bert_model import BertModel
-from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -64,8 +65,9 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report += [about(version), *apply_repairs(version)]
     setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
-    for model in (BertModel, T5Model):
+    for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
+    wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
@@ -107,17 +109,46 @@ def _asks_for_burst(config: Any) -> bool:
     return rings(config) and "burst" in kinds
 
 
+def _models_that_count_positions() -> tuple[type, ...]:
+    with warnings.catch_warnings():  # of Apex, which nobody needs who trains no BERT
+        warnings.simplefilter("ignore")
+        from megatron.core.models.bert.bert_model import BertModel
+        from megatron.core.models.T5.t5_model import T5Model
+    return BertModel, T5Model
+
+
 def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """`BertModel.__init__`, `T5Model.__init__`: these count positions themselves, on every shard from 0."""
-    given = inspect.signature(original).bind(*args, **kwargs)
-    given.apply_defaults()
-    kind = given.arguments["position_embedding_type"]
-    if kind == "learned_absolute" and _asks_for_burst(given.arguments["config"]):
-        raise ValueError(
-            f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model counts "
-            "positions of every rank's shard from 0; use 'rope'"
-        )
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    kind = given["position_embedding_type"]
+    if _asks_for_burst(given["config"]):
+        if kind == "learned_absolute":
+            raise ValueError(
+                f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model "
+                "counts positions of every rank's shard from 0; use 'rope'"
+            )
+        for name in ("add_binary_head", "return_embeddings"):
+            if given.get(name):
+                raise ValueError(
+                    f"{name}=True is not supported with cp_comm_type='burst': it would read every rank's shard as if "
+                    "it were the sequence; use False"
+                )
     original(*args, **kwargs)
+
+
+def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`GPTModel._preprocess`: multimodal rotary embedding cuts packed positions as those of one sequence."""
+    packed = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("packed_seq_params")
+    rotary = type(getattr(model, "rotary_pos_emb", None))
+    is_packed = packed is not None and packed.qkv_format == "thd"
+    if is_packed and rotary is MultimodalRotaryEmbedding and _asks_for_burst(model.config):
+        raise ValueError(
+            "position_embedding_type='mrope' is not supported with packed sequences: Megatron cuts its positions as "
+            "those of one sequence; use batches of whole sequences"
+        )
+    return original(model, *args, **kwargs)
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:

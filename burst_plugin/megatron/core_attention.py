@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from megatron.core.utils import divide
 from torch import Tensor
@@ -52,7 +52,8 @@ class ChosenCoreAttention:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
         if rings(config) and kind == "burst":
-            _check_replaceable(original, kwargs.get("layer_number"))
+            if kwargs.get("cp_comm_type") == "burst":
+                _check_replaceable(original, kwargs.get("layer_number"))
             return BurstCoreAttention(*args, registry=registry, **kwargs)
         return build_module(original, *args, **kwargs)
 
@@ -62,7 +63,8 @@ def _check_replaceable(original: Any, layer_number: int | None) -> None:
     kind = original.module if isinstance(original, ModuleSpec) else original
     while isinstance(kind, partial):
         kind = kind.func
-    module, name = kind if isinstance(kind, tuple) else (kind.__module__, kind.__name__)
+    kind = import_module(kind) if isinstance(kind, tuple) else kind
+    module, name = kind.__module__, getattr(kind, "__name__", type(kind).__name__)
     if not module.startswith("megatron.core.") and not getattr(kind, "burst_may_replace", False):
         raise ValueError(
             f"layer {layer_number} has a core attention of its own, {module}.{name}, in whose place burst attention "
@@ -100,7 +102,6 @@ class BurstCoreAttention(MegatronModule):
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
         self._check(config, attention_type)
-        self._tables_for: int | None = None  # tokens that Megatron's fused rotary embedding has its tables for
         self._refuse_unknown(options, _KNOWN_OPTIONS)
         dropout = options.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout
@@ -182,7 +183,6 @@ class BurstCoreAttention(MegatronModule):
         kind = (attn_mask_type or self.attn_mask_type).name
         cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
         packed = _is_packed(packed_seq_params)
-        self._check_rotary(packed, cp, query.shape[0])
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         mask, tokens = self._mask(kind, q.shape[1] == k.shape[1]), None
         if packed:
@@ -195,7 +195,8 @@ class BurstCoreAttention(MegatronModule):
         elif attention_mask is not None:
             mask = self._with_attention_mask(kind, cp, mask, attention_mask)
         elif kind == "arbitrary" or (kind.startswith("padding") and not self._are_whole(packed_seq_params, cp, key)):
-            raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got neither")
+            got = "neither" if packed_seq_params is None else "some in format sbhd that leave room for padding"
+            raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got {got}")
         out = burst_attention(
             q,
             k,
@@ -213,28 +214,6 @@ class BurstCoreAttention(MegatronModule):
             known = self.current_max_attn_logits
             self.current_max_attn_logits = largest if known is None else largest.maximum(known)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
-
-    def _check_rotary(self, packed: bool, cp: ContextParallel, length: int) -> None:
-        """Raise ValueError where Megatron's rotary embedding, before this, took the wrong positions of a shard."""
-        config = self.config
-        if cp.ranks == 1:
-            return
-        if packed and getattr(config, "mrope_section", None):
-            raise ValueError(
-                f"mrope_section={config.mrope_section} is not supported with packed sequences: Megatron cuts its "
-                "positions as those of one sequence; use batches of whole sequences"
-            )
-        fused = config.multi_latent_attention and config.apply_rope_fusion and config.rope_type == "yarn"
-        if not fused or packed:
-            return
-        if self._tables_for is None:
-            self._tables_for = length
-        if length != self._tables_for:
-            raise ValueError(
-                f"a sequence of {length * cp.ranks} tokens came after one of {self._tables_for * cp.ranks}, but "
-                "apply_rope_fusion with rope_type='yarn' keeps tables of positions that are cut for one length; set "
-                "apply_rope_fusion=False"
-            )
 
     def _mask(self, kind: str, square: bool) -> Mask:
         """What mask type and window ask for."""

@@ -41,11 +41,16 @@ def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int,
 
     `lengths` are S/CP and Sk. Raises ValueError for a mask of another shape.
     """
-    if attention_mask.dim() != 4 or attention_mask.shape[2:] != lengths:
+    if (
+        attention_mask.dim() != 4
+        or attention_mask.shape[2] not in (1, lengths[0])
+        or attention_mask.shape[3] != lengths[1]
+    ):
         raise ValueError(
             f"attention_mask of attn_mask_type=arbitrary must be [1 or batch, 1 or heads, {lengths[0]} queries of "
             f"this rank, all {lengths[1]} keys], got {list(attention_mask.shape)}; cut its queries as the batch"
         )
+    attention_mask = attention_mask.expand(-1, -1, lengths[0], -1)
     bias = torch.zeros_like(attention_mask, dtype=dtype) if bias is None else bias
     return bias.masked_fill(attention_mask.bool(), -torch.inf)
 

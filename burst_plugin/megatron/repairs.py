@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -182,6 +183,20 @@ def _roll_padded_documents() -> None:
     wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
 
 
+# -------------------------------------------------------------------------------------------------- rotary embedding
+
+
+def _cut_tables_for_every_length() -> None:
+    """YaRN's tables for the fused kernel are cut over context-parallel ranks, and then read from the first row on."""
+
+    def cached(original: Any, embedding: Any, seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        if seq_len != getattr(embedding, "max_seq_len_cached", seq_len):
+            embedding.max_seq_len_cached = -1  # so that they are made anew
+        return original(embedding, seq_len, *args, **kwargs)
+
+    wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cached)
+
+
 # ------------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -260,6 +275,12 @@ REPAIRS = (
         fixed_in=None,
         apply=_roll_padded_documents,
         needed=lambda: hasattr(multi_token_prediction, "_roll_tensor_packed_seq"),
+    ),
+    Repair(
+        name="yarn_tables",
+        fault="the fused rotary embedding (YaRN, MLA) reads tables that are cut for longer sequences than this one",
+        fixed_in=None,
+        apply=_cut_tables_for_every_length,
     ),
     Repair(
         name="resume_without_te",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cluster
+from benchmarks import cluster, results
 from benchmarks.cluster import case_of, model, rows_of, settings
 from benchmarks.cluster_ranks import Setting
 from benchmarks.cluster_report import table_of, verdicts
@@ -160,6 +160,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
     asked = options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out))
     monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
     monkeypatch.setattr(cluster, "measure", measure)
+    monkeypatch.setattr(results, "BUSY", 2.0)
     with pytest.raises(KeyboardInterrupt):
         cluster.run(asked)
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json.so-far"}
@@ -169,6 +170,42 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
     assert rates[2:] == [200.0], "100 was there"
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json"}
     assert [row["rate_mbit"] for row in load(out).rows] == [100.0] * 3 + [200.0] * 3
+
+
+class Loads:
+    """Instead of `Watch`: other machines take these shares, one after the other."""
+
+    stolen: list[float]
+
+    def __enter__(self) -> Loads:
+        self.load = results.Load(0.0, 0.0, 0.0, Loads.stolen.pop(0))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_cluster_is_measured_again_until_the_machine_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times = iter([0.5, 0.3, 0.4, 0.7, 0.6])
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    monkeypatch.setattr(results, "Watch", Loads)
+    monkeypatch.setattr(
+        cluster,
+        "measure",
+        lambda setting, work: [
+            {**row, **asdict(setting)} for row in measured({"forward": [next(times)], "backward": [0.7]})
+        ],
+    )
+    out = tmp_path / "cluster.json"
+    asked = ["--topologies", "2x4", "--rates", "100", "200", "--out", str(out), "--patience", "2"]
+    Loads.stolen = [0.2, 0.01, 0.3, 0.1, 0.2]
+    assert cluster.run(options(*asked)) == 0
+    found = load(out)
+    assert [row["time_s"] for row in found.rows if row["direction"] == "forward"] == [0.3, 0.7]
+    assert [row["load"]["stolen"] for row in found.rows] == [0.01] * 3 + [0.1] * 3
+    assert found.busy
 
 
 @pytest.mark.netns

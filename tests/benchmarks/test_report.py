@@ -35,7 +35,7 @@ IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
 def watched(*, others_s: float = 0.0, own_s: float = 0.0, stolen_s: float = 0.0) -> Load:
     """The load after 10 s on 2 CPUs in which so much CPU time was used."""
     clocks = iter([Clock(100, 40, 3, 1000), Clock(100 + others_s + own_s, 40 + own_s, 3 + stolen_s, 1020)])
-    with Watch(read=lambda: next(clocks)) as watch:
+    with Watch(lambda: next(clocks)) as watch:
         pass
     return watch.load
 

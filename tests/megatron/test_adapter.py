@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -314,3 +315,33 @@ def test_a_core_attention_of_ones_own_is_not_replaced_without_a_word() -> None:
     for said in run_ranks(_own_core, 2):
         assert said.startswith("layer 1 has a core attention of its own, ")
         assert "set LikeTransformerEngines.burst_may_replace = True" in said
+
+
+def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> None:
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
+
+    from burst_plugin.megatron.adapter import _refuse_packed_mrope
+
+    def preprocess(model: Any, input_ids: Any, packed_seq_params: Any = None) -> str:
+        return "went on"
+
+    config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
+    packed = types.SimpleNamespace(qkv_format="thd")
+    cut = types.SimpleNamespace(config=config, rotary_pos_emb=object.__new__(MultimodalRotaryEmbedding))
+    own = types.SimpleNamespace(config=config, rotary_pos_emb=object())
+    with pytest.raises(ValueError, match="position_embedding_type='mrope' is not supported with packed sequences"):
+        _refuse_packed_mrope(preprocess, cut, None, packed_seq_params=packed)
+    assert _refuse_packed_mrope(preprocess, cut, None) == "went on"
+    assert _refuse_packed_mrope(preprocess, own, None, packed) == "went on", "it cuts them itself"
+
+
+def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from burst_plugin.megatron.core_attention import _check_replaceable
+
+    _check_replaceable(
+        ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
+    )
+    with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, functools\.lru_cache"):
+        _check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)

@@ -53,6 +53,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
+        "yarn_tables",
         "resume_without_te",
         "resume_in_float32",
     ]
@@ -282,3 +283,26 @@ def _rolled(rank: int, cp: int) -> torch.Tensor:
 def test_padded_documents_are_rolled_where_they_are(cp: int) -> None:
     expected = torch.tensor([*range(2, 17), 0, *range(18, 41), 0])
     assert torch.equal(sum(run_ranks(_rolled, cp, cp)), expected)
+
+
+# -------------------------------------------------------------------------------------------------------- yarn_tables
+
+
+def _tables(rank: int) -> list[bool]:
+    """Whether tables are those of the length asked for, longer and shorter ones before."""
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    build(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+    group = parallel_state.get_context_parallel_group()
+    options = {"original_max_position_embeddings": 64, "use_cpu_initialization": True, "cp_group": group}
+    embedding = YarnRotaryEmbedding(8, 1.0, **options)
+    found = []
+    for length in (32, 64, 16, 16, 128):
+        cos, _ = embedding.get_cached_cos_sin(length)
+        angles, scale = embedding.forward(length)
+        found.append(torch.equal(cos, angles.cos() * scale))
+    return found
+
+
+def test_tables_of_positions_are_those_of_the_length() -> None:
+    assert run_ranks(_tables, 2) == [[True] * 5] * 2

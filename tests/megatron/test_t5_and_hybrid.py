@@ -122,6 +122,8 @@ def _counts_positions(rank: int) -> list[str]:
         T5Model(config, config, encoder(2), decoder(2), run.vocab, SK)
     with pytest.raises(ValueError, match="counts positions") as bert:
         BertModel(config, 0, bert_layer_specs.bert_layer_local_spec, run.vocab, S)
+    with pytest.raises(ValueError, match="add_binary_head=True is not supported"):
+        BertModel(config, 0, bert_layer_specs.bert_layer_local_spec, run.vocab, S, position_embedding_type="rope")
     leave()
     return [str(each.value) for each in (t5, bert)]
 
