@@ -84,18 +84,21 @@ def run(options: argparse.Namespace) -> int:
     so_far = out.with_name(f"{out.name}.so-far")  # a run takes long, and may be interrupted
     rows = rows_so_far(so_far, shown) if options.resume and so_far.exists() else []
     for setting in settings(options):
+        kept = [row for row in rows if setting.is_of(row)]
+        if kept and not worst_load(kept).busy:
+            continue
         check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
         cases = tuple(case_of(setting, heads, options) for heads in options.heads)
         work = Work(
             cases, slept, names, options.rounds, 120.0 + 90.0 * options.rounds, parts_of(setting, cases, slept)
         )
-        kept = [row for row in rows if setting.is_of(row)]
         for _ in range(1 + options.patience):
             if kept and not worst_load(kept).busy:
                 break
             with results.Watch() as watch:
                 measured = measure(setting, work)
-            found = [{**row, "commit": results.commit(), "load": asdict(watch.load)} for row in measured]
+            when = {"commit": results.commit(), "load": asdict(watch.load)}
+            found = [{**row, **when} for row in measured]
             console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
             kept = min(([kept] if kept else []) + [found], key=lambda each: worst_load(each).taken)
         rows = [row for row in rows if not setting.is_of(row)] + kept

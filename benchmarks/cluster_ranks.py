@@ -144,9 +144,7 @@ def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case,
 def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[Entry | None, dict[str, str]]:
     """The fastest configuration of a contender in a few turns, after one that opens connections; or why none.
 
-    Of those that are alike the first.
-
-    They take turns as contenders do, under the same conditions.
+    They take turns as contenders do, under the same conditions; of those that are alike the first is taken.
     """
     contender = next(c for c in CONTENDERS if c.name == name)
     absent, refused = contender.absent(), contender.refuse(case)
