@@ -21,20 +21,20 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.attention_ranks import Measured, group_rank, virtual_rank
-from benchmarks.attention_rows import Found, line
+from benchmarks.attention_rows import Found, is_of, line
+from benchmarks.campaign import Campaign, Row, add_campaign_arguments
 from benchmarks.contenders import CONTENDERS, Case, Contender
 from benchmarks.contenders.burst import Burst
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.loopback import launch_local
 from benchmarks.ranks import values
-from benchmarks.results import Watch, save
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESS_BYTES = 400 * 10**6  # of a rank that has computed nothing yet
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--contenders", nargs="+", default=["burst"], help="names, or all")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each, by turns")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="for one sequence length, all rounds")
-    parser.add_argument("--out", type=Path, help="file of the result; by default one in benchmarks/results")
+    add_campaign_arguments(parser)
     parser.set_defaults(on="torchrun" if under_torchrun else "processes")
 
 
@@ -63,17 +63,27 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print and save."""
     chosen, cases = _contenders(options.contenders), _cases(options)
     _check_memory(cases, options.on)
+    leads = True
     if options.on == "torchrun":
-        _join_torchrun()
-    with Watch() as watch:
-        rows = [row for case in cases for row in _measure(case, chosen, options)]
-    if options.on == "torchrun" and dist.get_rank() != 0:
-        return 0
-    for row in rows:
-        print(line(row))
-    settings = {name: value for name, value in vars(options).items() if name not in ("out", "timeout_s")}
-    save("attention", settings, rows, watch.load, options.out)
+        if options.resume or options.patience:
+            raise RefusedError(
+                "--resume and --patience are not for torchrun, whose ranks would each decide for itself"
+            )
+        leads = _join_torchrun() == 0
+    options.no_save |= not leads
+    campaign = Campaign.begin("attention", options, free=("seq", "dtype", "timeout_s"))
+    for case in cases:
+        campaign.measure(
+            partial(is_of, case), partial(_measure, case, chosen, options), show if leads else lambda _: None
+        )
+    campaign.end()
     return 0
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print them."""
+    for row in rows:
+        print(line(row), flush=True)
 
 
 def bytes_per_rank(case: Case, virtual: bool = False) -> int:
@@ -131,14 +141,16 @@ def _check_memory(cases: Sequence[Case], on: str) -> None:
             check_ranks(here, bytes_per_rank(case, on == "virtual"), "--ranks, --seq or --heads")
 
 
-def _join_torchrun() -> None:
+def _join_torchrun() -> int:
+    """The rank of this process among those that torchrun started."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
+    return dist.get_rank()
 
 
-def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
+def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespace) -> list[Row]:
     """The rows of one case: of a contender its best configuration, or why it has none."""
     reasons = {c.name: _reason(c, case, options.on) for c in chosen}
     able = {c.name: c.configurations(case) for c in chosen if not reasons[c.name]}

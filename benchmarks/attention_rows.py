@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -11,7 +11,7 @@ from benchmarks.attention_ranks import SILENT, Measured
 from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE
 from benchmarks.contenders import Case
 
-__all__ = ["Found", "attention_flops", "line"]
+__all__ = ["Found", "attention_flops", "is_of", "line"]
 
 
 def attention_flops(case: Case) -> dict[str, float]:
@@ -81,6 +81,11 @@ class Found:
 
 def _spread(name: str, numbers: Sequence[float]) -> dict[str, float]:
     return {name: median(numbers), f"{name}_min": min(numbers), f"{name}_max": max(numbers)}
+
+
+def is_of(case: Case, row: Mapping[str, Any]) -> bool:
+    """Whether a row of a result is of this case."""
+    return _named(case, row["contender"]).items() <= row.items()
 
 
 def _named(case: Case, contender: str) -> dict[str, Any]:

@@ -12,18 +12,16 @@ of all bytes that the busiest NIC sends, at its rate less the headers; the model
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from benchmarks import results
+from benchmarks.campaign import Campaign, Row, add_campaign_arguments
 from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, parts_by_degree, visit_seconds
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
@@ -49,25 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--causal", action="store_true", help="a causal mask (default: full attention)")
     parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="of the result; by default one in benchmarks/results. Until a run ends, what it has is in FILE.so-far",
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="after an interruption: measure what FILE.so-far does not have, or has from when the machine was busy",
-    )
-    parser.add_argument(
-        "--patience",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often to measure a cluster again if the machine was busy meanwhile; the quietest counts",
-    )
-    parser.add_argument("--no-save", action="store_true", help="only print")
+    add_campaign_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,52 +59,24 @@ def run(options: argparse.Namespace) -> int:
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     names = tuple(options.contenders or (c.name for c in CONTENDERS))
     console = Console(width=None if sys.stdout.isatty() else 120)
-    shown = {k: v for k, v in vars(options).items() if k not in ("no_save", "out", "resume", "patience")}
-    out = options.out or results.default_path("cluster" if slept else "cluster-real")
-    so_far = out.with_name(f"{out.name}.so-far")  # a run takes long, and may be interrupted
-    rows = rows_so_far(so_far, shown) if options.resume and so_far.exists() else []
-    for setting in settings(options):
-        kept = [row for row in rows if setting.is_of(row)]
-        if kept and not worst_load(kept).busy:
-            continue
+    variant = "cluster" if slept else "cluster-real"
+    campaign = Campaign.begin("cluster", options, variant=variant, free=("topologies", "rates"))
+
+    def measured(setting: Setting) -> list[Row]:
         check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
         cases = tuple(case_of(setting, heads, options) for heads in options.heads)
-        work = Work(
-            cases, slept, names, options.rounds, 120.0 + 90.0 * options.rounds, parts_of(setting, cases, slept)
-        )
-        for _ in range(1 + options.patience):
-            if kept and not worst_load(kept).busy:
-                break
-            with results.Watch() as watch:
-                measured = measure(setting, work)
-            when = {"commit": results.commit(), "load": asdict(watch.load)}
-            found = [{**row, **when} for row in measured]
-            console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", found))
-            kept = min(([kept] if kept else []) + [found], key=lambda each: worst_load(each).taken)
-        rows = [row for row in rows if not setting.is_of(row)] + kept
-        if not options.no_save:
-            results.save("cluster", shown, rows, worst_load(rows), so_far, quiet=True)
-    for line in verdicts(rows):
+        parts = parts_of(setting, cases, slept)
+        return measure(setting, Work(cases, slept, names, options.rounds, 120.0 + 90.0 * options.rounds, parts))
+
+    def show(setting: Setting, rows: list[Row]) -> None:
+        console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", rows))
+
+    for setting in settings(options):
+        campaign.measure(setting.is_of, partial(measured, setting), partial(show, setting))
+    for line in verdicts(campaign.rows):
         console.print(line)
-    if not options.no_save:
-        results.save("cluster", shown, rows, worst_load(rows), out)
-        so_far.unlink(missing_ok=True)
+    campaign.end()
     return 0
-
-
-def rows_so_far(path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What an interrupted run has. RefusedError unless it was asked for the same, clusters aside."""
-    before = results.load(path)
-    asked = json.loads(json.dumps(dict(settings)))
-    unlike = [k for k, v in asked.items() if k not in ("topologies", "rates") and before.settings.get(k) != v]
-    if unlike or any("load" not in row for row in before.rows):
-        raise RefusedError(f"--resume: {path} is of other options ({', '.join(unlike)}); use the same, or remove it")
-    return before.rows
-
-
-def worst_load(rows: Sequence[Mapping[str, Any]]) -> results.Load:
-    """The load of the cluster that was measured under the heaviest."""
-    return max((results.Load(**row["load"]) for row in rows), key=lambda load: load.taken)
 
 
 def settings(options: argparse.Namespace) -> Iterator[Setting]:
@@ -159,7 +111,7 @@ def parts_of(
     return {(case, degree): parts for case, by_degree in found.items() for degree, parts in by_degree.items()}
 
 
-def measure(setting: Setting, work: Work) -> list[dict[str, Any]]:
+def measure(setting: Setting, work: Work) -> list[Row]:
     """Rows of all cases and contenders on one cluster."""
     with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate_mbit, setting.nic) as cluster:
         measured = cluster.run(measure_in_rank, setting, work, timeout_s=work.timeout_s * len(work.cases))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ import torch
 
 pytest.importorskip("psutil", reason="psutil is not installed")
 
-from benchmarks import attention, attention_ranks, limits, overhead
+from benchmarks import attention, attention_ranks, limits, overhead, results
 from benchmarks.__main__ import main
 from benchmarks.attention_ranks import SILENT, Measured
 from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess, Times, rounds
@@ -94,6 +95,45 @@ def test_a_virtual_ring_is_measured_in_this_process(tmp_path: Path, dtype: str) 
         assert set(row) >= NAMES | TIMES | SHARES
         assert 0 < row["error"] < (2e-6 if dtype == "float32" else 2e-2)
     assert "refused" in rows[2] or "absent" in rows[2]
+
+
+def test_an_interrupted_run_goes_on_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+    measure = attention._measure
+
+    def interrupted(case: Case, *rest: Any) -> list[dict[str, Any]]:
+        measured.append(case.ranks * case.seq)
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        return measure(case, *rest)
+
+    out = tmp_path / "attention.json"
+    ring = ("attention", "--on", "virtual", "--heads", "2", "--head-dim", "8", "--rounds", "1", "--out", str(out))
+    monkeypatch.setattr(attention, "_measure", interrupted)
+    monkeypatch.setattr(results, "BUSY", 2.0)
+    assert main([*ring, "--seq", "32", "64"]) == 130
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"attention.json.so-far"}
+    assert main([*ring, "--seq", "32", "64", "128", "--resume"]) == 0
+    assert measured == [32, 64, 64, 128], "32 was there"
+    assert [row["seq"] for row in load(out).rows] == [32, 64, 128]
+    assert {path.name for path in tmp_path.iterdir()} == {"attention.json"}
+    measured.clear()
+    assert main([*ring, "--seq", "32", "64"]) == 130
+    capsys.readouterr()
+    assert main([*ring, "--seq", "64", "--mask", "full", "--resume"]) == 2
+    assert "attention.json.so-far is of other options (mask); use the same, or remove it" in capsys.readouterr().err
+
+
+def test_ranks_of_torchrun_do_not_decide_for_themselves_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parser = argparse.ArgumentParser()
+    attention.add_arguments(parser)
+    for asked in (["--patience", "1"], ["--resume"]):
+        with pytest.raises(limits.RefusedError, match="--resume and --patience are not for torchrun"):
+            attention.run(parser.parse_args(["--on", "torchrun", *asked]))
 
 
 def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +243,7 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
 def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, traveller: str) -> None:
     topology, strategy = Topology(2, 2), Strategy(schedule=schedule, forward=traveller, backward=traveller)
     q, k, v, dout = Whole.draw((1, 64, 4, 2, 8), torch.float32, CPU)
-    results = []
+    found = []
     for network in (None, CopyNetwork(topology.ranks, CPU)):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         ring = VirtualRing(topology, strategy, network=network)
@@ -211,8 +251,8 @@ def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, travell
             out, _ = ring.attention(*leaves)
             grads = torch.autograd.grad(out, leaves, dout)
         assert ring.traffic(1) == ring.expected_traffic(1)
-        results.append((out, *grads))
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+        found.append((out, *grads))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
 def test_plain_copies_say_what_was_never_sent() -> None:
