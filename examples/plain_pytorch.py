@@ -36,8 +36,10 @@ def main(device: torch.device) -> None:
         print(cp.describe(), cp.traffic(), sep="\n")
 
 
-gpu = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+if gpu:
+    torch.cuda.set_device(here)
 dist.init_process_group("nccl" if gpu else "gloo", device_id=here if gpu else None)
 main(here)
 dist.destroy_process_group()

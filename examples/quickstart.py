@@ -19,7 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 def main() -> int:
     settings = parse()
     console = Console(highlight=False)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the ranks are ended too
+        if signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, signal.default_int_handler)
     try:
         settings, where = choose_device(settings)
         clear(settings)

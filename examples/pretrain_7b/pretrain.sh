@@ -10,13 +10,14 @@
 #     MEGATRON   a Megatron-LM checkout: core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 or main
 #     DATA       what prepare_data.sh wrote, without .bin and .idx
 #     TOKENIZER  Megatron's flags of the tokenizer, e.g. "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
-#     OUT        where checkpoints, logs and caches go (pretrain-out); a run continues from what it finds there
+#     OUT        where checkpoints, logs and caches go (pretrain-out/MODEL-TOKENS); a run continues from what it finds
+#                there. On several nodes MEGATRON, DATA and OUT are on a file system that all of them see
 #     MODEL      llama2_7b or llama3_8b (llama2_7b)
 #     TOKENS     length of a sequence: 128k or 1m (128k)
 #     NODES      of 8 GPUs: 1, 4 or 8 (1)
 #     ITERS      optimizer steps (5000)
 #     LAUNCHER   torchrun: start this on every node, with NODE_RANK and MASTER_ADDR; slurm: by srun, see slurm.sbatch;
-#                deepspeed: start this once, with HOSTFILE (torchrun)
+#                deepspeed: start this once, with HOSTFILE if there are several nodes (torchrun)
 #     CP, RANKS  only for --smoke: context-parallel size 1, 2 or 4 and processes (4, and as many as CP)
 #     PYTHON     (python3)
 set -euo pipefail
@@ -35,14 +36,22 @@ case ${1:-} in
 -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}" && exit ;;
 esac
 
-python=${PYTHON:-python3} out=${OUT:-pretrain-out} model=${MODEL:-llama2_7b} tokens=${TOKENS:-128k} nodes=${NODES:-1}
+python=${PYTHON:-python3} model=${MODEL:-llama2_7b} tokens=${TOKENS:-128k} nodes=${NODES:-1}
 gpus_per_node=8
 [ -f "${MEGATRON:-}/pretrain_gpt.py" ] || die "MEGATRON='${MEGATRON:-}' is no Megatron-LM checkout: it has no pretrain_gpt.py"
 case $model in llama2_7b | llama3_8b) ;; *) die "MODEL=$model is not known; use llama2_7b or llama3_8b" ;; esac
+if [ "$mode" = smoke ]; then
+    out=${OUT:-$PWD/pretrain-out/smoke}
+    [ -n "${OUT:-}" ] || rm -rf "$out/checkpoints" # else there would be nothing left to train
+else
+    out=${OUT:-$PWD/pretrain-out/$model-$tokens}
+fi
+case $out in /*) ;; *) out=$PWD/$out ;; esac
 
 # ------------------------------------------------------------------------------------------------------------- the data
 
 if [ "$mode" = smoke ]; then
+    export CUDA_VISIBLE_DEVICES= # also where there are GPUs
     TOKENIZER="--tokenizer-type NullTokenizer --vocab-size 256" DATA=$out/smoke_data
     [ -e "$DATA.idx" ] || PYTHON=$python MEGATRON=$MEGATRON TOKENIZER=$TOKENIZER bash "$here/prepare_data.sh" --smoke "$DATA"
 fi
@@ -68,43 +77,59 @@ else
     iters=${ITERS:-5000}
 fi
 # The tokenizer comes after the model, since its vocabulary counts.
-flags+=" $TOKENIZER --data-path $DATA --data-cache-path $out/cache --train-iters $iters"
-flags+=" --save $out/checkpoints --load $out/checkpoints --tensorboard-dir $out/tensorboard"
-[ "$mode" != smoke ] || flags=${flags%--tensorboard-dir*}
+read -r -d '' -a words <<<"$flags $TOKENIZER" || true
+words+=(--data-path "$DATA" --data-cache-path "$out/cache" --train-iters "$iters")
+words+=(--save "$out/checkpoints" --load "$out/checkpoints")
+[ "$mode" = smoke ] || words+=(--tensorboard-dir "$out/tensorboard")
 
 # --------------------------------------------------------------------------------------------------------- the launcher
 
 export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
-torchrun="$python -m torch.distributed.run --nproc-per-node $gpus_per_node"
-module="burst_plugin.run --framework megatron"
+torchrun=("$python" -m torch.distributed.run --nproc-per-node "$gpus_per_node")
+module=(burst_plugin.run --framework megatron)
 launcher=${LAUNCHER:-torchrun}
 [ "$mode" != smoke ] || launcher=smoke
 case $launcher in
-smoke) launch="$torchrun --standalone -m $module --cpu" ;;
+smoke) launch=("${torchrun[@]}" --standalone -m "${module[@]}" --cpu) ;;
 torchrun)
-    launch="$torchrun --nnodes $nodes --node-rank ${NODE_RANK:-0} --master-addr ${MASTER_ADDR:-localhost}"
-    launch+=" --master-port ${MASTER_PORT:-29500} -m $module"
+    if [ "$nodes" != 1 ]; then # each node would wait for itself
+        [ -n "${MASTER_ADDR:-}" ] || die "NODES=$nodes, but MASTER_ADDR is not set; give the name of the first node"
+        case ${NODE_RANK:-} in '' | *[!0-9]*) die "NODES=$nodes, but NODE_RANK='${NODE_RANK:-}'; use 0 on the first node" ;; esac
+        [ "$NODE_RANK" -lt "$nodes" ] || die "NODE_RANK=$NODE_RANK of NODES=$nodes; use 0 to $((nodes - 1))"
+    fi
+    launch=("${torchrun[@]}" --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-localhost}")
+    launch+=(--master-port "${MASTER_PORT:-29500}" -m "${module[@]}")
     ;;
 slurm) # one task per node
     head=${MASTER_ADDR:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:?LAUNCHER=slurm is for srun: see slurm.sbatch}" | head -n 1)}
-    launch="$torchrun --nnodes ${SLURM_NNODES:-$nodes} --rdzv-id ${SLURM_JOB_ID:-0} --rdzv-backend c10d"
-    launch+=" --rdzv-endpoint $head:${MASTER_PORT:-29500} -m $module"
+    launch=("${torchrun[@]}" --nnodes "${SLURM_NNODES:-$nodes}" --rdzv-id "${SLURM_JOB_ID:-0}" --rdzv-backend c10d)
+    launch+=(--rdzv-endpoint "$head:${MASTER_PORT:-29500}" -m "${module[@]}")
     ;;
 deepspeed)
-    launch="deepspeed --no_local_rank --num_gpus $gpus_per_node"
-    [ -z "${HOSTFILE:-}" ] || launch+=" --hostfile $HOSTFILE --num_nodes $nodes"
-    launch+=" --master_port ${MASTER_PORT:-29500} --module $module"
+    launch=("$python" -m deepspeed.launcher.runner --no_local_rank --num_gpus "$gpus_per_node")
+    if [ -n "${HOSTFILE:-}" ]; then
+        launch+=(--hostfile "$HOSTFILE" --num_nodes "$nodes")
+    elif [ "$nodes" != 1 ]; then
+        die "NODES=$nodes, but HOSTFILE is not set; give DeepSpeed's hostfile"
+    fi
+    launch+=(--master_port "${MASTER_PORT:-29500}" --module "${module[@]}")
+    export DS_ENV_FILE=$out/deepspeed.env # what DeepSpeed gives to other nodes, beside PYTHON* and NCCL*
     ;;
 *) die "LAUNCHER=$launcher is not known; use torchrun, slurm or deepspeed" ;;
 esac
 
-read -r -d '' -a command <<<"$launch $MEGATRON/pretrain_gpt.py $flags" || true
-command+=("$@")
+command=("${launch[@]}" "$MEGATRON/pretrain_gpt.py" "${words[@]}" "$@")
 if [ "$mode" = print ]; then
-    printf '%s\n' "${command[*]}"
+    printf '%s\n' "$(printf '%q ' "${command[@]}" | sed 's/ $//')"
 else
     mkdir -p "$out"
+    echo "pretrain.sh: checkpoints, logs and caches: $out"
     export PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} # burst_plugin, if it is not installed
+    if [ -n "${DS_ENV_FILE:-}" ]; then
+        for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF; do
+            printf '%s=%s\n' "$name" "${!name}"
+        done >"$DS_ENV_FILE"
+    fi
     exec "${command[@]}"
 fi

@@ -6,8 +6,11 @@ import importlib.util
 import json
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -56,7 +59,8 @@ def shown(tmp_path: Path) -> dict[str, str]:
 def test_the_command_is_what_the_cost_model_prices(
     shown: dict[str, str], model: ModuleType, name: str, length: str, nodes: str
 ) -> None:
-    line = pretrain("--print", **shown, MODEL=name, TOKENS=length, NODES=nodes).stdout.split()
+    where = {"NODES": nodes, "NODE_RANK": "0", "MASTER_ADDR": "head"}
+    line = pretrain("--print", **shown, MODEL=name, TOKENS=length, **where).stdout.split()
     run = model.run_of(model.read_flags(RECIPE / "flags.env"), name, length, int(nodes))
 
     def value(flag: str) -> int:
@@ -92,8 +96,106 @@ def test_launchers(shown: dict[str, str]) -> None:
     shown_by_slurm = pretrain("--print", **shown, LAUNCHER="slurm", NODES="4", MASTER_ADDR="n1", **slurm).stdout
     assert f"--nnodes 4 --rdzv-id 77 --rdzv-backend c10d --rdzv-endpoint n1:29500 {launched}" in shown_by_slurm
     deepspeed = pretrain("--print", **shown, LAUNCHER="deepspeed", NODES="8", HOSTFILE="hosts").stdout
-    assert deepspeed.startswith("deepspeed --no_local_rank --num_gpus 8 --hostfile hosts --num_nodes 8 ")
+    hosts = (
+        f"{sys.executable} -m deepspeed.launcher.runner --no_local_rank --num_gpus 8 --hostfile hosts --num_nodes 8 "
+    )
+    assert deepspeed.startswith(hosts)
     assert "--module burst_plugin.run --framework megatron " in deepspeed
+
+
+def test_runs_that_differ_have_a_folder_each(shown: dict[str, str], tmp_path: Path) -> None:
+    """A checkpoint of another model, length or layout would be loaded otherwise."""
+    found = set()
+    for change in ({}, {"MODEL": "llama3_8b"}, {"TOKENS": "1m"}, {"OUT": "mine"}, {"OUT": "/mine"}):
+        line = shlex.split(pretrain("--print", **shown, **change).stdout)
+        folder = line[line.index("--save") + 1]
+        assert folder == line[line.index("--load") + 1]
+        assert Path(folder).is_absolute()
+        found.add(folder)
+    assert len(found) == 5
+
+
+def test_paths_may_have_spaces(shown: dict[str, str], tmp_path: Path) -> None:
+    tree = tmp_path / "my tree"
+    tree.mkdir()
+    (tree / "pretrain_gpt.py").write_text("")
+    places = {**shown, "MEGATRON": str(tree), "DATA": "/my data/text", "OUT": "/my out"}
+    line = shlex.split(pretrain("--print", **places).stdout)
+    assert f"{tree}/pretrain_gpt.py" in line
+    assert line[line.index("--data-path") + 1] == "/my data/text"
+    assert line[line.index("--save") + 1] == "/my out/checkpoints"
+
+
+def test_deepspeed_takes_variables_to_other_nodes(shown: dict[str, str], tmp_path: Path) -> None:
+    """It passes on PYTHON* and NCCL* alone; Megatron wants CUDA_DEVICE_MAX_CONNECTIONS. As its launcher reads it."""
+    (tmp_path / "text.idx").write_text("")
+    launcher = tmp_path / "python"
+    launcher.write_text('#!/bin/sh\necho "$DS_ENV_FILE"; exec cat "$DS_ENV_FILE"\n')
+    launcher.chmod(0o755)
+    places = {**shown, "DATA": str(tmp_path / "text"), "OUT": str(tmp_path / "out"), "PYTHON": str(launcher)}
+    done = pretrain(**places, LAUNCHER="deepspeed", HOSTFILE="hosts", NODES="4")
+    assert done.stdout.splitlines()[1:] == [
+        f"{tmp_path}/out/deepspeed.env",
+        "CUDA_DEVICE_MAX_CONNECTIONS=1",
+        "OMP_NUM_THREADS=1",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ]
+
+
+SRUN = """#!/bin/bash
+echo "$@" >>"$LOG"
+echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$LOG"
+trap 'sleep 0.3; echo saved >>"$LOG"; exit 0' TERM
+echo started >>"$LOG"
+[ -n "$FAILS" ] && exit 3
+for _ in $(seq 200); do sleep 0.05; done
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """An environment with an `srun` that works until it is told to stop, and a `scontrol` that takes notes."""
+    for name, script in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*" >>"$LOG"\n')):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "log").write_text("")
+    job = {"SLURM_NNODES": "4", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "64", "SLURM_SUBMIT_DIR": str(RECIPE)}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, **job, "PATH": path, "LOG": str(tmp_path / "log"), "FAILS": ""}
+
+
+def test_a_job_out_of_time_saves_and_is_queued_again(slurm: dict[str, str]) -> None:
+    log = Path(slurm["LOG"])
+    job = subprocess.Popen(["bash", str(RECIPE / "slurm.sbatch"), "--more"], env=slurm)
+    try:
+        deadline = time.monotonic() + 30
+        while "started" not in log.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=30) == 0
+    finally:
+        job.kill()
+        job.wait()
+    arguments, grace, *rest = log.read_text().splitlines()
+    assert arguments.startswith("--kill-on-bad-exit=1 --cpus-per-task=64 bash ")
+    assert arguments.endswith("/pretrain.sh --exit-signal-handler --more")
+    assert grace == "grace 1500"
+    assert rest == ["started", "saved", "scontrol requeue 77"]
+
+
+def test_a_job_that_fails_is_not_queued_again(slurm: dict[str, str]) -> None:
+    done = subprocess.run(["bash", str(RECIPE / "slurm.sbatch")], env={**slurm, "FAILS": "1"}, timeout=30)
+    assert done.returncode == 3
+    assert "scontrol" not in Path(slurm["LOG"]).read_text()
+
+
+def test_a_job_that_is_submitted_from_elsewhere_is_told_so(slurm: dict[str, str], tmp_path: Path) -> None:
+    command = ["bash", str(RECIPE / "slurm.sbatch")]
+    elsewhere = {**slurm, "SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(command, env=elsewhere, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "has no pretrain.sh; submit from examples/pretrain_7b, or set RECIPE" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -105,6 +207,10 @@ def test_launchers(shown: dict[str, str]) -> None:
         ({"NODES": "3"}, "flags.env has no LAYOUT_LLAMA2_7B_128K_3; use NODES=1, 4 or 8, or add a layout"),
         ({"DATA": ""}, "DATA is not set"),
         ({"TOKENIZER": ""}, "TOKENIZER is not set"),
+        ({"NODES": "4"}, "NODES=4, but MASTER_ADDR is not set"),
+        ({"NODES": "4", "MASTER_ADDR": "head"}, "NODES=4, but NODE_RANK=''; use 0 on the first node"),
+        ({"NODES": "4", "MASTER_ADDR": "head", "NODE_RANK": "4"}, "NODE_RANK=4 of NODES=4; use 0 to 3"),
+        ({"NODES": "4", "LAUNCHER": "deepspeed"}, "NODES=4, but HOSTFILE is not set"),
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun is not known; use torchrun, slurm or deepspeed"),
     ],
     ids=str,
@@ -134,8 +240,10 @@ def test_the_deepspeed_twin_says_the_same(model: ModuleType) -> None:
     assert optimizer["lr"] == value("--lr")
     assert optimizer["betas"] == [value("--adam-beta1"), value("--adam-beta2")]
     assert optimizer["weight_decay"] == value("--weight-decay")
+    assert optimizer["eps"] == value("--adam-eps")
     assert optimizer["lr"] * scheduler["cos_min_ratio"] == pytest.approx(value("--min-lr"))
     assert scheduler["warmup_num_steps"] == value("--lr-warmup-iters")
+    assert scheduler["warmup_type"] == "linear", "as Megatron's; DeepSpeed's own is logarithmic"
     assert twin["gradient_clipping"] == value("--clip-grad")
     assert twin["train_micro_batch_size_per_gpu"] == value("--micro-batch-size")
     assert twin["train_batch_size"] == value("--global-batch-size")
