@@ -21,7 +21,7 @@ from burst_plugin.transport import (
     launches_batches,
 )
 
-__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement"]
+__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "told"]
 
 EXCHANGE_BYTES = 2048  # what each rank tells each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
@@ -45,14 +45,7 @@ class Agreement:
 
     def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
         """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
-        said = self.exchange(_PROBLEM + problem if problem else "\n".join(ours), when)
-        problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
-        if problems:
-            raise ValueError(_by_rank(problems, self._ranks))
-        if len(set(said)) > 1:
-            same = set.intersection(*(set(text.splitlines()) for text in said))
-            unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
-            raise ValueError(DISAGREE + _by_rank(dict(enumerate(unlike)), self._ranks))
+        judge(self.exchange(note(ours, problem), when), DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
@@ -87,6 +80,27 @@ class Agreement:
     def record_failures_in(self, store: Store) -> None:
         """From now on the first rank to miss another says so in `store`."""
         self._transport.store = store
+
+
+def told(error: BaseException) -> str:
+    """An error as other ranks are told of it."""
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
+def note(ours: Sequence[str], problem: str) -> str:
+    """What a rank says: its `problem`, or else what has to be the same on all, line by line."""
+    return _PROBLEM + problem if problem else "\n".join(ours)
+
+
+def judge(said: Sequence[str], disagree: str) -> None:
+    """Raise ValueError if a note of any rank's is a problem, or, beginning with `disagree`, if they differ."""
+    problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
+    if problems:
+        raise ValueError(_by_rank(problems, len(said)))
+    if len(set(said)) > 1:
+        same = set.intersection(*(set(text.splitlines()) for text in said))
+        unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
+        raise ValueError(disagree + _by_rank(dict(enumerate(unlike)), len(said)))
 
 
 def _encode(text: str) -> bytes:

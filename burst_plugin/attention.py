@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from burst_plugin.agreement import told
 from burst_plugin.call import Call
 from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
@@ -24,6 +25,7 @@ from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import Pass, Tensors, backward_passes, forward_passes
+from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, sink_grad
@@ -229,8 +231,9 @@ def burst_attention(
         out [B, S_local, Hq, Dv] in the type of q; 0 for queries that attend to nothing. A tuple if more is asked for.
 
     Raises:
-        ValueError: on every rank and before data moves, for shapes, types or options that do not fit, here or
-            between ranks; says what was got, what was expected, and what to change.
+        ValueError: before data moves, for shapes, types or options that do not fit, here or between ranks; says what
+            was got, what was expected, and what to change. On every rank, at calls at which ranks compare notes (see
+            `Strategy.check`); at others only where something is wrong, and the ring has ended then.
         RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
             the process instead.
     """
@@ -249,12 +252,20 @@ def burst_attention(
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
     """What this rank gets; see `burst_attention`."""
+    if torch._C._len_torch_dispatch_stack():
+        with unseen_by_selective_checkpoints():
+            return _ring_attention(inputs, request, cp)
+    return _ring_attention(inputs, request, cp)
+
+
+def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
+    cp.member.check_usable(inputs.q.device)
     problem, call, cause = "", None, None
     try:
         call = prepare(cp.member, inputs, request, cp.calls)
         problem = cp.device_problem(inputs.q.device)
     except Exception as error:  # whatever it is, the other ranks have to hear of it
-        problem, cause = (str(error) if isinstance(error, ValueError) else repr(error)), error
+        problem, cause = told(error), error
     try:
         number = cp.agree(call.signature if call else {}, problem)
     except ValueError as error:

@@ -262,7 +262,7 @@ class Call:
     @cached_property
     def _digest(self) -> bytes:
         member = self.kind.member
-        text = repr((self.signature, member.topology, member.strategy.compared()))
+        text = repr((member.mark, self.signature, member.topology, member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
     def _label(self, direction: str, number: int) -> Tensor | None:

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
-from burst_plugin.kernels import Kernel
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member, as_traffic
 from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, Routes
-from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
 from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like, warm_up
 
@@ -38,10 +38,11 @@ class ContextParallel:
     creates the communicators that `group` and `hierarchy` do not supply already.
 
     Args:
-        group: the whole context-parallel ProcessGroup; None for a single rank without torch.distributed.
+        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank
+            without torch.distributed.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
-        ranks_per_node, layout, schedule, backward, kernel: see `Strategy`, for which they are shorthand.
-        strategy: all options at once, instead of the keywords.
+        strategy: all options at once.
+        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
 
     Raises:
         ValueError: an option that is not valid, sizes that do not multiply to the group's, or a group that
@@ -50,39 +51,38 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None = None,
-        ranks_per_node: int | str = AUTO,
-        layout: str = "zigzag",
-        schedule: str = AUTO,
-        backward: str = AUTO,
-        kernel: str | Kernel = AUTO,
         strategy: Strategy | None = None,
+        **options: Any,
     ) -> None:
-        self.strategy = Strategy.of(
-            strategy,
-            ranks_per_node=ranks_per_node,
-            layout=layout,
-            schedule=schedule,
-            backward=backward,
-            kernel=kernel,
-        )
+        self.strategy = Strategy.of(strategy, **options)
+        group = _as_group(group)
         self.rank, self._global_ranks = _place(group)
         self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
         self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
         self._hierarchy = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
-        self._call_count = 0
+        self._call_count = self._attention_count = 0
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators: dict[Channel, dist.ProcessGroup] = {}
-        self._mark = ""
         self._transport = DistributedTransport({}, self._global_ranks)
         self._team_transport = DistributedTransport({}, self._global_ranks)
         topology = self._find_topology(sizes)
         routes = Routes(topology, self.strategy)
         self.member = Member(self.rank, topology, self.strategy, self._transport, self._team_transport, routes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
+        """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a ContextParallel cannot be saved or sent to another process, since its process groups cannot: save a "
+            "model's state_dict(), and make a ContextParallel where it is loaded"
+        )
 
     @property
     def ranks(self) -> int:
@@ -191,9 +191,9 @@ class ContextParallel:
         """
         if self._agreement is None or self.group is None:
             return
-        if not self._mark:  # rank 0's mark tells this ring from others of the same group
-            self._mark = self._agreement.exchange(token_hex(8), "connecting")[0]
-            store = PrefixStore(f"burst_plugin/{self._mark}", dist.distributed_c10d._get_default_store())
+        if not self.member.mark:  # rank 0's
+            self.member.mark = self._agreement.exchange(token_hex(8), "connecting")[0]
+            store = PrefixStore(f"burst_plugin/{self.member.mark}", dist.distributed_c10d._get_default_store())
             self._agreement.record_failures_in(store)
             self._transport = DistributedTransport(self._communicators, self._global_ranks, store)
             self.member.transport = self._transport
@@ -214,15 +214,22 @@ class ContextParallel:
 
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
         by name, or in their options. Done at the same calls on every rank (see `Strategy.check`), or `always`, for
-        what does not come with every layer and has read tensors anyway.
+        what does not come with every layer and has read tensors anyway. Where it is not done, a rank with a problem
+        is alone with it: the others may be under way, so this ring ends.
         """
         self._call_count += 1
+        self._attention_count += not always
         ranks = self._agreement
-        if ranks is None or not (always or self.strategy.check_is_due(self._call_count, ranks.device.type == "cpu")):
+        due = always or (
+            ranks is not None and self.strategy.check_is_due(self._attention_count, ranks.device.type == "cpu")
+        )
+        if ranks is None or not due:
             if problem:
-                raise ValueError(problem)
+                refusal = ValueError(problem)
+                self.member.give_up(refusal)
+                raise refusal
             return self._call_count
-        options = {"topology": self.topology, **self.strategy.compared()}
+        options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
         ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
         ranks.compare(ours, problem, f"the agreement before call {self._call_count}")
         return self._call_count
@@ -237,12 +244,10 @@ class ContextParallel:
                 f"q, k, v are on {device}, but the current GPU, on which ranks meet, is {here}; call "
                 "torch.cuda.set_device before the process groups are made"
             )
-        try:
-            self.group._get_backend(device)
-        except RuntimeError:
+        if here.type != device.type:  # gloo says that it moves what GPUs hold, but sends none of it from rank to rank
             return (
                 f"q, k, v are on {device}, but the context-parallel group moves tensors of {here}; move q, k, v "
-                "there, or make the group with a backend for them"
+                "there, or make the group with a backend for them: NCCL for GPUs, gloo for CPUs"
             )
         self._devices.add(device)
         return ""
@@ -287,12 +292,24 @@ class ContextParallel:
                 key = (traffic, members[link])
                 if key not in made:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    name = f"BURST_{traffic.name}_{link.name}_{int(apart)}_{self._mark}_{global_ranks[0]}"
+                    name = f"BURST_{traffic.name}_{link.name}_{int(apart)}_{self.member.mark}_{global_ranks[0]}"
                     made[key] = new_group_like(group, global_ranks, name)
                 elif made[key] is not group and made[key] not in found.values():  # it may never have been used
                     warm_up(made[key])
                 found[Channel(traffic, link, apart)] = made[key]
         return found
+
+
+def _as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group of a mesh's only dimension. ValueError if there are more."""
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise ValueError(
+            f"got a mesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass the one of the context-parallel "
+            'ranks, such as mesh["cp"]'
+        )
+    return group.get_group()
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:

@@ -193,6 +193,7 @@ class Keys(Mask):
     length: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "spans", tuple((int(start), int(stop)) for start, stop in self.spans))
         edges = [edge for span in self.spans for edge in span]
         if edges != sorted(edges) or (edges and edges[0] < 0):
             raise ValueError(f"Keys({self.spans}) must be (start, stop) pairs in ascending order, from 0 on")
@@ -205,7 +206,10 @@ class Keys(Mask):
                 "give it for the whole sequence"
             )
         if self.spans and self.spans[-1][1] > kv_len:
-            raise ValueError(f"Keys({self.spans}) go beyond the {kv_len} keys that there are")
+            raise ValueError(
+                f"Keys up to {self.spans[-1][1]} go beyond the {kv_len} keys that all ranks have together; let spans "
+                "end there"
+            )
         return tuple(r for start, stop in self.spans if not (r := Region(0, q_len, start, stop)).is_empty)
 
 
@@ -220,6 +224,7 @@ class BlockMask(Mask):
     allowed: tuple[tuple[bool, ...], ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "allowed", tuple(tuple(map(bool, row)) for row in self.allowed))
         if self.block < 1 or len({len(row) for row in self.allowed}) != 1:
             raise ValueError(
                 f"BlockMask needs block >= 1, got {self.block}, and rows of one length, got "
@@ -266,6 +271,9 @@ class PerRow(Mask):
     """A mask of its own for every batch row."""
 
     masks: tuple[Mask, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "masks", tuple(self.masks))
 
     @property
     def rows(self) -> int | None:

@@ -34,9 +34,10 @@ class Member:
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
+    mark: str = ""  # tells this ring from others of the same group, once its ranks have met
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
-    _broken: str = ""  # why a pass was left half way
+    _broken: str = ""  # why a pass was left half way, or a call refused by this rank alone
 
     @cached_property
     def team(self) -> Team:
@@ -63,15 +64,11 @@ class Member:
         A pass that raises leaves messages under way that a later one would take for its own: RuntimeError from then
         on. The other ranks are told why when they miss this one.
         """
-        if self._broken:
-            raise RuntimeError(
-                f"an earlier pass on this ring was left half way ({self._broken}), and its messages may still be on "
-                f"their way; {'restart the processes' if device.type == 'cuda' else 'make a new ContextParallel'}"
-            )
+        self.check_usable(device)
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "burst attention was entered while another of its passes was running on the same group; run "
-                "microbatches one after another, or give each its own ContextParallel"
+                "microbatches one after another, or give each a process group and a ContextParallel of its own"
             )
         try:
             if device.type == "cuda":
@@ -79,12 +76,23 @@ class Member:
             try:
                 yield
             except BaseException as error:
-                self._give_up(error)
+                self.give_up(error)
                 raise
         finally:
             self._busy.release()
 
-    def _give_up(self, error: BaseException) -> None:
+    def check_usable(self, device: torch.device) -> None:
+        """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+        if self._broken:
+            raise RuntimeError(
+                f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
+                f"their way; {'restart the processes' if device.type == 'cuda' else 'make a new ContextParallel'}"
+            )
+
+    def give_up(self, error: BaseException) -> None:
+        """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
             self._broken = f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
@@ -103,8 +111,6 @@ class Member:
 
     def _check_stream(self) -> None:
         stream = torch.cuda.current_stream()
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
         self._stream = self._stream or stream
         if stream != self._stream:
             raise RuntimeError(

@@ -48,7 +48,10 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
     """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
     q, heads = inputs.q, inputs.q.shape[2]
     for name, extra in (("sink", inputs.sink), ("bias", inputs.bias)):
-        if extra is not None and extra.device != q.device:
+        if extra is None:
+            continue
+        check_local(name, extra)
+        if extra.device != q.device:
             raise ValueError(f"{name} is on {extra.device}, but q, k, v are on {q.device}; move it there")
     if inputs.sink is not None and (inputs.sink.shape != (heads,) or not inputs.sink.is_floating_point()):
         raise ValueError(
@@ -68,8 +71,16 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
         )
 
 
+def check_local(name: str, x: Tensor) -> None:
+    """Raise ValueError for a DTensor, whose shape is not that of what a rank holds."""
+    if hasattr(x, "to_local"):
+        raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless a rank's q, k, v can attend."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_local(name, x)
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"expected q, k, v of shape [batch, local tokens, heads, head dim], got {shapes}")

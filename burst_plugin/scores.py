@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 
 __all__ = ["Scores"]
@@ -41,6 +42,10 @@ class Scores:
             raise ValueError(f"Scores(softcap={self.softcap}) is not valid; use a positive number, or None for none")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Scores(dropout={self.dropout}) is not valid; use a share from 0 to below 1")
+        try:
+            object.__setattr__(self, "seed", operator.index(self.seed))
+        except TypeError:
+            raise ValueError(f"Scores(seed={self.seed!r}) is not valid; use an integer") from None
         if self.alibi_slopes is not None:
             object.__setattr__(self, "alibi_slopes", tuple(float(slope) for slope in self.alibi_slopes))
 

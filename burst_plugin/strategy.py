@@ -96,16 +96,15 @@ class Strategy:
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """A strategy given whole, or by keywords; both at once is an error unless the keywords say nothing."""
-        defaults = {field.name: field.default for field in fields(cls)}
+        """A strategy given whole, or by keywords; ValueError for both at once, or a keyword that is none of its."""
+        known = [field.name for field in fields(cls)]
         for name in options:
-            _one_of("option", name, defaults)
-        given = {name: value for name, value in options.items() if value != defaults[name]}
-        if strategy is not None and given:
+            _one_of("option", name, known)
+        if strategy is not None and options:
             raise ValueError(
-                f"got strategy= and also {', '.join(sorted(given))}: put these into the Strategy, or leave it out"
+                f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
             )
-        return strategy if strategy is not None else cls(**given)
+        return strategy if strategy is not None else cls(**options)
 
     def compared(self) -> dict[str, object]:
         """Every option as ranks compare it; a kernel object is no two times the same, but its name is."""

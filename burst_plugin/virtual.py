@@ -23,6 +23,7 @@ from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member, as_traffic
 from burst_plugin.profile import Profile
+from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Request
 from burst_plugin.routes import Routes
 from burst_plugin.scores import Scores
@@ -91,7 +92,8 @@ class VirtualRing:
             for member, mine, known in zip(self.members, inputs, self._known, strict=True)
         ]
         self._number += 1
-        found = attention_of(calls, self._number, inputs)
+        with unseen_by_selective_checkpoints():
+            found = attention_of(calls, self._number, inputs)
         layout = self.members[0].routes.layout(tokens[0])
         out = layout.unshard([got.out for got in found], 1, tokens[0])
         return out, layout.unshard([got.lse for got in found if got.lse is not None], 2, tokens[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections import Counter
@@ -13,9 +14,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import burst_plugin
-from burst_plugin import Causal, ContextParallel, Link, Scores, Strategy, Topology, burst_attention, two_level_ring
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Documents,
+    Link,
+    Scores,
+    Strategy,
+    Topology,
+    burst_attention,
+    two_level_ring,
+)
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profile import Event
@@ -416,3 +429,116 @@ def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
 def test_what_differs_beyond_the_size_of_an_exchange_still_differs(differ: bool, in_one: bool) -> None:
     for answer in run_ranks(_long_lists, 2, differ, in_one):
         assert ("disagree" in answer) == differ
+
+
+# ---------------------------------------------------------------------------- what others do around an attention call
+
+_KERNEL_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _selective_checkpoints(rank: int, kept: list[str]) -> list[float]:
+    """Relative errors of the gradients of two layers, recomputed but for the operations in `kept`."""
+    ops = {"kernel": _KERNEL_OP, "mm": torch.ops.aten.mm.default}
+    cp = ContextParallel(dist.group.WORLD)
+    torch.manual_seed(3)
+    weights = [torch.randn(32, 32) / 6 for _ in range(2)]
+    grads = []
+    for recompute in (False, True):
+        x = cp.shard(torch.randn(1, 64, 32, generator=torch.Generator().manual_seed(4))).requires_grad_()
+
+        def layer(x: Tensor, weight: Tensor) -> Tensor:
+            heads = (x @ weight).view(1, -1, 4, 8)
+            kv = heads[:, :, :2].contiguous()  # grouped: forward and backward lease buffers of like sizes
+            return x + burst_attention(heads, kv, kv, cp).reshape(x.shape)
+
+        h = x
+        for weight in weights:
+            if recompute:
+                context = functools.partial(create_selective_checkpoint_contexts, [ops[name] for name in kept])
+                h = checkpoint(layer, h, weight, use_reentrant=False, context_fn=context)
+            else:
+                h = layer(h, weight)
+        h.square().sum().backward()
+        assert x.grad is not None
+        grads.append(x.grad)
+    return [float((grads[1] - grads[0]).norm() / grads[0].norm())]
+
+
+@pytest.mark.parametrize("kept", [["kernel"], ["mm"], ["kernel", "mm"]], ids=" ".join)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_selective_checkpoints_recompute_attention_as_a_whole(ranks: int, kept: list[str]) -> None:
+    """A policy that keeps what a kernel returned would keep what the ring sums up into afterwards."""
+    for found in run_ranks(_selective_checkpoints, ranks, kept):
+        assert found == [0.0]
+
+
+def _refused_here_alone(rank: int) -> list[str]:
+    """Call 3 is not compared; rank 1's does not fit, which its loop passes over."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(check="sparse"))
+    said = []
+    for number in range(1, 5):
+        x = torch.randn(1, 16, 4, 8)
+        mask = Documents((0, 30)) if (rank, number) == (1, 3) else Causal()
+        try:
+            burst_attention(x, x, x, cp, mask=mask)
+        except (ValueError, RuntimeError) as error:
+            said.append(f"{number}: {type(error).__name__}: {error}")
+    return said
+
+
+def test_a_call_that_one_rank_alone_refuses_ends_its_ring() -> None:
+    """Else its next call would meet the others' last one, and mix two batches."""
+    first, second = run_ranks(_refused_here_alone, 2, timeout_s=30.0)
+    assert "ValueError: " in second[0]
+    assert second[0].startswith("3: ")
+    assert second[1].startswith("4: RuntimeError: an earlier call on this ring was left half way (ValueError")
+    assert [line.split(": ")[1] for line in first] == ["RingError", "RuntimeError"], first
+    assert "rank 1 gave up: ValueError" in first[0]
+
+
+def _rings_swapped(rank: int) -> str:
+    rings = [ContextParallel(dist.group.WORLD) for _ in range(2)]
+    x = torch.randn(1, 16, 4, 8)
+    for cp in rings:
+        burst_attention(x, x, x, cp)
+    try:
+        burst_attention(x, x, x, rings[rank])
+    except ValueError as error:
+        return str(error)
+    return "they agree"
+
+
+def test_two_rings_of_one_group_are_told_apart() -> None:
+    for said in run_ranks(_rings_swapped, 2):
+        assert "disagree" in said
+        assert "rank 0: ring=" in said
+
+
+def _checks_of_attention(rank: int) -> list[bool]:
+    """Whether rank 1's other mask is heard of, with as many comparisons of batches as calls of attention before."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(check="sparse"))
+    x, heard = torch.randn(1, 16, 4, 8), []
+    for number in range(1, 9):
+        due = number in (4, 8)
+        try:
+            burst_attention(x, x, x, cp, scores=Scores(scale=1.0 + (rank if due else 0)))
+        except ValueError:
+            heard.append(due)
+        cp.agree({"batch": "alike"}, always=True)
+    return heard
+
+
+def test_comparing_batches_does_not_keep_attention_from_being_compared() -> None:
+    assert run_ranks(_checks_of_attention, 2) == [[True, True]] * 2
+
+
+def _mesh(rank: int) -> list[Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(mesh["cp"])
+    with pytest.raises(ValueError, match=r'mesh of 2 dimensions, .*; pass the one .* such as mesh\["cp"\]'):
+        ContextParallel(mesh)
+    return [cp.ranks, dist.get_process_group_ranks(cp.group)]
+
+
+def test_a_mesh_of_one_dimension_is_a_group() -> None:
+    assert run_ranks(_mesh, 4) == [[2, [0, 1]]] * 2 + [[2, [2, 3]]] * 2

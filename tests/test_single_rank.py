@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -10,7 +12,20 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from burst_plugin import Causal, ContextParallel, Scores, Strategy, Topology, VirtualRing, burst_attention
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    ContextParallel,
+    Documents,
+    Keys,
+    Mask,
+    PerRow,
+    Scores,
+    Strategy,
+    Topology,
+    VirtualRing,
+    burst_attention,
+)
 from tests.support.reference import Problem, reference, relative
 
 
@@ -82,6 +97,43 @@ def test_recomputation_gives_the_same_gradients(cp: ContextParallel, reentrant: 
         grads.append((q.grad, k.grad, v.grad))
     for x, y in zip(*grads, strict=True):
         assert torch.equal(x, y)
+
+
+def test_a_model_with_a_ring_can_be_copied_but_not_saved_whole(cp: ContextParallel) -> None:
+    """Copied for a moving average of its weights, or as the reference of a preference loss."""
+    model = torch.nn.Linear(2, 2)
+    model.cp = cp  # type: ignore[assignment]
+    assert copy.deepcopy(model).cp is cp
+    with pytest.raises(TypeError, match=r"a ContextParallel cannot be saved .*state_dict\(\)"):
+        pickle.dumps(model)
+
+
+def test_a_dtensor_is_refused_before_its_global_shape_is_taken_for_a_local_one(cp: ContextParallel) -> None:
+    class Distributed(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    q, k, v = Problem.draw(8, (2, 2))[:3]
+    with pytest.raises(ValueError, match=r"k is a Distributed; pass k\.to_local\(\), what this rank holds"):
+        burst_attention(q, k.as_subclass(Distributed), v, cp)
+    with pytest.raises(ValueError, match=r"sink is a Distributed; pass sink\.to_local\(\)"):
+        burst_attention(q, k, v, cp, sink=torch.zeros(2).as_subclass(Distributed))
+
+
+def test_seeds_are_integers() -> None:
+    assert Scores(seed=torch.tensor(7)) == Scores(seed=7)
+    with pytest.raises(ValueError, match=r"Scores\(seed=1\.5\) is not valid; use an integer"):
+        Scores(seed=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [PerRow([Documents((0, 5, 8)), Documents([0, 8])]), Keys([[0, 5]]), BlockMask(4, [[True, False], [True, True]])],  # type: ignore[arg-type, list-item]
+    ids=lambda mask: type(mask).__name__,
+)
+def test_masks_may_be_made_of_lists(cp: ContextParallel, mask: Mask) -> None:
+    q, k, v = (x.expand(2, -1, -1, -1) for x in Problem.draw(8, (2, 2))[:3])
+    burst_attention(q, k, v, cp, mask=mask)
 
 
 def test_many_microbatches_may_await_their_backward_pass(cp: ContextParallel) -> None:

@@ -44,8 +44,10 @@ def test_a_wrong_option_is_named_with_the_valid_ones(options: dict[str, object],
 def test_a_strategy_cannot_be_changed_or_given_twice() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Strategy().layout = "striped"  # type: ignore[misc]
-    with pytest.raises(ValueError, match="got strategy= and also kernel"):
-        Strategy.of(Strategy(), kernel="reference", layout="zigzag")
+    with pytest.raises(ValueError, match="got strategy= and also kernel, layout"):
+        Strategy.of(Strategy(layout="striped"), kernel="reference", layout="zigzag")
+    with pytest.raises(ValueError, match=r"option='kernels' is not valid; use one of: .*kernel"):
+        Strategy.of(None, kernels="reference")
     assert Strategy.of(None, kernel="reference") == Strategy(kernel="reference")
 
 

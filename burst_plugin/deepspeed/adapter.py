@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import copy
-import dataclasses
 import importlib.util
 import inspect
 import os
@@ -23,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import log_dist
 
+from burst_plugin.agreement import judge, note, told
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
 from burst_plugin.deepspeed.engine_session import Session
@@ -30,7 +30,6 @@ from burst_plugin.deepspeed.groups import (
     Unit,
     make_groups,
     mpu_problem,
-    ranks_per_node,
     sequence_parallel_size,
 )
 from burst_plugin.strategy import AUTO
@@ -160,7 +159,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         return _without_rings(adapter, original, *args, **kwargs)
     mpu = given.get("mpu")
     groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
-    session = Session(_ring(block, groups.context), groups.world)
+    cp = ContextParallel(groups.context, strategy=block.strategy)
+    cp.connect()
+    session = Session(cp, groups.world)
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
     engine = _run(original, given, config, Unit(groups))
@@ -223,24 +224,21 @@ def _loaded(config: Any) -> dict[str, Any] | None:
 
 def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
     """The block, and the context-parallel size. ValueError on every rank if any has a problem, or if they differ."""
-    block, size, problem = None, 0, ""
+    block, size, problem, cause = None, 0, "", None
     try:
         block = Block.of(config)
         assert block is not None, "the block is there"
         if block.enabled:
             size = _size(block, given)
             problem = "; ".join(conflicts(config, size) + _problems(given, size))
-    except ValueError as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        problem, cause = told(error), error
     said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (problem, f"context_parallel_size={size}, {block}"))
-    problems = {rank: text for rank, (text, _) in enumerate(said) if text}
-    if problems:
-        same = len(set(problems.values())) == 1 and len(problems) == len(said)
-        raise ValueError(problem if same else "; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
-    if len({options for _, options in said}) > 1:
-        by_rank = "; ".join(f"rank {rank}: {options}" for rank, (_, options) in enumerate(said))
-        raise ValueError(f'all ranks must have the same "{BLOCK}" in their configuration: {by_rank}')
+    dist.all_gather_object(said, note([f"context_parallel_size={size}", str(block)], problem))
+    try:
+        judge(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
+    except ValueError as error:
+        raise error from cause
     assert block is not None, "one that is not valid is a problem"
     return block, size
 
@@ -277,15 +275,6 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
 
         found += problems(model)
     return found
-
-
-def _ring(block: Block, group: Any) -> ContextParallel:
-    strategy = block.strategy
-    if strategy.ranks_per_node == AUTO:
-        strategy = dataclasses.replace(strategy, ranks_per_node=ranks_per_node(group))
-    cp = ContextParallel(group, strategy=strategy)
-    cp.connect()
-    return cp
 
 
 def _is_transformers(model: Any) -> bool:

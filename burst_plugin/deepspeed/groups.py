@@ -11,17 +11,12 @@ gradients over and to partition among; then every stage averages over all ranks,
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from burst_plugin.strategy import AUTO
-from burst_plugin.topology import Topology, node_id
-
-__all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "ranks_per_node", "sequence_parallel_size"]
+__all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
 
 
 @dataclass(frozen=True)
@@ -130,18 +125,3 @@ def mpu_problem(mpu: Any, size: int) -> str:
     if ranks != list(range(first, first + size)):
         return f"mpu={name} conflicts: its sequence-parallel ranks are {ranks}, expected consecutive ones: {way_out}"
     return ""
-
-
-def ranks_per_node(group: Any) -> int:
-    """Ranks of `group` on one node, by host and by the launcher's node number; all if ragged. Collective."""
-    number = os.environ.get("CROSS_RANK", os.environ.get("GROUP_RANK", ""))  # deepspeed's and torchrun's names
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, f"{node_id()}/{number}", group=group)
-    found = Topology.from_node_ids(said)
-    if found is None and dist.get_rank(group) == 0:
-        warnings.warn(
-            f"the {len(said)} ranks of the context-parallel group are not spread evenly, in consecutive runs, over "
-            f'the nodes: using one flat ring; set ranks_per_node instead of "{AUTO}" to say otherwise',
-            stacklevel=2,
-        )
-    return len(said) if found is None else found.ranks_per_node

@@ -72,6 +72,23 @@ class _Mpu:
         raise AttributeError(name)
 
 
+class _Unreadable(torch.nn.Linear):
+    """A model that cannot be looked through."""
+
+    def modules(self) -> Any:
+        raise RuntimeError("no modules today")
+
+
+def _unreadable(arguments: dict[str, Any]) -> None:
+    arguments["model"] = _Unreadable(2, 2)
+
+
+def test_whatever_is_wrong_on_one_rank_is_heard_of_on_all() -> None:
+    """Also what nobody thought of: the others would wait for this rank until the time-out."""
+    for line in _errors(_initialize, 2, _only_rank_1(_unreadable)):
+        assert "ValueError: rank 1: RuntimeError('no modules today')" in line
+
+
 class _Attention(torch.nn.Linear):
     pass
 

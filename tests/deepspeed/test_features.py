@@ -22,7 +22,7 @@ from accelerate.utils import DeepSpeedPlugin
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
-from burst_plugin.deepspeed.groups import Unit, ranks_per_node
+from burst_plugin.deepspeed.groups import Unit
 from tests.support.deepspeed_run import (
     Run,
     build,
@@ -323,19 +323,6 @@ def _own_mpu(rank: int, size: int | str) -> bool:
 @pytest.mark.parametrize("size", [2, "auto"])
 def test_groups_of_an_mpu_are_used_if_they_fit(size: int | str) -> None:
     assert run_ranks(_own_mpu, 4, size) == [True] * 4
-
-
-def _nodes(rank: int, launcher: str, numbers: list[int]) -> int:
-    for name in ("CROSS_RANK", "GROUP_RANK"):
-        os.environ.pop(name, None)
-    os.environ[launcher] = str(numbers[rank])
-    return ranks_per_node(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("launcher", ["CROSS_RANK", "GROUP_RANK"])
-def test_nodes_are_those_of_the_launcher(launcher: str) -> None:
-    assert run_ranks(_nodes, 4, launcher, [0, 0, 1, 1]) == [2] * 4
-    assert run_ranks(_nodes, 4, launcher, [0, 0, 0, 1]) == [4] * 4, "ragged: one flat ring"
 
 
 # ------------------------------------------------------------------------------------------------------ launcher

@@ -1,0 +1,29 @@
+"""Selective activation checkpointing (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) around a ring.
+
+It notes every operation of the forward pass, keeps what the policy says, and expects the same operations again when
+the layer is recomputed. A ring does not make the same ones twice: its buffers may be there already, and ranks compare
+notes at some calls only. And it sums up into what a kernel returned, which a policy may have kept. So it is hidden:
+attention is recomputed as a whole, as without a policy. (`torch/utils/checkpoint.py`, `_CachedTorchDispatchMode`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+__all__ = ["unseen_by_selective_checkpoints"]
+
+_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+@contextmanager
+def unseen_by_selective_checkpoints() -> Iterator[None]:
+    """Hide what is done inside from all that watches operations, if a selective checkpoint is among it."""
+    if not any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack()):
+        yield
+        return
+    with _disable_current_modes():
+        yield
