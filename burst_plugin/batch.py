@@ -1,6 +1,6 @@
 """A batch of whole sequences cut into one rank's shard: ids, labels, positions, and the mask that goes with them.
 
-    4 tokens a b c d, over 2 ranks in zigzag, with labels that are shifted before they are cut:
+    4 tokens a b c d, over 2 ranks in zigzag; labels are shifted before they are cut, and called so from then on:
 
                      whole              rank 0     rank 1
     input_ids        a b c d            a d        b c
@@ -67,8 +67,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         pad_token_id: what fills up a sequence whose length the layout cannot deal out evenly.
 
     Returns:
-        The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels`, and `labels` equal
-        to them, if there were labels; the mask and the document bounds in the `SequenceShard` under "burst".
+        The same keys with shards [B, S_local, ...]; `position_ids` in any case; `shift_labels` in place of `labels`,
+        which a loss of one's own might shift once more; the mask and the document bounds in the `SequenceShard` under
+        "burst".
 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
@@ -96,8 +97,6 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         ) from error
     assert whole is not None, "agree raises if any rank has a problem"
     local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
-    if "shift_labels" in local:
-        local["labels"] = local["shift_labels"]
     valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
     shard = SequenceShard(cp, length, padded, mask, valid, (checksum + number) % _SEEDS)
     passed_on = {k: v for k, v in batch.items() if k not in whole and k not in _PACKING and k != "labels"}
@@ -125,7 +124,20 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
             )
         whole[name] = value
+    for name in sorted(_PACKING & batch.keys()):
+        if name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k") and not isinstance(
+            batch[name], Tensor | None
+        ):
+            raise ValueError(
+                f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
+                "as position_ids that start again"
+            )
     padding = batch.get("attention_mask")
+    if isinstance(padding, Tensor) and padding.dtype is not torch.bool and bool((padding > 1).any()):
+        raise ValueError(
+            "attention_mask has values above 1, as one that numbers documents; give 1 for tokens, 0 for padding, and "
+            "documents as position_ids that start again"
+        )
     if isinstance(padding, Tensor) and padding.is_floating_point() and bool((padding < 0).any()):
         raise ValueError(
             "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"

@@ -7,6 +7,7 @@ import copy
 import importlib.util
 import inspect
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
 _MARK = "_burst_plugin_adapter"
 _TESTED = ("0.18", "0.19")
+_TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
 
 
 class Adapter:
@@ -70,11 +72,13 @@ class Adapter:
     def attach(self, session: Session, model: torch.nn.Module) -> None:
         """Let a session cut the batches of `model`, which is that of an engine to be made."""
         is_transformers = _is_transformers(model)
+        called = model
         if is_transformers:
-            from burst_plugin.huggingface.models import use_burst
+            from burst_plugin.huggingface.models import entry, use_burst
 
             use_burst(model)
-        session.attach(model, whole_batches=is_transformers)
+            called = entry(model)
+        session.attach(called, whole_batches=is_transformers)
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
@@ -259,10 +263,13 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
     found = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
     if given.get("mesh_param") is not None:
         found.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
+    recorded = getattr(sys.modules.get(_TENSOR_PARALLEL), "_TP_MODEL_INIT_ARGS", None) or {}
+    if recorded.get("tp_size", 1) > 1 or getattr(model, "ds_autotp_parsed", False):
+        found.append(f"tensor parallelism (deepspeed.tp_model_init) has not been tried with {BLOCK}: leave it out")
     if isinstance(model, deepspeed.PipelineModule):
         found.append(f"a PipelineModule does not go together with {BLOCK}: use a plain model with ZeRO")
     kinds = {type(module).__name__ for module in model.modules()} if isinstance(model, torch.nn.Module) else set()
-    for kind in ("MoE", "MOELayer", "AutoEPMoELayer"):
+    for kind in ("MoE", "MOELayer"):
         if kind in kinds:
             found.append(f"DeepSpeed's {kind} layers have not been tried with {BLOCK}: use the model's own experts")
     for kind in ("DistributedAttention", "UlyssesSPAttention", "UlyssesSPViTAttention", "FPDT_Attention"):

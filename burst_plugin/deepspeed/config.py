@@ -113,6 +113,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         ),
         "data_parallel_size": Rule(_one_at_most, "it makes a mesh; leave it out, it follows from the ranks"),
         "tensor_parallel.autotp_size": Rule(_one_at_most, "tensor parallelism has not been tried; leave it out"),
+        "expert_parallel.enabled": Rule(off, "expert parallelism has not been tried; switch it off"),
         "compile.passes": Rule(
             lambda passes: "autosp" not in (passes or ()), 'take "autosp" out: one of the two is enough'
         ),

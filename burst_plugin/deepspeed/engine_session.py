@@ -19,7 +19,8 @@ from burst_plugin.transport import group_device
 
 __all__ = ["Session", "ShardedLoader", "exchanged"]
 
-_LOSS_TOLERANCE = 1e-2  # between a model's own loss and that of its logits, which may be of low precision
+_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
+_LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 class Session:
@@ -36,7 +37,8 @@ class Session:
         self.only_from = ""
         self._from_there = False
         self._choices: dict[str, str] = {}
-        self._loss_checked = False
+        self._losses = 0  # of training
+        self._warned = False
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -156,6 +158,8 @@ class Session:
             if kwargs.get("num_items_in_batch") is not None:  # of whole batches; DeepSpeed divides by ranks again
                 kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.cp.ranks
         kwargs = dict(kwargs)
+        if "shift_labels" in kwargs:
+            kwargs.setdefault("labels", kwargs["shift_labels"])  # else models compute no loss
         if kwargs.get("output_router_logits"):
             raise ValueError(
                 "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
@@ -179,23 +183,26 @@ class Session:
         loss = getattr(output, "loss", None)
         if not sharded or not isinstance(loss, Tensor) or loss.dim():
             return None
-        self._check_loss(output, kwargs)
+        if model.training:
+            self._check_loss(output, kwargs)
         output["loss"] = self._whole_value(loss, self.world if model.training else self.cp.group)
         return output
 
     def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
-        """Once: whether the model's own loss is the sum over `shift_labels`, over `num_items_in_batch`."""
-        logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
-        if self._loss_checked or labels is None or (logits is not None and logits.shape[:2] != labels.shape):
+        """At steps 1, 2, 4, ...: whether the model's own loss is the sum over `shift_labels`, over their number."""
+        self._losses += 1
+        if self._losses & (self._losses - 1):
             return
-        self._loss_checked = True
-        if logits is None:
-            warnings.warn(
-                "the model returns a loss without logits, so that nothing can be compared with it: make sure that it "
-                "honours shift_labels and num_items_in_batch, or leave labels out of the batch and use "
-                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
-                stacklevel=2,
-            )
+        logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if labels is None or logits is None or logits.shape[:2] != labels.shape:
+            if not self._warned:
+                warnings.warn(
+                    "the model returns a loss without logits of all tokens, so that nothing can be compared with it: "
+                    "make sure that it honours shift_labels and num_items_in_batch, or leave labels out of the batch "
+                    "and use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
+                    stacklevel=2,
+                )
+            self._warned = True
             return
         with torch.no_grad():
             total = torch.nn.functional.cross_entropy(
@@ -203,8 +210,8 @@ class Session:
             )
             expected = float(total) / float(kwargs["num_items_in_batch"])
         got = float(output.loss.detach())
-        problem = ""
-        if abs(got - expected) > _LOSS_TOLERANCE * max(abs(expected), 1.0):
+        problem, tolerance = "", _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
+        if abs(got - expected) > tolerance * max(abs(expected), 1.0):
             problem = (
                 f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "

@@ -2,28 +2,47 @@
 
 With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it. Without, in a loop of your own:
 
-    burst_plugin.huggingface.register()
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="burst")
-    out = model(**burst_plugin.shard_batch(batch, cp))  # logits of this rank's tokens
+    model = burst_plugin.huggingface.prepare(AutoModelForCausalLM.from_pretrained(name))
+    local = burst_plugin.shard_batch(batch, cp)
+    labels = local.pop("shift_labels")
+    logits = model(**local).logits  # of this rank's tokens, as labels are: a loss has to be summed over ranks
 
-Importing this package imports no transformers; `register()` does.
+Importing this package imports no transformers; `prepare()` and `register()` do.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import torch
+
     from burst_plugin.deepspeed.adapter import Adapter
 
-__all__ = ["install", "register"]
+__all__ = ["install", "prepare", "register"]
+
+Model = TypeVar("Model", bound="torch.nn.Module")
+
+
+def prepare(model: Model) -> Model:
+    """`model`, perhaps wrapped, on the ring: batches that were sharded go around it, whole ones do not.
+
+    Raises:
+        ValueError: if something in it cannot be computed on shards of its sequences, each with a reason and a way
+            out: layers in which tokens meet other than by attention, positions that are counted, losses.
+        ImportError: if transformers is not installed.
+    """
+    from burst_plugin.huggingface.models import prepare_model
+
+    prepare_model(model)
+    return model
 
 
 def register() -> str:
-    """Make `attn_implementation="burst"` known to transformers; harmless when repeated. Says what was done.
+    """Make `attn_implementation="burst"` known to transformers, for models that are loaded with it.
 
-    Raises ImportError if transformers is not installed.
+    Harmless when repeated. `prepare` does it, too. Says what was done. Raises ImportError without transformers.
     """
     from burst_plugin.huggingface.attention import register_attention
 

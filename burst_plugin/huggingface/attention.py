@@ -16,9 +16,10 @@ from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe
 from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
 from burst_plugin.scores import Scores
 
-__all__ = ["NAME", "forward", "register_attention"]
+__all__ = ["EXAMINED", "NAME", "forward", "register_attention"]
 
 NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
+EXAMINED = "_burst_plugin_examined"  # set on the modules of models that were found to meet in attention only
 
 # Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
 _KNOWN_TENSORS = frozenset(
@@ -74,6 +75,11 @@ def forward(
                 "attn_implementation"
             )
         return _whole(module, (query, key, value), attention_mask, options), None
+    if not hasattr(module, EXAMINED):
+        raise ValueError(
+            f"{type(module).__name__} got a sharded batch, but nobody has looked whether tokens of its model meet in "
+            "attention only: call burst_plugin.huggingface.prepare(model) first"
+        )
     problem = _problem(module, attention_mask, options)
     if problem:
         raise ValueError(problem)

@@ -4,35 +4,79 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from burst_plugin.huggingface.attention import NAME, register_attention
+from burst_plugin.huggingface.attention import EXAMINED, NAME, register_attention
 
-__all__ = ["problems", "use_burst"]
+__all__ = ["entry", "prepare_model", "problems", "use_burst"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LOSS = "ForCausalLM"
+_MIXING = {  # options by which embeddings depend on more than their own token
+    "trigram_input": "joins neighbouring tokens, which another rank may have",
+    "token_dropout": "scales embeddings by the masked share of each rank's shard",
+}
+
+
+def prepare_model(model: torch.nn.Module) -> None:
+    """See `burst_plugin.huggingface.prepare`."""
+    found = problems(model)
+    if found:
+        raise ValueError("; ".join(found))
+    use_burst(model)
 
 
 def use_burst(model: torch.nn.Module) -> None:
-    """Switch a model, perhaps wrapped, to `attn_implementation="burst"`."""
+    """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`."""
     register_attention()
-    pretrained = _pretrained(model)
-    if pretrained.config._attn_implementation != NAME:
-        pretrained.set_attn_implementation(NAME)
+    for pretrained in _outermost(model, PreTrainedModel):
+        if pretrained.config._attn_implementation != NAME:
+            pretrained.set_attn_implementation(NAME)
+        for module in pretrained.modules():
+            setattr(module, EXAMINED, True)
+
+
+def entry(model: torch.nn.Module) -> torch.nn.Module:
+    """The module whose arguments are a batch: the model of transformers or PEFT inside a module of one's own.
+
+    What such a module does besides, with whole labels say, then does not fit what a rank has, instead of being wrong.
+    """
+    original = getattr(model, "_orig_mod", model)  # torch.compile's
+    if isinstance(original, PreTrainedModel) or hasattr(original, "peft_config"):
+        return model
+    return next(module for module in model.modules() if isinstance(module, PreTrainedModel) or _is_peft(module))
 
 
 def problems(model: torch.nn.Module) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason."""
-    pretrained = _pretrained(model)
-    found = [*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)]
-    if any(getattr(peft, "is_prompt_learning", False) for peft in _peft_configs(model)):
+    outermost = list(_outermost(model, PreTrainedModel))
+    if not outermost:
+        return [f"{type(model).__name__} has no model of transformers; call burst_plugin.burst_attention in it"]
+    if len(outermost) > 1:
+        names = ", ".join(type(each).__name__ for each in outermost)
+        return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
+    found: dict[str, str] = {}  # by reason, since a model and its body have most in common
+    for pretrained in model.modules():
+        if isinstance(pretrained, PreTrainedModel):
+            for reason in (*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)):
+                found.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
+    return [*found.values(), *_problems_of_peft(model)]
+
+
+def _problems_of_peft(model: torch.nn.Module) -> list[str]:
+    """What adapters do to tokens."""
+    configs = [config for module in model.modules() if _is_peft(module) for config in _peft_configs(module)]
+    found = []
+    if any(getattr(config, "is_prompt_learning", False) for config in configs):
         found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
-    return [f"{type(pretrained).__name__} cannot run on a ring: {reason}" for reason in found]
+    if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
+        found.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
+    return found
 
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
@@ -49,6 +93,8 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
             "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
             "there"
         )
+    if getattr(pretrained, "pooler", None) is not None:
+        found.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     if getattr(pretrained, "_is_stateful", False):
         found.append("it carries a state along the sequence; use a model of attention layers only")
     parameters = inspect.signature(type(pretrained).forward).parameters
@@ -73,6 +119,11 @@ def _problems_of_config(config: Any) -> list[str]:
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if kinds:
         found.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
+    for option, what in _MIXING.items():
+        if getattr(text, option, None):
+            found.append(f"{option} {what}; switch it off, or use another model")
+    if getattr(text, "attn_temperature_tuning", None) and not all(getattr(text, "no_rope_layers", None) or (1,)):
+        found.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
     if getattr(text, "use_bidirectional_attention", None):
         found.append("use_bidirectional_attention is set; leave it out")
     if getattr(text, "output_router_logits", False):
@@ -92,15 +143,19 @@ def _problems_of_config(config: Any) -> list[str]:
 
 def _counts_positions(module: torch.nn.Module) -> bool:
     """From the padding index on, as RoBERTa's embeddings; or where padding ends, as OPT's."""
-    if hasattr(module, "create_position_ids_from_input_ids"):
+    if any(hasattr(module, f"create_position_ids_from_input{of}") for of in ("_ids", "s_embeds")):
         return True
     by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
     return by_mask and type(module).__name__.endswith("PositionalEmbedding")
 
 
-def _pretrained(model: torch.nn.Module) -> Any:
-    """The outermost of transformers' models in a model."""
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+def _outermost(module: torch.nn.Module, kind: type) -> Iterator[Any]:
+    """Those modules of a kind, `module` among them, that are in no other of it."""
+    if isinstance(module, kind):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, kind)
 
 
 def _rope_types(config: Any) -> set[str]:
@@ -110,6 +165,9 @@ def _rope_types(config: Any) -> set[str]:
     return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}
 
 
-def _peft_configs(model: torch.nn.Module) -> list[Any]:
-    configs = getattr(model, "peft_config", None)
-    return list(configs.values()) if isinstance(configs, dict) else []
+def _is_peft(module: torch.nn.Module) -> bool:
+    return isinstance(getattr(module, "peft_config", None), dict)
+
+
+def _peft_configs(module: Any) -> list[Any]:
+    return list(module.peft_config.values())

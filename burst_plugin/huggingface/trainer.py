@@ -113,8 +113,11 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
             "by the length of a rank's shard; leave it out"
         )
     session.only_from = f"{type(trainer).__name__}.compute_loss"
-    # Trainer divides by the number of batches, unless the loss is said to be so already; DeepSpeed by that of ranks.
-    divided = 1 if getattr(trainer, "loss_is_scaled_for_ga", None) is True else len(batches)
+    # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = trainer.model_accepts_loss_kwargs and items is not None
+    divided = 1 if scaled else len(batches)
     count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / divided
     for batch in batches:
         batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)

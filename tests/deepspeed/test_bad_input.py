@@ -106,6 +106,19 @@ def _pipeline(arguments: dict[str, Any]) -> None:
     arguments["model"] = deepspeed.PipelineModule(layers, num_stages=2, loss_fn=torch.nn.MSELoss())
 
 
+class _Pair(torch.nn.Module):
+    """A student and its teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = build(RUN), build(RUN)
+
+
+def _two_models(arguments: dict[str, Any]) -> None:
+    arguments["model"] = _Pair()
+    arguments["optimizer"] = torch.optim.SGD(arguments["model"].parameters(), lr=0.1)
+
+
 def _ulysses_mpu(arguments: dict[str, Any]) -> None:
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
@@ -127,6 +140,8 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (lambda arguments: arguments.update(mpu=_Mpu(sequence=2)), "mpu=_Mpu conflicts: its sequence-parallel ranks are"),
     (_ulysses_mpu, "parallel_state_sp is that of Ulysses, which does not go together"),
     (_with_ulysses_layer, "the model has DistributedAttention layers (Ulysses)"),
+    (_config(expert_parallel={"enabled": True}), "expert_parallel.enabled=True does not go together"),
+    (_two_models, "_Pair has 2 models, LlamaForCausalLM, LlamaForCausalLM, of which one can run on a ring"),
     (_pipeline, "a PipelineModule does not go together with burst_attention"),
     (_only_rank_1(_config(gradient_allreduce_op="sum")), "rank 1: gradient_allreduce_op='sum' does not go together"),
     (
@@ -210,6 +225,14 @@ BATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
     (_changed(labels=torch.ones(2)), "rank 1: labels of shape [2] are not one for each token, [2, 32]"),
     (_changed(labels=BATCH["labels"].roll(1)), "all ranks of a context-parallel group take the same batch"),
     (_changed(attention_mask=torch.full((2, 32), -1e4)), "rank 1: attention_mask has values below 0"),
+    (
+        _changed(attention_mask=torch.arange(32).expand(2, -1)),
+        "rank 1: attention_mask has values above 1, as one that",
+    ),
+    (
+        _changed(attention_mask={"full_attention": torch.ones(2, 32)}),
+        "rank 1: attention_mask is a dict; give padding",
+    ),  # type: ignore[arg-type]
     (_changed(position_ids=torch.arange(2, 66, 2).expand(2, -1)), "rank 1: position_ids jump from 2 to 4 at token 1"),
 ]
 
@@ -263,6 +286,73 @@ def _own_loss(rank: int) -> None:
     engine(**BATCH)
 
 
+class _OwnHead(torch.nn.Module):
+    """A module around a model, with a loss on the labels that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = build(RUN)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.llm(input_ids=input_ids).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+
+class _Around(torch.nn.Module):
+    """A module that leaves the loss to the model in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = build(RUN)
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        return self.llm(**batch).loss
+
+
+def _wrapped(rank: int, kind: Callable[[], torch.nn.Module]) -> float:
+    burst.install()
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    return float(engine(**BATCH).detach())
+
+
+def test_a_loss_of_ones_own_around_a_model_fits_whole_labels_only() -> None:
+    """It was computed on labels that were shifted and cut already, and wrong by a token."""
+    for line in _errors(_wrapped, 2, _OwnHead):
+        assert "Expected input batch_size (30) to match target batch_size (62)" in line
+
+
+def test_a_module_around_a_model_may_leave_the_loss_to_it() -> None:
+    truth = float(build(RUN)(**BATCH).loss.detach())
+    assert run_ranks(_wrapped, 2, _Around) == [pytest.approx(truth, rel=1e-6)] * 2
+
+
+def _later_loss(rank: int) -> list[str]:
+    """A loss that is another one from the second step on."""
+    burst.install()
+    model = build(RUN)
+    plain, calls = type(model).forward, []
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        calls.append(output)
+        output["loss"] = output.loss + (0.002 if len(calls) > 3 else 0.0)  # as an auxiliary loss is
+        return output
+
+    model.forward = types.MethodType(forward, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    burst.eval_batch(BATCH, engine=engine)
+    return [_said(lambda: engine(**BATCH)) for _ in range(4)]
+
+
+def test_losses_are_compared_again_and_again_in_training() -> None:
+    for found in run_ranks(_later_loss, 2):
+        assert found[:3] == ["", "", ""]
+        assert "does not honour shift_labels and num_items_in_batch, or adds to them" in found[3]
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
@@ -310,6 +400,27 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "its loss is that of ForPreTraining" in found(bert)
     roberta = transformers.RobertaForCausalLM(transformers.RobertaConfig(**small, is_decoder=True))
     assert "it counts positions by itself" in found(roberta)
+    assert "its pooler takes the first token" in found(transformers.BertModel(transformers.BertConfig(**small)))
+    assert "its pooler" not in found(
+        transformers.BertModel(transformers.BertConfig(**small), add_pooling_layer=False)
+    )
+    esm = transformers.EsmConfig(**small, pad_token_id=0, mask_token_id=1, token_dropout=True)
+    assert "token_dropout scales embeddings by the masked share" in found(transformers.EsmModel(esm))
+    assert "it counts positions by itself" in found(transformers.EsmModel(esm))
+    mobile = transformers.MobileBertConfig(
+        **small, embedding_size=8, intra_bottleneck_size=8, true_hidden_size=8, trigram_input=True
+    )
+    assert "trigram_input joins neighbouring tokens" in found(transformers.MobileBertModel(mobile))
+    llama4 = transformers.Llama4TextConfig(
+        **small,
+        num_key_value_heads=2,
+        intermediate_size_mlp=8,
+        head_dim=4,
+        num_local_experts=1,
+        layer_types=["full_attention"],
+        no_rope_layers=[0],
+    )
+    assert "attn_temperature_tuning counts positions" in found(transformers.Llama4ForCausalLM(llama4))
     opt = transformers.OPTConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
     assert "from the start or by padding" in found(transformers.OPTForCausalLM(opt))
 

@@ -164,3 +164,15 @@ def test_low_precision_is_as_exact_as_on_one_rank(precision: str) -> None:
     one = _error_on_ranks(1, precision)
     for stage, error in _error_on_ranks(2, precision).items():
         assert 1e-5 < error <= 1.2 * one[stage] < 0.05, (stage, error, one[stage])
+
+
+def test_gradients_summed_up_in_float32_as_in_the_recipe() -> None:
+    """bf16 with `grad_accum_dtype`, for which DeepSpeed has an optimizer of its own."""
+    config = {"gradient_clipping": 0.0, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    run = Run(stage=1, accumulation=2, config=config)
+    truth = reference(replace(run, config={}), BATCHES).changes
+    errors = []
+    for ranks in (1, 2):
+        found = run_ranks(_several, ranks, [replace(run, cp=ranks)], BATCHES, timeout_s=120.0)[0][0]
+        errors.append(_total(found.changes, truth))
+    assert 1e-5 < errors[1] <= 1.2 * errors[0] < 0.05, errors

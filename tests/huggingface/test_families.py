@@ -22,10 +22,9 @@ from transformers.masking_utils import (
 
 from burst_plugin import ContextParallel, Documents, key_padding
 from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
-from burst_plugin.huggingface import register
-from burst_plugin.huggingface.attention import forward
+from burst_plugin.huggingface import prepare, register
+from burst_plugin.huggingface.attention import EXAMINED, forward
 from burst_plugin.huggingface.masks import MaskRecipe
-from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
@@ -49,9 +48,9 @@ def _on_ring(rank: int, names: list[str], batch: Batch, layout: str, changes: di
     cp = ContextParallel(dist.group.WORLD, layout=layout, ranks_per_node=dist.get_world_size())
     found = {}
     for name in names:
-        model = build(Run(model=_config(name, changes)), attention="burst")
+        model = prepare(build(Run(model=_config(name, changes))))
         local = shard_batch(batch, cp)
-        labels = local.pop("labels")
+        labels = local.pop("shift_labels")
         logits = model(**local, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
         grads = {each: p.grad for each, p in model.named_parameters()}
@@ -134,7 +133,7 @@ def test_an_encoder_with_windows_both_ways_equals_eager() -> None:
         for kind in ("eager", "burst")
     )
     ring.load_state_dict(eager.state_dict())
-    assert problems(ring) == []
+    prepare(ring)
     local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
     found = ring(**local).last_hidden_state
     truth = eager(input_ids=BATCH["input_ids"]).last_hidden_state
@@ -239,7 +238,7 @@ def _dropped(rank: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[
     cp = ContextParallel(dist.group.WORLD, layout="contiguous")
     config = families()["llama"]
     config.attention_dropout = 0.5
-    model = build(Run(model=config, checkpointing=rank >= 0), attention="burst")
+    model = prepare(build(Run(model=config, checkpointing=rank >= 0)))
     local = shard_batch(batch, cp)
     first = model(**local, use_cache=False)
     assert torch.equal(first.logits, model(**local, use_cache=False).logits), "one batch, one seed"
@@ -269,6 +268,34 @@ BLOCKS = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1)))
 
 class _Layer(torch.nn.Module):
     is_causal = True
+
+
+setattr(_Layer, EXAMINED, True)
+
+
+def test_a_model_that_nobody_has_examined_is_refused() -> None:
+    """In a loop of one's own; else layers that scan a shard, or count its positions, would go unnoticed."""
+    register()
+    local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
+    model = build(Run(model=FAMILIES["llama"]), attention="burst")
+    with pytest.raises(ValueError, match=r"LlamaAttention got a sharded batch, .*huggingface\.prepare\(model\)"):
+        model(**local)
+    prepare(model)(**local)
+    lfm2 = transformers.Lfm2Config(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM cannot run on a ring: it has layers of type conv"):
+        prepare(transformers.Lfm2ForCausalLM(lfm2))
+    with pytest.raises(ValueError, match=r"Linear has no model of transformers; call burst_plugin.burst_attention"):
+        prepare(torch.nn.Linear(2, 2))
+
+
+def test_labels_of_a_shard_are_called_shifted() -> None:
+    """A loss that shifts `labels` itself would shift them twice."""
+    local = shard_batch(BATCH, ContextParallel())
+    assert "labels" not in local
+    assert torch.equal(local["shift_labels"][:, :-1], BATCH["labels"][:, 1:])
 
 
 @pytest.mark.parametrize(

@@ -91,20 +91,38 @@ class Scales(Trainer):
         self.loss_is_scaled_for_ga = True
 
 
-class CallsTheModel(Trainer):
+class Accepts(Trainer):
+    """A trainer that takes the loss of its model for divided, which it does not by itself with rings."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.model_accepts_loss_kwargs = True
+
+
+class ShiftsLabels(Trainer):
     """A trainer with a loss of its own, of labels that it shifts."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer`."""
         labels = inputs.pop("labels")
+        raise AssertionError(labels)
+
+
+class CallsTheModel(Trainer):
+    """A trainer with a loss of its own."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See `Trainer`."""
+        labels = inputs.pop("shift_labels")
         logits = model(**inputs).logits
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def test_a_loss_that_trainer_does_not_divide(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [Scales, Accepts])
+def test_a_loss_that_trainer_does_not_divide(tmp_path: Path, trainer: type[Trainer]) -> None:
     unclipped = {"max_grad_norm": 1e9}  # which would hide a wrong scale
     run = Run(cp=2, stage=2, accumulation=2, lr=0.1)
-    setup = save_model(Setup(run, str(tmp_path), trainer=Scales, options=unclipped))
+    setup = save_model(Setup(run, str(tmp_path), trainer=trainer, options=unclipped))
     found, truth = run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2)
     for outcome in found:
         error, name = worst(outcome.changes, truth.changes)
@@ -116,6 +134,8 @@ def test_a_loss_of_ones_own_starts_from_that_of_the_ring(tmp_path: Path) -> None
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
     with pytest.raises(RuntimeError, match=r"CallsTheModel.compute_loss calls the model itself, but labels are"):
         run_ranks(_train, 2, [replace(setup, trainer=CallsTheModel)], True, timeout_s=120.0)
+    with pytest.raises(RuntimeError, match=r"KeyError: 'labels'"):
+        run_ranks(_train, 2, [replace(setup, trainer=ShiftsLabels)], True, timeout_s=120.0)
 
 
 def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
