@@ -35,6 +35,7 @@ from benchmarks.contenders.burst import Burst
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.loopback import launch_local
 from benchmarks.ranks import values
+from burst_plugin.layout import even_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESS_BYTES = 400 * 10**6  # of a rank that has computed nothing yet
@@ -122,11 +123,11 @@ def _cases(options: argparse.Namespace) -> list[Case]:
         raise RefusedError(f"--ranks-per-node {per_node} does not divide {ranks} ranks")
     if options.heads % kv_heads:
         raise RefusedError(f"--heads {options.heads} is not a multiple of --kv-heads {kv_heads}")
-    odd = [seq for seq in options.seq if seq % (2 * ranks)]
-    if odd:
-        raise RefusedError(
-            f"--seq {odd[0]} does not divide into the {2 * ranks} chunks that zigzag deals to {ranks} ranks"
-        )
+    for seq in options.seq:
+        if even_length(seq, ranks) != seq:
+            raise RefusedError(
+                f"--seq {seq} does not deal out evenly to {ranks} ranks; use {even_length(seq, ranks)}"
+            )
     shape = (ranks // per_node, per_node)
     sizes = (options.heads, kv_heads, options.head_dim)
     causal = options.mask == "causal"

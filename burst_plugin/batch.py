@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
+from burst_plugin.layout import even_length
 from burst_plugin.mask import Documents, Mask, PerRow, key_padding
 
 __all__ = ["IGNORE", "KEY", "SequenceShard", "shard_batch", "shifted"]
@@ -78,7 +79,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     try:
         whole = _whole(batch)
         length = whole["position_ids"].shape[1]
-        padded = -(-length // (2 * cp.ranks)) * 2 * cp.ranks  # fits every layout, and gives all ranks as many tokens
+        padded = even_length(length, cp.ranks)
         mask = _mask(batch, whole["position_ids"], padded)
     except Exception as error:
         problem, cause = str(error), error

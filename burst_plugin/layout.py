@@ -21,6 +21,7 @@ Attention, arXiv 2311.09431.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,7 @@ __all__ = [
     "check_cu_seqlens",
     "check_total",
     "cut_runs",
+    "even_length",
     "positions",
     "token_count",
 ]
@@ -77,6 +79,12 @@ class Tokens:
             check_total(self.cu_seqlens, self.length)
 
 
+def even_length(length: int, ranks: int) -> int:
+    """The next length, from `length` on, of which ranks hold equally many in every layout."""
+    unit = math.lcm(*(layout.pieces for layout in LAYOUTS.values())) * ranks
+    return -(-length // unit) * unit
+
+
 def check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease."""
     found = tuple(int(x) for x in cu_seqlens)
@@ -106,10 +114,14 @@ def _shortened(numbers: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that deals the positions of a sequence out to ranks: `deal(rank, ranks, length)` gives the runs."""
+    """A rule that deals the positions of a sequence out to ranks: `deal(rank, ranks, length)` gives the runs.
+
+    All ranks hold equally many where `pieces` times their number divides the length.
+    """
 
     name: str
     deal: Callable[[int, int, int], tuple[Run, ...]]
+    pieces: int = 1
 
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
         """The positions of `rank`, in local order; none is empty."""
@@ -191,6 +203,10 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         layout.name: layout
-        for layout in (Layout("zigzag", _zigzag), Layout("striped", _striped), Layout("contiguous", _contiguous))
+        for layout in (
+            Layout("zigzag", _zigzag, pieces=2),
+            Layout("striped", _striped),
+            Layout("contiguous", _contiguous),
+        )
     }
 )

@@ -35,6 +35,8 @@ __all__ = [
 class Full(Mask):
     """Every token attends to every token."""
 
+    compares_positions = False
+
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
         return (Region(0, q_len, 0, kv_len),)
@@ -61,9 +63,9 @@ class SlidingWindow(Mask):
                 )
 
     @property
-    def compares_positions(self) -> bool:
-        """Yes."""
-        return True
+    def looks_ahead(self) -> bool:
+        """Unless it ends at the query."""
+        return self.right != 0
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
@@ -74,10 +76,7 @@ class SlidingWindow(Mask):
 class Causal(Mask):
     """Every token attends to itself and to what comes before it, counted from the start of both sequences."""
 
-    @property
-    def compares_positions(self) -> bool:
-        """Yes."""
-        return True
+    looks_ahead = False
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
@@ -88,10 +87,7 @@ class Causal(Mask):
 class CausalBottomRight(Mask):
     """Causal, counted from the end of both sequences: the last query attends to every key."""
 
-    @property
-    def compares_positions(self) -> bool:
-        """Yes."""
-        return True
+    looks_ahead = False
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
@@ -107,11 +103,6 @@ class PrefixLM(Mask):
     def __post_init__(self) -> None:
         if self.prefix < 0:
             raise ValueError(f"PrefixLM(prefix={self.prefix}) is not valid; use the number of tokens in the prefix")
-
-    @property
-    def compares_positions(self) -> bool:
-        """Yes."""
-        return True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """The prefix, and what comes after it."""
@@ -136,6 +127,7 @@ class Documents(Mask):
     lengths: tuple[int, ...] | None = None
     kv_cu_seqlens: tuple[int, ...] | None = None
     kv_lengths: tuple[int, ...] | None = None
+    compares_positions = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
@@ -191,6 +183,7 @@ class Keys(Mask):
 
     spans: tuple[tuple[int, int], ...]
     length: int | None = None
+    compares_positions = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "spans", tuple((int(start), int(stop)) for start, stop in self.spans))
@@ -222,6 +215,7 @@ class BlockMask(Mask):
 
     block: int
     allowed: tuple[tuple[bool, ...], ...]
+    compares_positions = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "allowed", tuple(tuple(map(bool, row)) for row in self.allowed))
@@ -288,6 +282,11 @@ class PerRow(Mask):
     def compares_positions(self) -> bool:
         """If any row's does."""
         return any(mask.compares_positions for mask in self.masks)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """If any row's does."""
+        return any(mask.looks_ahead for mask in self.masks)
 
     @property
     def shifts(self) -> bool:

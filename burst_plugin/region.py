@@ -77,8 +77,13 @@ class Mask(ABC):
 
     @property
     def compares_positions(self) -> bool:
-        """Whether it looks at how far apart query and key are."""
-        return False
+        """Whether it looks at how far apart query and key are; False lets it combine with documents that shift."""
+        return True
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether, of as many queries as keys, any attends to a key after it; else what comes last needs no mask."""
+        return True
 
     @property
     def shifts(self) -> bool:
@@ -127,6 +132,11 @@ class Both(Mask):
     def compares_positions(self) -> bool:
         """If either does."""
         return self.one.compares_positions or self.other.compares_positions
+
+    @property
+    def looks_ahead(self) -> bool:
+        """If both do."""
+        return self.one.looks_ahead and self.other.looks_ahead
 
     @property
     def shifts(self) -> bool:

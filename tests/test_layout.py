@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from burst_plugin import Tokens
-from burst_plugin.layout import LAYOUTS, Run, cut_runs, positions
+from burst_plugin.layout import LAYOUTS, Run, cut_runs, even_length, positions, token_count
 
 
 def dealt(name: str, ranks: int, tokens: Tokens) -> list[list[int]]:
@@ -45,6 +45,16 @@ def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks
     assert sorted(token for place in places for token in place) == list(range(size)), "nothing is dropped or repeated"
     lengths = [len(place) for place in places]
     assert max(lengths) - min(lengths) <= 2, "as even as can be, but for a token a chunk"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_the_next_even_length_gives_all_ranks_as_many_tokens(name: str, ranks: int) -> None:
+    for length in range(1, 40):
+        even = even_length(length, ranks)
+        assert length <= even < length + 2 * ranks
+        held = [token_count(LAYOUTS[name].runs(rank, ranks, Tokens(even))) for rank in range(ranks)]
+        assert len(set(held)) == 1
 
 
 def test_a_rank_may_hold_nothing() -> None:

@@ -20,7 +20,7 @@ from burst_plugin import (
     SlidingWindow,
     key_padding,
 )
-from burst_plugin.region import allowed, work_by_token
+from burst_plugin.region import Region, allowed, work_by_token
 from tests.support.reference import painted
 
 Q_LEN, KV_LEN = 11, 13
@@ -55,6 +55,13 @@ COMBINED = [
     PerRow((Causal(), SlidingWindow(2))) & BLOCKS,
     key_padding(torch.rand(2, KV_LEN) > 0.5) & CausalBottomRight(),
 ]
+
+
+class Diagonal(Mask):
+    """A mask of a user's, who says nothing of positions."""
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        return (Region(0, q_len, 0, kv_len, 0, 0),)
 
 
 @pytest.mark.parametrize("mask", [*SINGLE, *COMBINED], ids=str)
@@ -104,6 +111,7 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
         (lambda: PrefixLM(-1), "number of tokens in the prefix"),
         (lambda: Documents((0, 8, 4)), "must not decrease, but document 1 runs from 8 to 4"),
         (lambda: Documents((0, 8, 12)).regions(16, 16), "ends at 12, but the sequence has 16 tokens"),
+        (lambda: Documents((0, 4, 8), None, (0, 2, 8)) & Diagonal(), "no common positions"),
         (lambda: Documents((0, 8), (9,)), "do not fit into documents of"),
         (lambda: Documents((0, 8), None, (0, 4, 8)), "1 documents of queries and 2 of keys"),
         (lambda: Documents((0, 4, 8), None, (0, 2, 8)) & Causal(), "have no common positions"),
@@ -131,6 +139,24 @@ def test_masks_are_compared_by_value_and_read_well() -> None:
 def test_what_is_no_mask_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+AHEAD = [
+    *SINGLE[:11],
+    Keys(((3, 7),)),
+    Causal() & Keys(((3, 7),)),
+    SlidingWindow(2, 3) & SlidingWindow(4),
+    SlidingWindow(2, 3) & PrefixLM(5),
+]
+
+
+@pytest.mark.parametrize("mask", AHEAD, ids=str)
+def test_a_mask_says_whether_a_query_sees_what_comes_after_it(mask: Mask) -> None:
+    """Else padding behind a sequence would be attended to. (An empty prefix may say that it does.)"""
+    everyone = torch.arange(12)
+    ahead = bool(allowed(mask, (12, 12), everyone, everyone).triu(1).any())
+    assert mask.looks_ahead == (ahead or mask == PrefixLM(0))
+    assert PerRow((Causal(), mask)).looks_ahead == mask.looks_ahead
 
 
 def test_documents_are_known_wherever_they_stand() -> None:

@@ -128,8 +128,7 @@ def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: M
     """The layer's own mask and the batch's, in whole positions."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
-    looks_ahead = not isinstance(own, Causal) and getattr(own, "right", None) != 0
-    if looks_ahead and shard.padded > shard.length:  # what fills up is nobody's key
+    if own.looks_ahead and shard.padded > shard.length:  # what fills up is nobody's key
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)
 

@@ -33,7 +33,7 @@ def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
     Causal masks have no right side, whatever the window says, as in Transformer Engine.
     """
     left, right = (None if side == -1 else side for side in window_size)
-    return SlidingWindow(left, 0 if mask.compares_positions else right)
+    return SlidingWindow(left, right if mask.looks_ahead else 0)
 
 
 def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -202,7 +202,7 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
         (("--contenders", "brust"), "--contenders brust: unknown; there are: burst, "),
         (("--dtype", "float8"), "--dtype float8: unknown; there are: float32, bfloat16, float16"),
         (("--kv-heads", "3"), "--heads 4 is not a multiple of --kv-heads 3"),
-        (("--seq", "63"), "--seq 63 does not divide into the 4 chunks"),
+        (("--seq", "63"), "--seq 63 does not deal out evenly to 2 ranks; use 64"),
         (("--ranks", "4", "--ranks-per-node", "3"), "--ranks-per-node 3 does not divide 4 ranks"),
         (("--rounds", "0"), "have to be 1 or more"),
     ],
