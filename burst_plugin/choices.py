@@ -43,6 +43,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     if scores.seed:
         call = Call(call.kind, replace(call.scores, seed=scores.seed))
     member.choices = call.kind.choices
+    member.calls_made += 1
     return call
 
 

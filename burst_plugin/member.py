@@ -32,7 +32,8 @@ class Member:
     team_transport: Transport
     routes: Routes
     profile: Profile | None = None
-    choices: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
+    calls_made: int = 0
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     mark: str = ""  # tells this ring from others of the same group, once its ranks have met
     _busy: threading.Lock = field(default_factory=threading.Lock)

@@ -126,7 +126,11 @@ def install_adapter() -> Adapter:
     if importlib.util.find_spec("transformers") is not None:
         from burst_plugin import huggingface
 
-        adapter.report += huggingface.install(adapter)
+        adapter.report.append(huggingface.register())
+        if importlib.util.find_spec("accelerate") is not None:
+            from burst_plugin.deepspeed.trainer import install_trainer
+
+            adapter.report += install_trainer(adapter)
     warn_if_untested("deepspeed", _TESTED)
     return adapter
 

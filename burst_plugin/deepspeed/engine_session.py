@@ -27,16 +27,16 @@ class Session:
     """The ring of one engine, and the hooks by which its model's batches are cut and its losses made whole.
 
     `whole_batches`: whether the model takes whole batches as keyword arguments, to be cut in its forward.
-    `only_from`: who may call the model in training, if not everybody may; see `from_there`.
+    `only_caller`: who may call the model in training, if not everybody may; see `permitted`.
     """
 
     def __init__(self, cp: ContextParallel, world: Any) -> None:
         self.cp = cp
         self.world = world
         self.whole_batches = False
-        self.only_from = ""
-        self._from_there = False
-        self._choices: dict[str, str] = {}
+        self.only_caller = ""
+        self._permitted = False
+        self._calls_before = 0  # of attention, when the model's forward began
         self._losses = 0  # of training
         self._warned = False
         self._hooks: list[RemovableHandle] = []
@@ -118,13 +118,13 @@ class Session:
     # ------------------------------------------------------------------------------------------------- hooks
 
     @contextmanager
-    def from_there(self) -> Iterator[None]:
-        """Around a call of the model by the one who takes its loss as it is."""
-        self._from_there = True
+    def permitted(self) -> Iterator[None]:
+        """Around a call of the model by `only_caller`."""
+        self._permitted = True
         try:
             yield
         finally:
-            self._from_there = False
+            self._permitted = False
 
     def attach(self, model: torch.nn.Module, *, whole_batches: bool) -> None:
         """Watch the forwards of `model`: cut whole batches, and refuse those that bypass the ring."""
@@ -143,12 +143,12 @@ class Session:
     def _before(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self.only_from and not self._from_there and model.training and torch.is_grad_enabled():
+        if self.only_caller and not self._permitted and model.training and torch.is_grad_enabled():
             raise ValueError(
-                f"{self.only_from} calls the model itself, but labels are shifted already and every rank has its "
+                f"{self.only_caller} calls the model itself, but labels are shifted already and every rank has its "
                 "shard of them: call super().compute_loss(...), and go on from the loss that it returns"
             )
-        self._choices, self.cp.member.choices = self.cp.member.choices, {}  # every attention call says its choices
+        self._calls_before = self.cp.member.calls_made
         if not self.whole_batches:
             return None
         if KEY not in kwargs:
@@ -173,8 +173,7 @@ class Session:
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = KEY in kwargs
         expected = sharded or (model.training and torch.is_grad_enabled())
-        called, self.cp.member.choices = bool(self.cp.member.choices), self.cp.member.choices or self._choices
-        if expected and not called:
+        if expected and self.cp.member.calls_made == self._calls_before:
             raise ValueError(
                 f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
                 'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '

@@ -1,6 +1,6 @@
-"""BurstAttention in Hugging Face transformers: `attn_implementation="burst"`, Trainer and Accelerate.
+"""BurstAttention in Hugging Face transformers: `attn_implementation="burst"`.
 
-With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it. Without, in a loop of your own:
+With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it, for Trainer and Accelerate as well. Without:
 
     model = burst_plugin.huggingface.prepare(AutoModelForCausalLM.from_pretrained(name))
     local = burst_plugin.shard_batch(batch, cp)
@@ -12,15 +12,12 @@ Importing this package imports no transformers; `prepare()` and `register()` do.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-    from burst_plugin.deepspeed.adapter import Adapter
-
-__all__ = ["install", "prepare", "register"]
+__all__ = ["prepare", "register"]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -47,13 +44,3 @@ def register() -> str:
     from burst_plugin.huggingface.attention import register_attention
 
     return register_attention()
-
-
-def install(adapter: Adapter) -> list[str]:
-    """`register()`, and what Trainer and Accelerate need in order to run on a DeepSpeed adapter's rings."""
-    lines = [register()]
-    if importlib.util.find_spec("accelerate") is not None:
-        from burst_plugin.huggingface.trainer import install_trainer
-
-        lines += install_trainer(adapter)
-    return lines

@@ -112,7 +112,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
             f"neftune_noise_alpha={trainer.neftune_noise_alpha} is not supported with {BLOCK}: its noise is scaled "
             "by the length of a rank's shard; leave it out"
         )
-    session.only_from = f"{type(trainer).__name__}.compute_loss"
+    session.only_caller = f"{type(trainer).__name__}.compute_loss"
     # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
@@ -137,7 +137,7 @@ def _compute_loss(
     if model not in adapter.sessions:
         return original(accelerator, model, inputs, return_outputs, pc)
     session = adapter.sessions[model]
-    with session.from_there():
+    with session.permitted():
         outputs = model(**inputs)
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
