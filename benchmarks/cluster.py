@@ -28,7 +28,8 @@ from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.netns import EmulatedCluster
 from burst_plugin.planner import Links, Price, pass_price
-from burst_plugin.strategy import DIRECTIONS, Strategy
+from burst_plugin.shapes import DIRECTIONS
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
 RANK_BYTES = 400 << 20  # of one forked rank: gloo's connections, buffers and blocks of the sizes used here

@@ -22,7 +22,7 @@ from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.netns import interface_bytes
 from burst_plugin.planner import Links, plans
-from burst_plugin.strategy import DIRECTIONS
+from burst_plugin.shapes import DIRECTIONS
 from burst_plugin.topology import Topology
 
 __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]

@@ -45,7 +45,7 @@ from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Kernel, Queries
 from burst_plugin.request import Inputs, Request
-from burst_plugin.strategy import DIRECTIONS
+from burst_plugin.shapes import DIRECTIONS
 
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo

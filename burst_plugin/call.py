@@ -24,7 +24,7 @@ from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Pass
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
-from burst_plugin.strategy import DIRECTIONS, Shapes
+from burst_plugin.shapes import DIRECTIONS, Shapes
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
 from burst_plugin.tile_work import NOWHERE, Site, TileWork

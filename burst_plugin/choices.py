@@ -15,7 +15,8 @@ from burst_plugin.member import Member
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending
 from burst_plugin.scores import Scores
-from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy, choose_traveller
+from burst_plugin.shapes import DIRECTIONS, Shapes
+from burst_plugin.strategy import Strategy, choose_traveller
 
 __all__ = ["prepare"]
 

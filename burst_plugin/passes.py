@@ -1,8 +1,4 @@
-"""The two passes of attention, as what each side of a visit reads and what is summed up there.
-
-    side   forward reads  forward sums   backward reads            backward sums
-    q      q              out, lse       q, dout, lse, out         dq
-    kv     k, v           -              k, v                      dk, dv
+"""The two passes of attention: what either side of a visit is, at home and on its way (the table in `shapes`).
 
 A side that travels backward as q sends a number per row instead of out, `softmax.row_share`. Where it arrives,
 `softmax.project` makes of it and of dout an `out` that any kernel takes.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from burst_plugin.planner import Links, Plan, plans, visit_seconds
-from burst_plugin.strategy import Shapes
+from burst_plugin.shapes import Shapes
 from burst_plugin.topology import Link, Topology
 
 __all__ = ["add_arguments", "lines"]

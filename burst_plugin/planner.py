@@ -16,8 +16,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
+from burst_plugin.shapes import DIRECTIONS, TRAVELLERS, Shapes
 from burst_plugin.simulation import Links, Load, nic_of, simulate
-from burst_plugin.strategy import DIRECTIONS, TRAVELLERS, Shapes, Strategy, choose_traveller
+from burst_plugin.strategy import Strategy, choose_traveller
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule
 

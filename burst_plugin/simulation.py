@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from burst_plugin.strategy import Shapes, hop_bytes_by_traffic
+from burst_plugin.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 

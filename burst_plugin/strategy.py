@@ -4,32 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES, usual
+from burst_plugin.shapes import DIRECTIONS, TRAVELLERS, Shapes, hop_bytes
 from burst_plugin.topology import Topology
 
-__all__ = [
-    "AUTO",
-    "CHECKS",
-    "DIRECTIONS",
-    "TRAVELLERS",
-    "Shapes",
-    "Strategy",
-    "TensorSpecs",
-    "choose_traveller",
-    "hop_bytes",
-    "hop_bytes_by_traffic",
-]
+__all__ = ["AUTO", "CHECKS", "Strategy", "choose_traveller"]
 
 AUTO = "auto"
-TRAVELLERS = ("q", "kv")
 CHECKS = (AUTO, "always", "sparse")
-DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,80 +121,6 @@ def _is_positive(value: object) -> bool:
 def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
     if value not in valid:
         raise ValueError(f"{option}={value!r} is not valid; use one of: {', '.join(valid)}")
-
-
-TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
-
-
-class Shapes(NamedTuple):
-    """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .]."""
-
-    batch: int
-    q_len: int
-    kv_len: int
-    q_heads: int
-    kv_heads: int
-    qk_dim: int
-    v_dim: int
-    dtype: torch.dtype
-
-    def of_part(self, parts: int) -> Shapes:
-        """Those of one part of the heads."""
-        return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
-
-    @property
-    def team_degrees(self) -> list[int]:
-        """How many ranks can share these heads between them."""
-        degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
-        return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
-
-    def of_team(self, degree: int) -> Shapes:
-        """Those of one of as many ranks' share of the heads: a key/value head at least."""
-        return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """The type of everything that accumulates."""
-        return torch.promote_types(self.dtype, torch.float32)
-
-    def side(self, direction: str, side: str) -> tuple[TensorSpecs, TensorSpecs]:
-        """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
-
-        Queries travel backward with a number per row in place of their output, except in float16 (`softmax.project`).
-        """
-        narrow, wide = self.dtype, self.sum_dtype
-        q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
-        out = (self.batch, self.q_len, self.q_heads, self.v_dim)
-        row = (self.batch, self.q_heads, self.q_len)
-        k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
-        v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
-        for_delta = (out, narrow) if self.sends_out else (row, wide)
-        table: dict[tuple[str, str], tuple[TensorSpecs, TensorSpecs]] = {
-            ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),
-            ("forward", "kv"): ([(k, narrow), (v, narrow)], []),
-            ("backward", "q"): ([(q, narrow), (out, narrow), (row, wide), for_delta], [(q, wide)]),
-            ("backward", "kv"): ([(k, narrow), (v, narrow)], [(k, wide), (v, wide)]),
-        }
-        return table[direction, side]
-
-    @property
-    def sends_out(self) -> bool:
-        """Whether travelling queries take their output along rather than a number per row (`softmax.row_share`)."""
-        return self.dtype is torch.float16
-
-
-def hop_bytes(shapes: Shapes, direction: str, traveller: str) -> int:
-    """Bytes of gather and reduce per block and hop, without alignment."""
-    return sum(hop_bytes_by_traffic(shapes, direction, traveller))
-
-
-def hop_bytes_by_traffic(shapes: Shapes, direction: str, traveller: str) -> tuple[int, int]:
-    """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
-    gather, reduce = (
-        sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
-        for tensors in shapes.side(direction, traveller)
-    )
-    return gather, reduce
 
 
 def choose_traveller(strategy: Strategy, direction: str, shapes: Shapes) -> str:

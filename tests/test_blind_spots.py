@@ -30,7 +30,8 @@ from burst_plugin import (
 )
 from burst_plugin.kernels import TorchCpuKernel
 from burst_plugin.region import Region
-from burst_plugin.strategy import Shapes, choose_traveller, hop_bytes
+from burst_plugin.shapes import Shapes, hop_bytes
+from burst_plugin.strategy import choose_traveller
 from burst_plugin.transport import _reason
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative

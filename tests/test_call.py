@@ -29,7 +29,7 @@ from burst_plugin.choices import _features, prepare
 from burst_plugin.kernels import FEATURES, KERNELS, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.request import Inputs, Request
-from burst_plugin.strategy import Shapes
+from burst_plugin.shapes import Shapes
 from tests.support.reference import Problem, Result, errors, reference
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)

@@ -13,7 +13,8 @@ import torch
 from burst_plugin import Link, Topology, flat_ring, simulation, two_level_ring
 from burst_plugin.planner import Links, Load, pass_price, plans, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import DIRECTIONS, Shapes, Strategy
+from burst_plugin.shapes import DIRECTIONS, Shapes
+from burst_plugin.strategy import Strategy
 
 FAST = 1e12
 

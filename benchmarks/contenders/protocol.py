@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from burst_plugin.strategy import Shapes
+from burst_plugin.shapes import Shapes
 
 __all__ = ["Case", "Contender", "Session", "Slept"]
 

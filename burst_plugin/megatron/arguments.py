@@ -16,7 +16,8 @@ from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import REFUSED
 from burst_plugin.rules import Rule
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.strategy import AUTO, CHECKS, TRAVELLERS, Strategy
+from burst_plugin.shapes import TRAVELLERS
+from burst_plugin.strategy import AUTO, CHECKS, Strategy
 
 __all__ = [
     "REFUSED_FLAGS",

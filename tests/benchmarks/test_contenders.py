@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
 from benchmarks.contenders.torch_context_parallel import TorchContextParallel
 from burst_plugin import Causal, Full
-from burst_plugin.strategy import DIRECTIONS
+from burst_plugin.shapes import DIRECTIONS
 from tests.support.ranks import RankError, run_ranks
 from tests.support.reference import Problem, Result, errors, reference
 
