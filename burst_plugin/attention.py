@@ -271,7 +271,7 @@ def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Ou
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"
-    cp.connect(call.kind.separate_links)
+    cp.connect(call.kind.by_link)
     return attention_of([call], number, [inputs])[0]
 
 

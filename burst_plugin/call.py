@@ -151,10 +151,10 @@ class CallKind:
         peers = self.member.ring_peers
         return {d: Itinerary(self.routes[d].plan, peers, cache(partial(self._packing, d))) for d in DIRECTIONS}
 
-    @property
-    def separate_links(self) -> set[bool]:
+    @cached_property
+    def by_link(self) -> frozenset[bool]:
         """Whether the schedules of this call need separate communicators for the two links."""
-        return {route.plan.separate_links for route in self.routes.values()}
+        return frozenset(route.plan.by_link for route in self.routes.values())
 
     def _packing(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""

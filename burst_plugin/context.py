@@ -183,11 +183,11 @@ class ContextParallel:
         """Note what this rank computes, sends and waits for until the end of the `with` block; see `Profile`."""
         return self.member.profiled(Profile(self.rank, self.topology, self.group))
 
-    def connect(self, separate_links: Collection[bool] | None = None) -> None:
+    def connect(self, by_link: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.
 
-        `separate_links` says for which kinds of schedules; by default for those that calls without a mask that leaves
-        little use.
+        `by_link` says for which kinds of schedules, with communicators for each link or without; by default for the
+        kind of calls whose mask leaves most of the work.
         """
         if self._agreement is None or self.group is None:
             return
@@ -203,11 +203,11 @@ class ContextParallel:
                 self.member.team_transport = self._team_transport
         if self.member.routes.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
-        if separate_links is None:
-            separate_links = {self.member.routes.dense(True).separate_links}
-        for apart in sorted(separate_links):
-            if Channel(Traffic.GATHER, Link.INTRA, apart) not in self._communicators:
-                self._communicators.update(self._create_communicators(self.group, apart))
+        if by_link is None:
+            by_link = {self.member.routes.dense(True).by_link}
+        for each in sorted(by_link):
+            if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
+                self._communicators.update(self._create_communicators(self.group, each))
 
     def agree(self, signature: Mapping[str, object], problem: str = "", *, always: bool = False) -> int:
         """Compare what all ranks are about to do, and return the number of this call; collective.
@@ -272,11 +272,11 @@ class ContextParallel:
             return Topology(1, self.ranks)
         return found
 
-    def _create_communicators(self, group: dist.ProcessGroup, apart: bool) -> dict[Channel, dist.ProcessGroup]:
+    def _create_communicators(self, group: dist.ProcessGroup, by_link: bool) -> dict[Channel, dist.ProcessGroup]:
         """A process group for every channel: existing ones for gather, new ones for reduce."""
         ring, place = self.member.ring_peers, self.member.ring_rank
         members = dict.fromkeys(Link, tuple(ring))
-        if apart:
+        if by_link:
             topology = self.topology.of_teams(self.strategy.ulysses_degree)
             members = {
                 Link.INTRA: tuple(ring[each] for each in topology.node_peers(place)),
@@ -292,11 +292,11 @@ class ContextParallel:
                 key = (traffic, members[link])
                 if key not in made:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    name = f"BURST_{traffic.name}_{link.name}_{int(apart)}_{self.member.mark}_{global_ranks[0]}"
+                    name = f"BURST_{traffic.name}_{link.name}_{int(by_link)}_{self.member.mark}_{global_ranks[0]}"
                     made[key] = new_group_like(group, global_ranks, name)
                 elif made[key] is not group and made[key] not in found.values():  # it may never have been used
                     warm_up(made[key])
-                found[Channel(traffic, link, apart)] = made[key]
+                found[Channel(traffic, link, by_link)] = made[key]
         return found
 
 

@@ -57,7 +57,7 @@ class Itinerary:
         for traffic, t in step.issue:
             sends = t.src == plan.rank
             posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
-            channel = Channel(traffic, t.link, plan.separate_links)
+            channel = Channel(traffic, t.link, plan.by_link)
             peer = self.peers[t.dst if sends else t.src]
             posts.append(Post(traffic, t, peer, channel, self.packing(traffic, t.block, t.rows)))
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())

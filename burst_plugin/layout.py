@@ -41,6 +41,7 @@ __all__ = [
     "cut_runs",
     "even_length",
     "positions",
+    "shortened",
     "token_count",
 ]
 
@@ -89,7 +90,7 @@ def check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease."""
     found = tuple(int(x) for x in cu_seqlens)
     if len(found) < 2 or found[0] != 0:
-        raise ValueError(f"cu_seqlens={_shortened(found)} must begin with 0 and end with the number of tokens")
+        raise ValueError(f"cu_seqlens={shortened(found)} must begin with 0 and end with the number of tokens")
     for number, (start, stop) in enumerate(pairwise(found)):
         if stop < start:
             raise ValueError(
@@ -103,13 +104,14 @@ def check_total(cu_seqlens: tuple[int, ...], length: int) -> None:
     """Raise ValueError unless `cu_seqlens` ends at `length`."""
     if cu_seqlens[-1] != length:
         raise ValueError(
-            f"cu_seqlens={_shortened(cu_seqlens)} ends at {cu_seqlens[-1]}, but the sequence has {length} tokens "
+            f"cu_seqlens={shortened(cu_seqlens)} ends at {cu_seqlens[-1]}, but the sequence has {length} tokens "
             "over all ranks; cu_seqlens are global, and padding at the end needs a document of its own"
         )
 
 
-def _shortened(numbers: tuple[int, ...]) -> str:
-    return str(numbers) if len(numbers) < 12 else f"({', '.join(map(str, numbers[:5]))}, ..., {numbers[-1]})"
+def shortened(numbers: Sequence[int]) -> str:
+    """Numbers for a message; of many, the first ones and the last."""
+    return str(tuple(numbers)) if len(numbers) < 12 else f"({', '.join(map(str, numbers[:5]))}, ..., {numbers[-1]})"
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ class Layout:
     def shard(self, x: Tensor, dim: int, place: tuple[int, int], tokens: Tokens) -> Tensor:
         """The tokens of `place`, (rank, ranks), out of the whole sequence `x`, along `dim`; contiguous."""
         if x.shape[dim] != tokens.length:
-            raise ValueError(f"x {list(x.shape)} has {x.shape[dim]} tokens along dim {dim}, but {tokens} was given")
+            raise ValueError(
+                f"x {list(x.shape)} has {x.shape[dim]} tokens along dim {dim}, but {tokens} was given; pass the "
+                "whole sequence, and the tokens= of its length"
+            )
         runs = self.runs(*place, tokens)
         return torch.cat([_take(x, dim, run) for run in runs] or [x.narrow(dim, 0, 0)], dim)
 

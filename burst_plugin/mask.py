@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
-from burst_plugin.layout import check_cu_seqlens, check_total
+from burst_plugin.layout import check_cu_seqlens, check_total, shortened
 from burst_plugin.region import Mask, Region
 
 __all__ = [
@@ -140,7 +140,10 @@ class Documents(Mask):
             object.__setattr__(self, name, tuple(int(x) for x in lengths))
             room = [stop - start for start, stop in pairwise(starts)]
             if len(lengths) != len(room) or any(not 0 <= n <= most for n, most in zip(lengths, room, strict=True)):
-                raise ValueError(f"Documents({name}={lengths}) do not fit into documents of {room} tokens")
+                raise ValueError(
+                    f"Documents({name}={shortened(lengths)}) do not fit into documents of {shortened(room)} tokens; "
+                    "give one per document, from 0 to its length"
+                )
         if self.kv_cu_seqlens is not None and len(self.kv_cu_seqlens) != len(self.cu_seqlens):
             raise ValueError(
                 f"Documents has {len(self.cu_seqlens) - 1} documents of queries and {len(self.kv_cu_seqlens) - 1} of "

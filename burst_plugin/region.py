@@ -107,7 +107,9 @@ class Both(Mask):
         if not all(isinstance(mask, Mask) for mask in parts):
             raise ValueError(f"only masks combine with &, got {self.one!r} & {self.other!r}")
         if len({mask.rows for mask in parts} - {None}) > 1:
-            raise ValueError(f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine")
+            raise ValueError(
+                f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"
+            )
         if any(mask.shifts for mask in parts) and self.compares_positions:
             raise ValueError(
                 "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "

@@ -90,7 +90,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             "heads, q and k the same head dim"
         )
     if 0 in (q.shape[0], *q.shape[2:], *k.shape[2:], *v.shape[2:]):
-        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}")
+        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}; leave such a call out")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "
@@ -98,4 +98,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
     if len(kinds) > 1 or not q.is_floating_point():
-        raise ValueError(f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}")
+        raise ValueError(
+            f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}; cast or move them with "
+            "x.to(...)"
+        )

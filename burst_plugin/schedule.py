@@ -131,7 +131,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         gather=tuple(transfer for place in places for transfer in gather(*place)),
         reduce=tuple(transfer for place in places for transfer in reduce(*place)) if reduces else (),
         reduces=reduces,
-        separate_links=topology.levels == 2,
+        by_link=topology.levels == 2,
         phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
     )
     return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)

@@ -67,7 +67,7 @@ class RankPlan(NamedTuple):
     ranks: int
     steps: tuple[Step, ...]
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
-    separate_links: bool
+    by_link: bool
 
     @property
     def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
@@ -85,7 +85,7 @@ class RankPlan(NamedTuple):
 class Schedule:
     """Visits and transfers of all ranks: `visits[rank][step]` is the block visited, None for no visit.
 
-    `reduces` is whether sums are brought home; `separate_links` whether transfers on both links are under way at
+    `reduces` is whether sums are brought home; `by_link` whether transfers on both links are under way at
     once for unlike times, so that each link needs communicators of its own; `phases` the steps at which the ring
     around a node begins anew; `parts` how many parts blocks are cut into; `kept` the share of the work on its own
     block that every rank keeps for a second visit, 0 if there is none.
@@ -97,7 +97,7 @@ class Schedule:
     gather: tuple[Transfer, ...]
     reduce: tuple[Transfer, ...]
     reduces: bool = True
-    separate_links: bool = False
+    by_link: bool = False
     phases: tuple[int, ...] = (0,)
     parts: int = 1
     kept: float = 0.0
@@ -155,7 +155,7 @@ class Schedule:
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s], turns[s]) for s in range(last))
-        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.separate_links)
+        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.by_link)
 
     def keeping(self, share: float) -> Schedule:
         """With a last step at which every rank works on what it kept of its own block, which is visited first.

@@ -37,11 +37,11 @@ __all__ = [
 
 
 class Channel(NamedTuple):
-    """What is carried, over which link; `apart` where the two links need communicators of their own."""
+    """What is carried, over which link; `by_link` where either link needs a communicator of its own."""
 
     traffic: Traffic
     link: Link
-    apart: bool = False
+    by_link: bool = False
 
 
 class Message(NamedTuple):
@@ -104,9 +104,9 @@ class _DistributedPending:
     works: list[dist.Work]
 
     def wait(self, waited: Waited | None = None) -> None:
-        apart = len(self.works) == len(self.messages)
+        one_by_one = len(self.works) == len(self.messages)
         for number, work in enumerate(self.works):
-            messages = self.messages[number : number + 1] if apart else self.messages
+            messages = self.messages[number : number + 1] if one_by_one else self.messages
             try:
                 work.wait()
             except RuntimeError as error:

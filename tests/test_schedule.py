@@ -166,9 +166,9 @@ def test_load_counts_the_rows_of_the_blocks_that_are_sent() -> None:
 
 
 def test_links_need_own_communicators_only_with_two_levels() -> None:
-    assert two_level_ring(Topology(2, 2)).separate_links
-    assert not flat_ring(Topology(2, 2)).separate_links
-    assert not two_level_ring(Topology(4, 1)).separate_links
+    assert two_level_ring(Topology(2, 2)).by_link
+    assert not flat_ring(Topology(2, 2)).by_link
+    assert not two_level_ring(Topology(4, 1)).by_link
 
 
 def test_grid() -> None:

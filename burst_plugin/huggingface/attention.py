@@ -115,7 +115,10 @@ def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str,
             return f'{name} uses masks that attn_implementation="{NAME}" does not know: {", ".join(unknown)}'
         window, seen = options.get("sliding_window"), attention_mask.window
         if window is not None and (seen is None or window not in (seen, seen + 1)):  # encoders add the token itself
-            return f"{name} passes sliding_window={window}, but the window of its mask is {seen}: one is wrong"
+            return (
+                f"{name} passes sliding_window={window}, but the window of its mask is {seen}; set both by "
+                "config.sliding_window"
+            )
     elif attention_mask is not None:
         return (
             f"{name} got an attention_mask of its own, a {type(attention_mask).__name__}, with a sharded batch: give "
