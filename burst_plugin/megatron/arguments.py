@@ -20,6 +20,7 @@ from burst_plugin.shapes import TRAVELLERS
 from burst_plugin.strategy import AUTO, CHECKS, Strategy
 
 __all__ = [
+    "FLAGS",
     "REFUSED_FLAGS",
     "add_arguments",
     "flag_problems",
@@ -53,55 +54,48 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+# Options of `Strategy` that are flags, --burst-...; their defaults are its own.
+FLAGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "backward": {
+            "choices": (AUTO, *TRAVELLERS),
+            "help": "which side travels in the backward pass; auto takes the one with fewer bytes",
+        },
+        "schedule": {"choices": (AUTO, *SCHEDULES), "help": "auto takes two levels where the topology has two"},
+        "kernel": {"choices": (AUTO, *KERNELS), "help": "auto takes the fastest that can"},
+        "ranks_per_node": {
+            "type": lambda text: AUTO if text == AUTO else int(text),
+            "help": "without --hierarchical-context-parallel-sizes: context-parallel ranks per node; auto asks each",
+        },
+        "parts": {
+            "type": int,
+            "nargs": "+",
+            "metavar": "N",
+            "help": "into how many parts blocks are cut, by heads, that travel one behind the other: one number, or "
+            "two, forward and backward; see `burst plan`",
+        },
+        "ulysses_degree": {
+            "type": int,
+            "metavar": "N",
+            "help": "consecutive context-parallel ranks that exchange heads around the ring; see `burst plan`",
+        },
+        "check": {
+            "choices": CHECKS,
+            "help": "when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
+        },
+    }
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add one group of flags. Raises argparse.ArgumentError if they are there already."""
-    default = Strategy()
     group = parser.add_argument_group(
         "burst attention", "used by layers whose --cp-comm-type is burst (burst_plugin)"
     )
-    group.add_argument(
-        "--burst-backward",
-        choices=(AUTO, *TRAVELLERS),
-        default=default.backward,
-        help="which side travels in the backward pass; auto takes the one with fewer bytes",
-    )
-    group.add_argument(
-        "--burst-schedule",
-        choices=(AUTO, *SCHEDULES),
-        default=default.schedule,
-        help="auto takes two levels where the topology has two",
-    )
-    group.add_argument(
-        "--burst-kernel", choices=(AUTO, *KERNELS), default=default.kernel, help="auto takes the fastest that can"
-    )
-    group.add_argument(
-        "--burst-ranks-per-node",
-        type=lambda text: AUTO if text == AUTO else int(text),
-        default=default.ranks_per_node,
-        help="without --hierarchical-context-parallel-sizes: context-parallel ranks per node; auto asks each rank",
-    )
-    group.add_argument(
-        "--burst-parts",
-        type=int,
-        nargs="+",
-        default=[default.parts],
-        metavar="N",
-        help="into how many parts blocks are cut, by heads, that travel one behind the other: one number, or two, "
-        "forward and backward; see `burst plan`",
-    )
-    group.add_argument(
-        "--burst-ulysses-degree",
-        type=int,
-        default=default.ulysses_degree,
-        metavar="N",
-        help="consecutive context-parallel ranks that exchange heads before and after the ring; see `burst plan`",
-    )
-    group.add_argument(
-        "--burst-check",
-        choices=CHECKS,
-        default=default.check,
-        help="when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
-    )
+    for name, keywords in FLAGS.items():
+        default = getattr(Strategy(), name)
+        default = [default] if "nargs" in keywords else default
+        group.add_argument(_flag(f"burst_{name}"), default=default, **keywords)
     return parser
 
 
@@ -182,12 +176,11 @@ def parsed_strategy() -> Strategy | None:
     args = _parsed_arguments()
     if args is None or not hasattr(args, "burst_backward"):
         return None
-    return Strategy(
-        backward=args.burst_backward,
-        schedule=args.burst_schedule,
-        kernel=args.burst_kernel,
-        ranks_per_node=args.burst_ranks_per_node,
-        parts=args.burst_parts[0] if len(args.burst_parts) == 1 else tuple(args.burst_parts),
-        ulysses_degree=args.burst_ulysses_degree,
-        check=args.burst_check,
-    )
+    return Strategy(**{name: _alone(getattr(args, f"burst_{name}")) for name in FLAGS})
+
+
+def _alone(value: Any) -> Any:
+    """A list of one as what is in it, any other as a tuple."""
+    if not isinstance(value, list):
+        return value
+    return value[0] if len(value) == 1 else tuple(value)
