@@ -25,7 +25,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 2 for what cannot be done here, 130 if it was interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that processes and files are cleaned up
-    options = argparse.Namespace()
     try:
         parser, command = _parser(arguments)
         options = parser.parse_args(arguments)
@@ -36,8 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("bench: stopped; processes have been ended; results are written at the end", file=sys.stderr)
-        if hasattr(options, "resume"):
-            print("bench: what is measured so far has been kept; --resume goes on with it", file=sys.stderr)
         return 130
 
 

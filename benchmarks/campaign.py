@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,12 +72,14 @@ class Campaign:
             free: options in which the run that is gone on with may differ: its rows say what they are of.
 
         Raises:
-            RefusedError: if FILE.so-far is of other settings.
+            RefusedError: if FILE.so-far is of other settings, or for `--resume` with `--no-save`.
         """
+        if options.resume and options.no_save:
+            raise RefusedError("--resume goes on with what was saved; leave --no-save out")
         settings = {name: value for name, value in vars(options).items() if name not in _OPTIONS}
         out = None if options.no_save else options.out or results.default_path(variant or benchmark)
         campaign = cls(benchmark, settings, out, options.patience, [])
-        if options.resume and campaign.out and campaign.so_far.exists():
+        if options.resume and campaign.so_far.exists():
             campaign.rows = _rows_of(campaign.so_far, settings, free)
         return campaign
 
@@ -98,7 +101,7 @@ class Campaign:
             if kept and not worst_load(kept).busy:
                 break
             with results.Watch() as watch:
-                measured = measure()
+                measured = self._interruptible(measure)
             when = {"commit": results.commit(), "load": asdict(watch.load)}
             found = [{**row, **when} for row in measured]
             show(found)
@@ -106,6 +109,14 @@ class Campaign:
             self.rows = [row for row in self.rows if not is_of(row)] + kept
             if self.out:
                 results.save(self.benchmark, self.settings, self.rows, worst_load(self.rows), self.so_far, quiet=True)
+
+    def _interruptible(self, measure: Callable[[], list[Row]]) -> list[Row]:
+        try:
+            return measure()
+        except KeyboardInterrupt:
+            if self.out and self.rows:
+                print(f"bench: {self.so_far} has what is measured so far; --resume goes on with it", file=sys.stderr)
+            raise
 
     def end(self) -> None:
         """Save the whole, and say where."""

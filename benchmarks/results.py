@@ -1,6 +1,6 @@
 """Results as JSON files, each with the machine, the versions, the commit and the load that it was measured under.
 
-A benchmark measures inside a `Watch` and saves once, at the end; `bench cluster`, which takes long, on the way too::
+A benchmark measures inside a `Watch` and saves once, at the end; what takes long, on the way too (`campaign`)::
 
     with Watch() as watch:
         rows = measure(...)

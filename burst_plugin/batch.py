@@ -125,29 +125,7 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
             )
         whole[name] = value
-    for name in sorted(_PACKING & batch.keys()):
-        if name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k") and not isinstance(
-            batch[name], Tensor | None
-        ):
-            raise ValueError(
-                f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
-                "as position_ids that start again"
-            )
-    padding = batch.get("attention_mask")
-    if isinstance(padding, Tensor) and padding.dtype is not torch.bool and bool((padding > 1).any()):
-        raise ValueError(
-            "attention_mask has values above 1, as one that numbers documents; give 1 for tokens, 0 for padding, and "
-            "documents as position_ids that start again"
-        )
-    if isinstance(padding, Tensor) and padding.is_floating_point() and bool((padding < 0).any()):
-        raise ValueError(
-            "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"
-        )
-    if isinstance(padding, Tensor) and padding.shape != ids.shape[:2]:
-        raise ValueError(
-            f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
-            "other masks cannot be cut: give document bounds as position_ids that start again"
-        )
+    _check_masks(batch, ids)
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
     labels = batch.get("labels")
@@ -160,6 +138,33 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
         del whole["labels"]
         whole.setdefault("shift_labels", shifted(labels))
     return whole
+
+
+def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise ValueError for padding and document bounds that cannot be read, and would be dropped."""
+    for name in ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k"):
+        if not isinstance(batch.get(name), Tensor | None):
+            raise ValueError(
+                f"{name} is a {type(batch[name]).__name__}; give padding as a tensor [batch, tokens], and documents "
+                "as position_ids that start again"
+            )
+    padding = batch.get("attention_mask")
+    if padding is None:
+        return
+    if padding.shape != ids.shape[:2]:
+        raise ValueError(
+            f"attention_mask of shape {list(padding.shape)} is not a padding mask of shape {list(ids.shape[:2])}; "
+            "other masks cannot be cut: give document bounds as position_ids that start again"
+        )
+    if padding.is_floating_point() and bool((padding < 0).any()):
+        raise ValueError(
+            "attention_mask has values below 0, as one that is added to scores; give 1 for tokens, 0 for padding"
+        )
+    if padding.dtype is not torch.bool and bool((padding > 1).any()):
+        raise ValueError(
+            "attention_mask has values above 1, as one that numbers documents; give 1 for tokens, 0 for padding, and "
+            "documents as position_ids that start again"
+        )
 
 
 def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id: int) -> Tensor:

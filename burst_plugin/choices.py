@@ -33,7 +33,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
     deterministic = _deterministic(member.strategy)
-    key = (seedless, deterministic, *(None if x is None else (x.shape, x.dtype, x.device) for x in inputs))
+    key = (seedless, deterministic, *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs))
     call = known.get(key)
     if call is None:
         kind = _choose(member, inputs, seedless, deterministic)

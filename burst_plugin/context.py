@@ -225,7 +225,8 @@ class ContextParallel:
         )
         if ranks is None or not due:
             if problem:
-                refusal = ValueError(problem)
+                ended = "; ranks did not compare notes at this call, so that this ring has ended (see Strategy.check)"
+                refusal = ValueError(problem + (ended if ranks else ""))
                 self.member.give_up(refusal)
                 raise refusal
             return self._call_count

@@ -21,6 +21,7 @@ __all__ = ["Session", "ShardedLoader", "exchanged"]
 
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
+_TOKENS_AT_ONCE = 1024
 
 
 class Session:
@@ -37,7 +38,7 @@ class Session:
         self.only_caller = ""
         self._permitted = False
         self._calls_before = 0  # of attention, when the model's forward began
-        self._losses = 0  # of training
+        self._losses = 0  # of forwards in training
         self._warned = False
         self._hooks: list[RemovableHandle] = []
 
@@ -188,7 +189,7 @@ class Session:
         return output
 
     def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
-        """At steps 1, 2, 4, ...: whether the model's own loss is the sum over `shift_labels`, over their number."""
+        """At forwards 1, 2, 4, ...: whether the model's own loss is the mean over `shift_labels`."""
         self._losses += 1
         if self._losses & (self._losses - 1):
             return
@@ -204,10 +205,7 @@ class Session:
             self._warned = True
             return
         with torch.no_grad():
-            total = torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-            )
-            expected = float(total) / float(kwargs["num_items_in_batch"])
+            expected = _summed_loss(logits.flatten(0, 1), labels.flatten()) / float(kwargs["num_items_in_batch"])
         got = float(output.loss.detach())
         problem, tolerance = "", _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
         if abs(got - expected) > tolerance * max(abs(expected), 1.0):
@@ -217,6 +215,15 @@ class Session:
                 "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
         self.cp.agree({"loss": "checked"}, problem, always=True)
+
+
+def _summed_loss(logits: Tensor, labels: Tensor) -> float:
+    """Cross entropy of logits [T, V], summed; some tokens at a time, since logits of a long sequence fill a GPU."""
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for start in range(0, len(labels), _TOKENS_AT_ONCE):
+        some, their = (x[start : start + _TOKENS_AT_ONCE] for x in (logits, labels))
+        total += torch.nn.functional.cross_entropy(some.float(), their, ignore_index=IGNORE, reduction="sum")
+    return float(total)
 
 
 class ShardedLoader:

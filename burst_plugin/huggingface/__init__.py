@@ -23,7 +23,9 @@ Model = TypeVar("Model", bound="torch.nn.Module")
 
 
 def prepare(model: Model) -> Model:
-    """`model`, perhaps wrapped, on the ring: batches that were sharded go around it, whole ones do not.
+    """`model`, perhaps wrapped, on the ring: it trains on batches that were sharded, and may evaluate on whole ones.
+
+    Adapters (PEFT) come first, so that they are looked at, too.
 
     Raises:
         ValueError: if something in it cannot be computed on shards of its sequences, each with a reason and a way

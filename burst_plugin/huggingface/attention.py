@@ -81,6 +81,11 @@ def forward(
             "attention only: call burst_plugin.huggingface.prepare(model) first"
         )
     problem = _problem(module, attention_mask, options)
+    if query.shape[2] * shard.cp.ranks != shard.padded:
+        problem = (
+            f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is "
+            f"{shard.padded // shard.cp.ranks}: something in the model adds or drops tokens, as prompt tuning does"
+        )
     if problem:
         raise ValueError(problem)
     dropout = float(options.get("dropout") or 0.0) if module.training else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def prepare_model(model: torch.nn.Module) -> None:
 def use_burst(model: torch.nn.Module) -> None:
     """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`."""
     register_attention()
-    for pretrained in _outermost(model, PreTrainedModel):
+    for pretrained in _outermost(entry(model), _is_pretrained):
         if pretrained.config._attn_implementation != NAME:
             pretrained.set_attn_implementation(NAME)
         for module in pretrained.modules():
@@ -47,14 +47,15 @@ def entry(model: torch.nn.Module) -> torch.nn.Module:
     What such a module does besides, with whole labels say, then does not fit what a rank has, instead of being wrong.
     """
     original = getattr(model, "_orig_mod", model)  # torch.compile's
-    if isinstance(original, PreTrainedModel) or hasattr(original, "peft_config"):
+    if _is_pretrained(original) or _is_peft(original):
         return model
-    return next(module for module in model.modules() if isinstance(module, PreTrainedModel) or _is_peft(module))
+    found: torch.nn.Module = _outermost(model, lambda module: _is_pretrained(module) or _is_peft(module))[0]
+    return found
 
 
 def problems(model: torch.nn.Module) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason."""
-    outermost = list(_outermost(model, PreTrainedModel))
+    outermost = _outermost(model, _is_pretrained)
     if not outermost:
         return [f"{type(model).__name__} has no model of transformers; call burst_plugin.burst_attention in it"]
     if len(outermost) > 1:
@@ -62,7 +63,7 @@ def problems(model: torch.nn.Module) -> list[str]:
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
     found: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in model.modules():
-        if isinstance(pretrained, PreTrainedModel):
+        if _is_pretrained(pretrained):
             for reason in (*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)):
                 found.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
     return [*found.values(), *_problems_of_peft(model)]
@@ -149,13 +150,15 @@ def _counts_positions(module: torch.nn.Module) -> bool:
     return by_mask and type(module).__name__.endswith("PositionalEmbedding")
 
 
-def _outermost(module: torch.nn.Module, kind: type) -> Iterator[Any]:
-    """Those modules of a kind, `module` among them, that are in no other of it."""
-    if isinstance(module, kind):
-        yield module
-        return
-    for child in module.children():
-        yield from _outermost(child, kind)
+def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:
+    """The modules of a kind, `model` among them, that are in no other of it; each once, wherever it is held."""
+    found = [module for module in model.modules() if is_kind(module)]
+    inner = {id(part) for module in found for part in module.modules() if part is not module}
+    return [module for module in found if id(module) not in inner]
+
+
+def _is_pretrained(module: Any) -> bool:
+    return isinstance(module, PreTrainedModel)
 
 
 def _rope_types(config: Any) -> set[str]:

@@ -93,7 +93,7 @@ launcher=${LAUNCHER:-torchrun}
 case $launcher in
 smoke) launch=("${torchrun[@]}" --standalone -m "${module[@]}" --cpu) ;;
 torchrun)
-    if [ "$nodes" != 1 ]; then # each node would wait for itself
+    if [ "$nodes" != 1 ] && [ "$mode" != print ]; then # each node would wait for itself
         [ -n "${MASTER_ADDR:-}" ] || die "NODES=$nodes, but MASTER_ADDR is not set; give the name of the first node"
         case ${NODE_RANK:-} in '' | *[!0-9]*) die "NODES=$nodes, but NODE_RANK='${NODE_RANK:-}'; use 0 on the first node" ;; esac
         [ "$NODE_RANK" -lt "$nodes" ] || die "NODE_RANK=$NODE_RANK of NODES=$nodes; use 0 to $((nodes - 1))"
@@ -114,7 +114,7 @@ deepspeed)
         die "NODES=$nodes, but HOSTFILE is not set; give DeepSpeed's hostfile"
     fi
     launch+=(--master_port "${MASTER_PORT:-29500}" --module "${module[@]}")
-    export DS_ENV_FILE=$out/deepspeed.env # what DeepSpeed gives to other nodes, beside PYTHON* and NCCL*
+    node_env=$out/deepspeed.env # what DeepSpeed gives to other nodes, beside PYTHON* and NCCL*
     ;;
 *) die "LAUNCHER=$launcher is not known; use torchrun, slurm or deepspeed" ;;
 esac
@@ -126,10 +126,13 @@ else
     mkdir -p "$out"
     echo "pretrain.sh: checkpoints, logs and caches: $out"
     export PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} # burst_plugin, if it is not installed
-    if [ -n "${DS_ENV_FILE:-}" ]; then
+    if [ -n "${node_env:-}" ]; then
+        cat "${DS_ENV_FILE:-$HOME/.deepspeed_env}" 2>/dev/null >"$node_env.new" || true
         for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF; do
             printf '%s=%s\n' "$name" "${!name}"
-        done >"$DS_ENV_FILE"
+        done >>"$node_env.new"
+        mv "$node_env.new" "$node_env"
+        export DS_ENV_FILE=$node_env
     fi
     exec "${command[@]}"
 fi

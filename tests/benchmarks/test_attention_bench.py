@@ -115,6 +115,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     monkeypatch.setattr(results, "BUSY", 2.0)
     assert main([*ring, "--seq", "32", "64"]) == 130
     assert "--resume goes on with it" in capsys.readouterr().err
+    assert main([*ring, "--seq", "32", "--resume", "--no-save"]) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"attention.json.so-far"}
     assert main([*ring, "--seq", "32", "64", "128", "--resume"]) == 0
     assert measured == [32, 64, 64, 128], "32 was there"

@@ -299,11 +299,12 @@ class _OwnHead(torch.nn.Module):
 
 
 class _Around(torch.nn.Module):
-    """A module that leaves the loss to the model in it."""
+    """A module that leaves the loss to the model in it, which it also holds in part, and twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.llm = build(RUN)
+        model = build(RUN)
+        self.backbone, self.llm, self.again = model.model, model, torch.nn.ModuleList([model])
 
     def forward(self, **batch: torch.Tensor) -> Any:
         return self.llm(**batch).loss

@@ -291,6 +291,18 @@ def test_a_model_that_nobody_has_examined_is_refused() -> None:
         prepare(torch.nn.Linear(2, 2))
 
 
+def test_tokens_that_an_adapter_adds_to_a_shard_are_refused() -> None:
+    """Prompt tuning that comes after `prepare`, which would have refused it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = prepare(build(Run(model=FAMILIES["llama"])))
+    tuned = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
+    with pytest.raises(ValueError, match="PEFT prompt learning puts tokens before each rank's shard"):
+        prepare(tuned)
+    with pytest.raises(ValueError, match=r"LlamaAttention got 34 tokens, but a rank's share of the batch is 32"):
+        tuned(**local, use_cache=False)
+
+
 def test_labels_of_a_shard_are_called_shifted() -> None:
     """A loss that shifts `labels` itself would shift them twice."""
     local = shard_batch(BATCH, ContextParallel())

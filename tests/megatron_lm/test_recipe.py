@@ -133,9 +133,14 @@ def test_deepspeed_takes_variables_to_other_nodes(shown: dict[str, str], tmp_pat
     launcher.write_text('#!/bin/sh\necho "$DS_ENV_FILE"; exec cat "$DS_ENV_FILE"\n')
     launcher.chmod(0o755)
     places = {**shown, "DATA": str(tmp_path / "text"), "OUT": str(tmp_path / "out"), "PYTHON": str(launcher)}
+    mine = tmp_path / "mine.env"
+    mine.write_text("HF_HOME=/shared\n")
+    places["DS_ENV_FILE"] = str(mine)
     done = pretrain(**places, LAUNCHER="deepspeed", HOSTFILE="hosts", NODES="4")
+    assert mine.read_text() == "HF_HOME=/shared\n"
     assert done.stdout.splitlines()[1:] == [
         f"{tmp_path}/out/deepspeed.env",
+        "HF_HOME=/shared",
         "CUDA_DEVICE_MAX_CONNECTIONS=1",
         "OMP_NUM_THREADS=1",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -145,17 +150,28 @@ def test_deepspeed_takes_variables_to_other_nodes(shown: dict[str, str], tmp_pat
 SRUN = """#!/bin/bash
 echo "$@" >>"$LOG"
 echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$LOG"
-trap 'sleep 0.3; echo saved >>"$LOG"; exit 0' TERM
-echo started >>"$LOG"
+trap 'echo killed >>"$LOG"; kill -KILL "$task"; exit 143' TERM  # as srun does
 [ -n "$FAILS" ] && exit 3
-for _ in $(seq 200); do sleep 0.05; done
+(
+    trap 'sleep 0.3; echo saved >>"$LOG"; exit 0' TERM
+    echo started >>"$LOG"
+    for _ in $(seq 200); do sleep 0.05; done
+) &
+task=$!
+echo "$task" >"$LOG.task"
+wait "$task"
+"""
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >>"$LOG"
+kill -TERM "$(cat "$LOG.task")"
 """
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """An environment with an `srun` that works until it is told to stop, and a `scontrol` that takes notes."""
-    for name, script in (("srun", SRUN), ("scontrol", '#!/bin/bash\necho "scontrol $*" >>"$LOG"\n')):
+    """An environment with an `srun` that works until its task is told to stop, and others that take notes."""
+    scontrol = '#!/bin/bash\necho "scontrol $*" >>"$LOG"\n'
+    for name, script in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", scontrol)):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "log").write_text("")
@@ -181,7 +197,7 @@ def test_a_job_out_of_time_saves_and_is_queued_again(slurm: dict[str, str]) -> N
     assert arguments.startswith("--kill-on-bad-exit=1 --cpus-per-task=64 bash ")
     assert arguments.endswith("/pretrain.sh --exit-signal-handler --more")
     assert grace == "grace 1500"
-    assert rest == ["started", "saved", "scontrol requeue 77"]
+    assert rest == ["started", "scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
 
 
 def test_a_job_that_fails_is_not_queued_again(slurm: dict[str, str]) -> None:
@@ -215,8 +231,12 @@ def test_a_job_that_is_submitted_from_elsewhere_is_told_so(slurm: dict[str, str]
     ],
     ids=str,
 )
-def test_bad_settings_are_told_of(shown: dict[str, str], change: dict[str, str], message: str) -> None:
-    done = pretrain("--print", **{**shown, **change})
+def test_bad_settings_are_told_of(
+    shown: dict[str, str], tmp_path: Path, change: dict[str, str], message: str
+) -> None:
+    mode = () if "NODES=4" in message else ("--print",)  # to look at a command, ranks are not needed
+    (tmp_path / "text.idx").write_text("")
+    done = pretrain(*mode, **{**shown, "DATA": str(tmp_path / "text"), **change})
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""
