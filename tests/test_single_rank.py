@@ -237,9 +237,12 @@ def test_import_loads_no_framework_and_reads_no_environment() -> None:
     assert done.stdout.strip() == "[] []"
 
 
-def test_import_takes_less_than_50_ms_beyond_torch() -> None:
-    """With compiled bytecode at hand, as after the first import."""
-    code = "import torch, time; t = time.process_time(); import burst_plugin; print(time.process_time() - t)"
+def test_import_takes_less_than_a_twenty_fifth_of_torchs_own() -> None:
+    """With compiled bytecode at hand, as after the first import. That is 40 ms where torch takes a second."""
+    code = (
+        "from time import process_time as now; a = now(); import torch; b = now(); import burst_plugin; "
+        "print((now() - b) / (b - a))"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def once() -> float:
@@ -247,4 +250,4 @@ def test_import_takes_less_than_50_ms_beyond_torch() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return float(done.stdout)
 
-    assert min(once() for _ in range(5)) < 0.05
+    assert min(once() for _ in range(5)) < 0.04

@@ -191,6 +191,8 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path, number: signal.
         text=True,
         env={**os.environ, "TMPDIR": str(private)},
         start_new_session=True,
+        # Shells start background jobs with SIGINT ignored, and these tests with them.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with bench:
         deadline = time.monotonic() + 30
