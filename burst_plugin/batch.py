@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_plugin.agreement import told
 from burst_plugin.context import ContextParallel
 from burst_plugin.layout import even_length
 from burst_plugin.mask import Documents, Mask, PerRow, key_padding
@@ -82,7 +83,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         padded = even_length(length, cp.ranks)
         mask = _mask(batch, whole["position_ids"], padded)
     except Exception as error:
-        problem, cause = str(error), error
+        problem, cause = told(error), error
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     compared = [*(whole or {}).values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
