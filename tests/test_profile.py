@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -274,7 +275,10 @@ def test_on_gpus_the_host_waits_only_when_the_profile_is_read(monkeypatch: pytes
 
 
 def test_off_it_costs_less_than_a_microsecond_per_step() -> None:
-    """What a step does for profiles, with the step itself left out; the quickest of many, for the machine's sake."""
+    """What a step does for profiles, with the step itself left out, in calls of a function that does nothing.
+
+    Such a call takes 50 ns on the machine that is meant, so sixteen take 0.8 us; a slower machine is slower at both.
+    """
     ring: Ring[Any] = Ring.__new__(Ring)
     ring._log, ring._step, ring._on_gpu, ring._unnamed = None, 0, False, nullcontext()
     ring._move = lambda number, step: None  # type: ignore[method-assign]
@@ -291,4 +295,4 @@ def test_off_it_costs_less_than_a_microsecond_per_step() -> None:
         with ring.traced(visit):
             pass
 
-    assert min(seconds(one) for _ in range(50)) < 1e-6 + min(seconds(lambda: None) for _ in range(50))
+    assert median(seconds(one) / seconds(lambda: None) for _ in range(101)) < 16
