@@ -287,7 +287,7 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
         each_call = [*zip(calls, each, queries, strict=True)]
         return lambda: lockstep([backward_program(c, mine, x, rows) for c, x, rows in each_call])
 
-    pools = [member.transport.pool for member in ring.members]  # type: ignore[attr-defined]
+    pools = [member.transport.pool for member in ring.members]
     return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
 
 

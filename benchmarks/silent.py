@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from burst_plugin.member import Member
-from burst_plugin.packing import LABEL_BYTES, Buffer, Memory
+from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Memory
 from burst_plugin.topology import Traffic
-from burst_plugin.transport import Message, Pending, Waited
+from burst_plugin.transport import Message, Pending, Transport, Waited
 
 __all__ = ["SilentTransport", "silenced"]
 
@@ -27,7 +27,7 @@ class _Nothing:
             waited(self.messages)
 
 
-class SilentTransport:
+class SilentTransport(Transport):
     """Every message has arrived when it is posted; what it holds is this rank's own of the same size and kind, or 0.
 
     So kernels work on numbers like those of a real block: bits of another type would be full of numbers that take
@@ -37,7 +37,7 @@ class SilentTransport:
     """
 
     def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.device], list[Buffer]] = {}
+        super().__init__(_PoolOfNumbers())
         self._kinds: dict[int, Traffic] = {}  # of what buffers hold, by address
         self._label: Tensor | None = None
 
@@ -57,22 +57,26 @@ class SilentTransport:
                 buffer[-LABEL_BYTES:] = self._label
         return [_Nothing((*recvs, *sends))]
 
+
+class _PoolOfNumbers(BufferPool):
+    """A buffer for every length, so that what it held stays of its kind; zeros at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._spare: dict[tuple[int, torch.device], list[Buffer]] = {}
+
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
-        """See `Transport.lease`."""
-        free = self._free.setdefault((nbytes, device), [])
-        if free:
-            return free.pop()
+        """See `BufferPool.lease`."""
+        spare = self._spare.setdefault((nbytes, device), [])
+        if spare:
+            return spare.pop()
         made = Memory(nbytes, device).buffer(nbytes)
         made.data.zero_()
         return made
 
     def release(self, buffer: Buffer) -> None:
-        """See `Transport.release`."""
-        self._free[buffer.data.numel(), buffer.data.device].append(buffer)
-
-    def report_failure(self, text: str) -> str:
-        """See `Transport.report_failure`."""
-        return text
+        """See `BufferPool.release`."""
+        self._spare[buffer.data.numel(), buffer.data.device].append(buffer)
 
 
 @contextmanager

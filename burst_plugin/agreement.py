@@ -10,16 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from burst_plugin.communicators import group_device, launches_batches
+from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.executor import ring_error
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import (
-    Channel,
-    DistributedTransport,
-    Message,
-    PeerLostError,
-    group_device,
-    launches_batches,
-)
+from burst_plugin.transport import Channel, Message, PeerLostError
 
 __all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "told"]
 

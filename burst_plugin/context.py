@@ -16,14 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
+from burst_plugin.communicators import Communicators, group_device, warm_up
+from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
-from burst_plugin.member import Member, as_traffic
+from burst_plugin.member import Member
 from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, Routes
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, DistributedTransport, group_device, new_group_like, warm_up
+from burst_plugin.transport import Channel
 
 __all__ = ["ContextParallel"]
 
@@ -62,17 +64,16 @@ class ContextParallel:
         self.rank, self._global_ranks = _place(group)
         self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
         self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
-        self._hierarchy = [level for level in hierarchy or () if not isinstance(level, int)]
+        levels = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = self._attention_count = 0
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
-        self._communicators: dict[Channel, dist.ProcessGroup] = {}
-        self._transport = DistributedTransport({}, self._global_ranks)
-        self._team_transport = DistributedTransport({}, self._global_ranks)
+        self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
         topology = self._find_topology(sizes)
         routes = Routes(topology, self.strategy)
-        self.member = Member(self.rank, topology, self.strategy, self._transport, self._team_transport, routes)
+        ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # connected at the first call
+        self.member = Member(self.rank, topology, self.strategy, ring, team, routes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
@@ -88,6 +89,11 @@ class ContextParallel:
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self._global_ranks)
+
+    @property
+    def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that this ring has made so far, with the time-out that the given one had then."""
+        return tuple(self._communicators.created)
 
     @property
     def topology(self) -> Topology:
@@ -152,21 +158,19 @@ class ContextParallel:
 
         Attention data only: not the `agreement.EXCHANGE_BYTES` per peer by which ranks agree before a call.
         """
-        return as_traffic(self._transport.sent_bytes + self._team_transport.sent_bytes)
+        return self.member.traffic()
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
         """The same, as the schedule counts it for the calls made."""
-        return as_traffic(self.member.expected_bytes)
+        return self.member.expected_traffic()
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
-        self._transport.sent_bytes.clear()
-        self._team_transport.sent_bytes.clear()
-        self.member.expected_bytes.clear()
+        self.member.reset_traffic()
 
     def allocated_bytes(self) -> int:
         """Bytes of all communication buffers; does not grow once every kind of call has been made twice."""
-        return self._transport.pool.allocated_bytes + self._team_transport.pool.allocated_bytes
+        return self.member.transport.pool.allocated_bytes + self.member.team_transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
         """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
@@ -189,25 +193,37 @@ class ContextParallel:
         `by_link` says for which kinds of schedules, with communicators for each link or without; by default for the
         kind of calls whose mask leaves most of the work.
         """
+        self.member.check_open()
         if self._agreement is None or self.group is None:
             return
         if not self.member.mark:  # rank 0's
             self.member.mark = self._agreement.exchange(token_hex(8), "connecting")[0]
             store = PrefixStore(f"burst_plugin/{self.member.mark}", dist.distributed_c10d._get_default_store())
             self._agreement.record_failures_in(store)
-            self._transport = DistributedTransport(self._communicators, self._global_ranks, store)
-            self.member.transport = self._transport
+            self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
             if self.strategy.ulysses_degree > 1:
                 channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
-                self._team_transport = DistributedTransport(channels, self._global_ranks, store)
-                self.member.team_transport = self._team_transport
+                self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
         if self.member.routes.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
             by_link = {self.member.routes.dense(True).by_link}
         for each in sorted(by_link):
             if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
-                self._communicators.update(self._create_communicators(self.group, each))
+                self._communicators.connect(self.member.link_peers(each), each, self.member.mark)
+
+    def close(self) -> None:
+        """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.
+
+        For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
+        RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
+        nothing is left to destroy. RuntimeError in the middle of a pass.
+        """
+        self.member.close()
+        self.calls.clear()
+        if self.group is not None and self._communicators and not self.member.is_broken and dist.is_initialized():
+            warm_up(self.group)  # no rank is in a pass any more
+        self._communicators.destroy()
 
     def agree(self, signature: Mapping[str, object], problem: str = "", *, always: bool = False) -> int:
         """Compare what all ranks are about to do, and return the number of this call; collective.
@@ -271,33 +287,6 @@ class ContextParallel:
                     stacklevel=3,
                 )
             return Topology(1, self.ranks)
-        return found
-
-    def _create_communicators(self, group: dist.ProcessGroup, by_link: bool) -> dict[Channel, dist.ProcessGroup]:
-        """A process group for every channel: existing ones for gather, new ones for reduce."""
-        ring, place = self.member.ring_peers, self.member.ring_rank
-        members = dict.fromkeys(Link, tuple(ring))
-        if by_link:
-            topology = self.topology.of_teams(self.strategy.ulysses_degree)
-            members = {
-                Link.INTRA: tuple(ring[each] for each in topology.node_peers(place)),
-                Link.INTER: tuple(ring[each] for each in topology.counterparts(place)),
-            }
-        made: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
-        for existing in (group, *self._hierarchy):
-            there = dist.get_process_group_ranks(existing)
-            made.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), existing)
-        found: dict[Channel, dist.ProcessGroup] = {}
-        for traffic in Traffic:
-            for link in Link:
-                key = (traffic, members[link])
-                if key not in made:
-                    global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    name = f"BURST_{traffic.name}_{link.name}_{int(by_link)}_{self.member.mark}_{global_ranks[0]}"
-                    made[key] = new_group_like(group, global_ranks, name)
-                elif made[key] is not group and made[key] not in found.values():  # it may never have been used
-                    warm_up(made[key])
-                found[Channel(traffic, link, by_link)] = made[key]
         return found
 
 

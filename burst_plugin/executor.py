@@ -217,19 +217,19 @@ class Ring(Generic[S]):
             except PeerLostError as lost:
                 self._give_up(number, lost)
         for buffer in self._sent.pop(number, ()):
-            self._transport.release(buffer)
+            self._transport.pool.release(buffer)
         for post, buffer in self._arriving.pop(number, ()):
             self._arrive(number, post, buffer)
         for block in step.drop:
             if block in self._buffers:
-                self._transport.release(self._buffers.pop(block))
+                self._transport.pool.release(self._buffers.pop(block))
         self._post(number)
 
     def _post(self, number: int) -> None:
         """Post this step's messages, those that are due together in one batch per communicator."""
         for due, posts, awaited in self._itinerary.batches[number]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
-            arriving = [(post, self._transport.lease(post.packing.nbytes, self._device)) for post in awaited]
+            arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
             recvs = [Message(post.peer, post.channel, buffer.data) for post, buffer in arriving]
             try:
                 posted = self._transport.post(sends, recvs)
@@ -276,12 +276,12 @@ class Ring(Generic[S]):
         arrived = self._cargo.sums(block, buffer.views(post.packing), True)
         if self._is_own(block):
             self._cargo.own_sums(block).join(arrived, transfer.rows)
-            self._transport.release(buffer)
+            self._transport.pool.release(buffer)
             return
         room, here = self._bags.get(block, (None, None))
         if room is not None and here is not None and (room.buffer is not None or transfer.rows is not None):
             here.join(arrived, transfer.rows)
-            self._transport.release(buffer)
+            self._transport.pool.release(buffer)
             return
         if here is not None:  # nothing but a contribution so far
             arrived.join(here, None)
@@ -299,7 +299,7 @@ class Ring(Generic[S]):
 
     def _lease(self, nbytes: int) -> Buffer:
         """A buffer to send, with this call's label."""
-        buffer = self._transport.lease(nbytes, self._device)
+        buffer = self._transport.pool.lease(nbytes, self._device)
         buffer.mark(self._label)
         return buffer
 

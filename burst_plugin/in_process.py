@@ -1,13 +1,14 @@
-"""All ranks in one process: a transport that is as unkind as a network may be.
+"""All ranks in one process: what networks between them have in common, and one that is as unkind as a network may be.
 
-A sender's buffer is read as late as it may be, messages arrive in random order, and what is released is
-filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
+In a `HostileNetwork` a sender's buffer is read as late as it may be, messages arrive in random order, and what is
+released is filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,126 +16,141 @@ import torch
 from torch import Tensor
 
 from burst_plugin.packing import Buffer, BufferPool
-from burst_plugin.transport import Channel, Message, Pending, Waited
+from burst_plugin.transport import Channel, Message, Pending, Transport, Waited
 
-__all__ = ["InProcessNetwork", "InProcessTransport"]
+__all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel"]
 
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
 
+_Route = tuple[int, int, Channel]  # from rank to rank
+
 
 @dataclass(eq=False)
-class _Parcel:
-    """One message: posted by the sender, by the receiver, or both."""
+class Parcel:
+    """One message: posted by its sender, by its receiver, or both. `events`: for networks whose copies need them."""
 
+    route: _Route
     source: Tensor | None = None
     target: Tensor | None = None
-    arrived: bool = False
+    events: list[torch.cuda.Event] = field(default_factory=list)
 
-    def deliver(self, route: tuple[int, int, Channel]) -> None:
-        if self.arrived:
-            return
+    @property
+    def is_whole(self) -> bool:
+        """Whether both ends are posted."""
+        return self.source is not None and self.target is not None
+
+    def deliver(self) -> None:
+        """Copy. RuntimeError if an end was never posted, or if the two are of different lengths."""
         if self.source is None or self.target is None:
             missing = "sent" if self.source is None else "received"
-            raise RuntimeError(f"deadlock: rank {route[0]} -> rank {route[1]} on {route[2]} was never {missing}")
-        if self.source.numel() != self.target.numel():
-            raise RuntimeError(f"{self.source.numel()} bytes sent, {self.target.numel()} expected: {route}")
-        self.target.copy_(self.source)
-        self.arrived = True
+            raise RuntimeError(f"deadlock: rank {self.route[0]} -> rank {self.route[1]}: never {missing}")
+        sent, expected = self.source.numel(), self.target.numel()
+        if sent != expected:
+            raise RuntimeError(
+                f"{sent} bytes sent, {expected} expected: rank {self.route[0]} -> rank {self.route[1]}"
+            )
+        self.target.copy_(self.source, non_blocking=True)
 
 
-@dataclass
-class InProcessNetwork:
-    """The wires between `ranks` ranks; counts what it carries in `sent_bytes[rank, channel]`."""
+class InProcessNetwork(ABC):
+    """The wires between `ranks` ranks of this process; kinds of it differ in when a message is copied."""
 
-    ranks: int
-    seed: int = 0
-    sent_bytes: Counter[tuple[int, Channel]] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-        self._under_way: dict[tuple[int, int, Channel], list[_Parcel]] = {}
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._half: dict[_Route, deque[Parcel]] = {}  # of which one end is posted, oldest first
 
     def transports(self) -> list[InProcessTransport]:
         """One end per rank."""
-        return [InProcessTransport(self, rank) for rank in range(self.ranks)]
+        return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
 
-    def parcel(self, route: tuple[int, int, Channel], source: Tensor | None, target: Tensor | None) -> _Parcel:
-        """Put one end of a message on its route; ends meet in the order in which they were posted."""
-        queue = self._under_way.setdefault(route, [])
-        for parcel in queue:
-            if source is not None and parcel.source is None:
-                parcel.source = source
-                return parcel
-            if target is not None and parcel.target is None:
-                parcel.target = target
-                return parcel
-        queue.append(_Parcel(source, target))
-        return queue[-1]
+    def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
+        """Post one end of a message; ends meet in the order in which they were posted."""
+        queue = self._half.setdefault(route, deque())
+        if queue and (queue[0].source is None) != (source is None):
+            parcel = queue.popleft()
+            parcel.source, parcel.target = (parcel.source, target) if source is None else (source, parcel.target)
+        else:
+            parcel = Parcel(route, source, target)
+            queue.append(parcel)
+        self._posted(parcel)
+        return parcel
 
-    def deliver(self, wanted: Sequence[tuple[tuple[int, int, Channel], _Parcel]]) -> None:
-        """Deliver what is waited for, in random order, and sometimes something else before it."""
-        for route, parcel in self._random.sample(wanted, len(wanted)):
-            if self._random.random() < 0.5:
-                self._deliver_any()
-            parcel.deliver(route)
-            if parcel in self._under_way[route]:
-                self._under_way[route].remove(parcel)
+    @abstractmethod
+    def _posted(self, parcel: Parcel) -> None:
+        """An end of this message has been posted."""
 
-    def _deliver_any(self) -> None:
-        ready = [
-            (route, parcel)
-            for route, queue in self._under_way.items()
-            for parcel in queue
-            if parcel.source is not None and parcel.target is not None
-        ]
-        if ready:
-            route, parcel = self._random.choice(ready)
-            parcel.deliver(route)
+    @abstractmethod
+    def collect(self, parcels: Sequence[Parcel]) -> None:
+        """These messages are waited for: they have to be there when this returns. RuntimeError if one cannot be."""
+
+    def _pool(self) -> BufferPool:
+        return BufferPool()
+
+
+class InProcessTransport(Transport):
+    """One rank's end of an `InProcessNetwork`."""
+
+    def __init__(self, network: InProcessNetwork, rank: int, pool: BufferPool) -> None:
+        super().__init__(pool)
+        self._network, self._rank = network, rank
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """See `Transport.post`."""
+        put, rank = self._network.put, self._rank
+        parcels = [put((m.peer, rank, m.channel), None, m.data) for m in recvs]
+        parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
+        self.count(sends)
+        return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
 
 @dataclass
 class _InProcessPending:
     messages: Sequence[Message]
     network: InProcessNetwork
-    parcels: list[tuple[tuple[int, int, Channel], _Parcel]]
+    parcels: Sequence[Parcel]
 
     def wait(self, waited: Waited | None = None) -> None:
-        self.network.deliver(self.parcels)
+        self.network.collect(self.parcels)
         if waited is not None:
             waited(self.messages)
 
 
-class InProcessTransport:
-    """One rank's end of an `InProcessNetwork`."""
+class HostileNetwork(InProcessNetwork):
+    """Copies when a message is waited for, and sometimes another one before it; `seed` sets its mood."""
 
-    def __init__(self, network: InProcessNetwork, rank: int) -> None:
-        self._network = network
-        self._rank = rank
-        self._pool = BufferPool()
+    def __init__(self, ranks: int, seed: int = 0) -> None:
+        super().__init__(ranks)
+        self._random = random.Random(seed)
+        self._under_way: list[Parcel] = []
 
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`."""
-        parcels = []
-        for message in recvs:
-            route = (message.peer, self._rank, message.channel)
-            parcels.append((route, self._network.parcel(route, None, message.data)))
-        for message in sends:
-            route = (self._rank, message.peer, message.channel)
-            parcels.append((route, self._network.parcel(route, message.data, None)))
-            self._network.sent_bytes[self._rank, message.channel] += message.data.numel()
-        return [_InProcessPending((*recvs, *sends), self._network, parcels)]
+    def _posted(self, parcel: Parcel) -> None:
+        if parcel.is_whole:
+            self._under_way.append(parcel)
+
+    def collect(self, parcels: Sequence[Parcel]) -> None:
+        """See `InProcessNetwork.collect`."""
+        for parcel in self._random.sample(parcels, len(parcels)):
+            if self._under_way and self._random.random() < 0.5:
+                self._deliver(self._random.choice(self._under_way))
+            if parcel in self._under_way or not parcel.is_whole:
+                self._deliver(parcel)
+
+    def _deliver(self, parcel: Parcel) -> None:
+        parcel.deliver()
+        self._under_way.remove(parcel)
+
+    def _pool(self) -> BufferPool:
+        return _PoolOfNaN()
+
+
+class _PoolOfNaN(BufferPool):
+    """Lends buffers full of NaN, and leaves NaN behind."""
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
-        """See `Transport.lease`; full of NaN."""
-        buffer = self._pool.lease(nbytes, device)
+        buffer = super().lease(nbytes, device)
         buffer.data.fill_(_NAN_BYTE)
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """See `Transport.release`; leaves NaN behind."""
         buffer.data.fill_(_NAN_BYTE)
-        self._pool.release(buffer)
-
-    def report_failure(self, text: str) -> str:
-        """There is only this process."""
-        return text
+        super().release(buffer)

@@ -18,7 +18,7 @@ from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transport import Channel, Transport
 from burst_plugin.ulysses import Team
 
-__all__ = ["Member", "as_traffic"]
+__all__ = ["Member"]
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Member:
     calls_made: int = 0
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     mark: str = ""  # tells this ring from others of the same group, once its ranks have met
+    is_closed: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None
     _broken: str = ""  # why a pass was left half way, or a call refused by this rank alone
@@ -57,6 +58,28 @@ class Member:
         """The ranks of its ring."""
         degree = self.strategy.ulysses_degree
         return range(self.rank % degree, self.topology.ranks, degree)
+
+    def link_peers(self, by_link: bool) -> dict[Link, tuple[int, ...]]:
+        """The ranks that this one's communicators are shared with: all of its ring, or those at the end of a link."""
+        ring = self.ring_peers
+        if not by_link:
+            return dict.fromkeys(Link, tuple(ring))
+        teams = self.topology.of_teams(self.strategy.ulysses_degree)
+        places = {Link.INTRA: teams.node_peers(self.ring_rank), Link.INTER: teams.counterparts(self.ring_rank)}
+        return {link: tuple(ring[place] for place in there) for link, there in places.items()}
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """See `ContextParallel.traffic`."""
+        return _by_name(self.transport.sent_bytes + self.team_transport.sent_bytes)
+
+    def expected_traffic(self) -> dict[str, dict[str, int]]:
+        """See `ContextParallel.expected_traffic`."""
+        return _by_name(self.expected_bytes)
+
+    def reset_traffic(self) -> None:
+        """See `ContextParallel.reset_traffic`."""
+        for counter in (self.transport.sent_bytes, self.team_transport.sent_bytes, self.expected_bytes):
+            counter.clear()
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:
@@ -84,6 +107,7 @@ class Member:
 
     def check_usable(self, device: torch.device) -> None:
         """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
+        self.check_open()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
         if self._broken:
@@ -91,6 +115,27 @@ class Member:
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
                 f"their way; {'restart the processes' if device.type == 'cuda' else 'make a new ContextParallel'}"
             )
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this ring is closed."""
+        if self.is_closed:
+            raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
+
+    def close(self) -> None:
+        """No pass comes any more. RuntimeError in the middle of one."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
+            )
+        self.is_closed = True
+        self.transport.close()
+        self.team_transport.close()
+        self._busy.release()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a pass was left half way, or a call refused by this rank alone."""
+        return bool(self._broken)
 
     def give_up(self, error: BaseException) -> None:
         """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
@@ -120,7 +165,7 @@ class Member:
             )
 
 
-def as_traffic(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
+def _by_name(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
     """Bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
     found = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
     for channel, nbytes in sent_bytes.items():

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from burst_plugin.packing import Buffer
 from burst_plugin.profile_report import Event, RingProfile, Summary, save_chrome_trace
 from burst_plugin.topology import Topology
 from burst_plugin.transport import Channel, Message, Pending, Transport
@@ -59,9 +58,11 @@ class _StreamClock:
     def now(self) -> _Mark:
         mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         mark.record()
+        self._latest = mark
         return mark
 
     def reader(self) -> Callable[[_Mark], float]:
+        self._latest.synchronize()  # which may be on another stream than where it is read
         last = self.now()
         last.synchronize()
         origin_s = time.perf_counter() - self._origin.elapsed_time(last) / 1e3
@@ -124,16 +125,17 @@ class _Timed:
         self._log.note(self._start, self._kind)
 
 
-class _WatchedTransport:
+class _WatchedTransport(Transport):
     def __init__(self, transport: Transport, log: PassLog) -> None:
-        self._log, self._post = log, transport.post
-        self.lease: Callable[[int, torch.device], Buffer] = transport.lease
-        self.release: Callable[[Buffer], None] = transport.release
-        self.report_failure: Callable[[str], str] = transport.report_failure
+        super().__init__(transport.pool)
+        self._transport, self._log = transport, log
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()
-        return [self._log.posted(start, sends, pending) for pending in self._post(sends, recvs)]
+        return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
+
+    def report_failure(self, text: str) -> str:
+        return self._transport.report_failure(text)
 
 
 class _WatchedPending:
@@ -184,11 +186,15 @@ class Profile:
     @property
     def events(self) -> list[Event]:
         """All that happened, in the order in which it ended. On GPUs this waits for the stream."""
-        spans, self._spans[:] = list(self._spans), []
-        readers = {id(clock): clock.reader() for clock in {id(span.clock): span.clock for span in spans}.values()}
-        for blank, fields, clock, start, stop in spans:
+        readers = {
+            id(clock): clock.reader() for clock in {id(span.clock): span.clock for span in self._spans}.values()
+        }
+        found = []
+        for blank, fields, clock, start, stop in self._spans:
             read = readers[id(clock)]
-            self._events.append(blank._replace(start_s=read(start), stop_s=read(stop), **fields))
+            found.append(blank._replace(start_s=read(start), stop_s=read(stop), **fields))
+        self._events += found
+        self._spans.clear()
         due = {event.batch: event.step for event in self._events if event.kind == "wait"}
         self._events = [e._replace(due=due.get(e.batch, -1)) if e.kind == "post" else e for e in self._events]
         return self._events

@@ -270,7 +270,7 @@ class HeadExchange:
             out, back = rows_of[team.place], rows_of[member]
             if not to_heads:
                 out, back = back, out
-            leaving, arriving = transport.lease(out.nbytes, device), transport.lease(back.nbytes, device)
+            leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
             leased.append((leaving, arriving))
             for piece, view in zip(pieces, leaving.views(out), strict=True):
                 if to_heads:
@@ -301,8 +301,8 @@ class HeadExchange:
                     piece.share(member).add_(view)
                 else:
                     piece.share(member).copy_(view)
-            transport.release(leaving)
-            transport.release(arrived)
+            transport.pool.release(leaving)
+            transport.pool.release(arrived)
 
     def _packings_by_member(self, pieces: Sequence[_Piece]) -> list[Packing]:
         """How every member's rows of one share of the heads travel; members mostly bring alike numbers of rows."""

@@ -8,7 +8,7 @@ To check on a laptop what a cluster will compute:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 from burst_plugin.attention import attention_of
 from burst_plugin.call import Call
 from burst_plugin.choices import prepare
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.in_process import InProcessNetwork
+from burst_plugin.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
-from burst_plugin.member import Member, as_traffic
+from burst_plugin.member import Member
 from burst_plugin.profile import Profile
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Request
@@ -29,7 +28,6 @@ from burst_plugin.routes import Routes
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
-from burst_plugin.transport import Transport
 
 __all__ = ["VirtualRing"]
 
@@ -50,17 +48,13 @@ class VirtualRing:
         strategy: Strategy | None = None,
         *,
         seed: int = 0,
-        network: CopyNetwork | None = None,
+        network: InProcessNetwork | None = None,
     ) -> None:
-        self.network: CopyNetwork | InProcessNetwork = network or InProcessNetwork(topology.ranks, seed)
+        self.network = network or HostileNetwork(topology.ranks, seed)
         strategy = strategy or Strategy()
         routes = Routes(topology, strategy)
-        rings: Sequence[Transport] = self.network.transports()
-        teams: Sequence[Transport] = self.network.transports()
-        self.members = [
-            Member(rank, topology, strategy, *wires, routes)
-            for rank, wires in enumerate(zip(rings, teams, strict=True))
-        ]
+        wires = zip(self.network.transports(), self.network.transports(), strict=True)  # of the ring, and of teams
+        self.members = [Member(rank, topology, strategy, *ends, routes) for rank, ends in enumerate(wires)]
         self._number = 0
         self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 
@@ -120,8 +114,8 @@ class VirtualRing:
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
-        return as_traffic({channel: n for (r, channel), n in self.network.sent_bytes.items() if r == rank})
+        return self.members[rank].traffic()
 
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """The same, as the schedule counts it."""
-        return as_traffic(self.members[rank].expected_bytes)
+        return self.members[rank].expected_traffic()

@@ -28,11 +28,11 @@ from burst_plugin import (
     context,
     flat_ring,
 )
+from burst_plugin.distributed_transport import _reason
 from burst_plugin.kernels import TorchCpuKernel
 from burst_plugin.region import Region
 from burst_plugin.shapes import Shapes, hop_bytes
 from burst_plugin.strategy import choose_traveller
-from burst_plugin.transport import _reason
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative
 from tests.test_gloo import _last_lines

@@ -57,7 +57,7 @@ def leased_at_once(ring: VirtualRing, mask: Mask) -> Counter[int]:
             super().release(buffer)
 
     for member in ring.members:
-        member.transport.pool = Counted()  # type: ignore[attr-defined]
+        member.transport.pool = Counted()
     q, k, v = (x.requires_grad_() for x in Problem.draw(96, (4, 4), dtype=torch.bfloat16)[:3])
     ring.attention(q, k, v, mask=mask)[0].sum().backward()
     assert not any(+counts for counts in now.values())
@@ -79,7 +79,7 @@ def test_rings_lease_what_was_counted(schedule: str, topology: Topology, parts: 
     operands, sums = sorted(most)  # in bfloat16 and in float32
     assert (most[operands], most[sums]) == (max(held.operands for held in counted), counted[1].sums)
     for member in ring.members:
-        held = member.transport.pool.allocated_bytes  # type: ignore[attr-defined]
+        held = member.transport.pool.allocated_bytes
         assert held <= most[operands] * operands + most[sums] * sums
 
 

@@ -30,10 +30,10 @@ from burst_plugin import (
     two_level_ring,
 )
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
+from burst_plugin.communicators import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profile import Event
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.transport import warm_up
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -110,12 +110,12 @@ def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[st
     everyone = ContextParallel(dist.group.WORLD, hierarchy=levels)
     assert everyone.topology == burst_plugin.Topology(2, 2)
     worst: dict[str, float] = {}
-    with mock.patch("burst_plugin.context.warm_up", side_effect=warm_up) as warmed:
+    with mock.patch("burst_plugin.communicators.warm_up", side_effect=warm_up) as warmed:
         for cp in (pair, everyone, pair, everyone):
             for name, error in errors(_train_step(cp, problem), truth).items():
                 worst[name] = max(error, worst.get(name, 0.0))
     made = len(dist.distributed_c10d._world.pg_map) - before
-    return worst, made, [call.args[0] for call in warmed.call_args_list] == levels
+    return worst, made, [call.args[0] for call in warmed.call_args_list if call.args[0] in levels] == levels
 
 
 def test_groups_beside_each_other_and_reuse_of_the_frameworks_own() -> None:
@@ -124,6 +124,41 @@ def test_groups_beside_each_other_and_reuse_of_the_frameworks_own() -> None:
         assert max(worst.values()) < 2e-6
         assert warmed, "the framework may not have used its groups yet"
         assert made == 3, "one reduce group for the pair, two for the whole; gather groups are the framework's"
+
+
+def _one_ring_after_another(
+    rank: int, problem: Problem, truth: Result
+) -> tuple[float, list[int], list[int], str, str]:
+    """How far off three rings are, groups and open files when each has been closed, and what a closed one says."""
+    worst, groups, files = 0.0, [], []
+    for _ in range(3):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, ulysses_degree=2)
+        worst = max(worst, *errors(_train_step(cp, problem), truth).values())
+        q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
+        out = burst_attention(q, k, v, cp)
+        assert cp.allocated_bytes() > 0
+        cp.close()
+        cp.close()
+        assert cp.allocated_bytes() == 0
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+        dist.barrier()
+        files.append(len(os.listdir("/proc/self/fd")))
+    said = []
+    for late in (lambda: burst_attention(q, k, v, cp), lambda: out.sum().backward()):  # type: ignore[union-attr]
+        try:
+            late()
+        except RuntimeError as error:
+            said.append(str(error))
+    return worst, groups, files, *said  # type: ignore[return-value]
+
+
+def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> None:
+    problem = Problem.draw(32, (4, 2))
+    for worst, groups, files, *said in run_ranks(_one_ring_after_another, 4, problem, reference(problem, Causal())):
+        assert worst < 2e-6
+        assert groups == [1] * 3, "only the world is left"
+        assert files[1:] == files[:-1], "and no connections"
+        assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
 
 
 # ------------------------------------------------------------------------------------------- bytes on the wire

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import transport
+from burst_plugin import communicators
+from burst_plugin.communicators import group_device
+from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, DistributedTransport, Message, group_device
+from burst_plugin.transport import Channel, Message
 
 GATHER, REDUCE = (Channel(traffic, Link.INTRA) for traffic in Traffic)
 
@@ -42,7 +44,7 @@ def message(peer: int, channel: Channel, value: int) -> Message:
 
 @pytest.fixture(autouse=True)
 def _no_real_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "group_device", lambda group: torch.device("cpu"))
+    monkeypatch.setattr(communicators, "group_device", lambda group: torch.device("cpu"))
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank - 5)
 
 

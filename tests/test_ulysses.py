@@ -27,7 +27,7 @@ from burst_plugin import (
 )
 from burst_plugin.choices import prepare
 from burst_plugin.executor import lockstep
-from burst_plugin.in_process import InProcessNetwork
+from burst_plugin.in_process import HostileNetwork
 from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.packing import Packing
 from burst_plugin.request import Inputs, Request
@@ -91,14 +91,14 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     topology, tokens = Topology(1, 3), Tokens(7)
     shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
     team = joined(shards)
-    network, expected = InProcessNetwork(3), [Counter[Channel]() for _ in range(3)]
+    transports, expected = HostileNetwork(3).transports(), [Counter[Channel]() for _ in range(3)]
     whole = [torch.randn(2, 7, heads, dim) for heads, dim in ((6, 4), (3, 5))]
     local = [[x[:, positions(runs)] for x in whole] for runs in shards]
 
     def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         exchanges = [
             HeadExchange(Team(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank], Packing)
-            for rank, wires in enumerate(network.transports())
+            for rank, wires in enumerate(transports)
         ]
         return lockstep([e.run(to_heads, mine, ("q", "kv")) for e, mine in zip(exchanges, tensors, strict=True)])
 
@@ -110,7 +110,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     for mine, back in zip(local, run(False, there), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(mine, back, strict=True))
     for rank in range(3):
-        assert expected[rank] == Counter({c: n for (r, c), n in network.sent_bytes.items() if r == rank})
+        assert expected[rank] == transports[rank].sent_bytes
         assert set(expected[rank]) == {Channel(traffic, Link.INTRA) for traffic in Traffic}
 
 
