@@ -35,6 +35,8 @@ from burst_plugin.ulysses import HeadExchange, Joined
 
 __all__ = ["Call", "CallKind", "Extras"]
 
+_LARGEST_BATCH = 2**16 - 1  # that CUDA kernels are launched for: pieces of a tile are batch rows to them
+
 
 class Extras(NamedTuple):
     """What a call has besides queries, keys and values, as ranks compare it.
@@ -112,7 +114,8 @@ class CallKind:
 
     def _as_the_kernel_has_them(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         if "windows" not in self.kernel.features:
-            tiles = [piece for tile in tiles for piece in cut(tile)]
+            most = max(1, _LARGEST_BATCH // self.shapes.batch)
+            tiles = [piece for tile in tiles for piece in cut(tile, most)]
         if self._needs_sites:  # which pieces cannot share as a batch
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
         return tuple(tiles)

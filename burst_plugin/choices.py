@@ -69,7 +69,13 @@ def _choose(member: Member, inputs: Inputs, request: Request, deterministic: boo
         shapes,
         attending,
         scores,
-        _kernel(member.strategy, q.device, shapes, _features(shapes, scores, deterministic, extras)),
+        _kernel(
+            member.strategy,
+            q.device,
+            shapes,
+            _features(shapes, scores, deterministic, extras),
+            new_tiles=not request.mask.is_fixed,
+        ),
         _travellers(member.strategy, shapes, extras),
         q.device,
         extras,
@@ -141,10 +147,12 @@ def _extras(inputs: Inputs, degree: int) -> Extras:
     return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged)
 
 
-def _kernel(strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str]) -> Kernel:
+def _kernel(
+    strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
+) -> Kernel:
     """The one asked for, or the fastest that can."""
     heads, dims = (shapes.q_heads, shapes.kv_heads), (shapes.qk_dim, shapes.v_dim)
-    return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features))
+    return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
 
 def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:

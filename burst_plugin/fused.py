@@ -107,8 +107,9 @@ def row_share(out: Tensor, dout: Tensor) -> Tensor:
 
 def try_out(device: torch.device) -> None:
     """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
-    rows, ones = torch.zeros(1, 1, 1, device=device), torch.zeros(1, 1, 1, 1, device=device)
-    merge_(ones, rows, ones.clone(), rows.clone())
+    rows, ones = torch.zeros(2, 2, 3, device=device), torch.zeros(2, 3, 2, 4, device=device)
+    merge_(ones, rows, ones.bfloat16(), rows.clone())
+    row_delta(ones.bfloat16(), ones.bfloat16())
 
 
 def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ class Full(Mask):
     """Every token attends to every token."""
 
     compares_positions = False
+    is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
@@ -53,6 +54,7 @@ class SlidingWindow(Mask):
 
     left: int | None
     right: int | None = 0
+    is_fixed = True
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
@@ -77,6 +79,7 @@ class Causal(Mask):
     """Every token attends to itself and to what comes before it, counted from the start of both sequences."""
 
     looks_ahead = False
+    is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""
@@ -88,6 +91,7 @@ class CausalBottomRight(Mask):
     """Causal, counted from the end of both sequences: the last query attends to every key."""
 
     looks_ahead = False
+    is_fixed = True
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region."""

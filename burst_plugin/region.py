@@ -86,6 +86,11 @@ class Mask(ABC):
         return True
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether all batches of a run share it; else tiles of new shapes may come with every batch."""
+        return False
+
+    @property
     def shifts(self) -> bool:
         """Whether it pairs queries with keys at other positions, so that distances between the two mean nothing."""
         return False
@@ -139,6 +144,11 @@ class Both(Mask):
     def looks_ahead(self) -> bool:
         """If both do."""
         return self.one.looks_ahead and self.other.looks_ahead
+
+    @property
+    def is_fixed(self) -> bool:
+        """If both are."""
+        return self.one.is_fixed and self.other.is_fixed
 
     @property
     def shifts(self) -> bool:

@@ -19,8 +19,8 @@ __all__ = ["cut", "in_turns", "one_by_one"]
 _CUTS = 8  # places at which a visit can be cut in two turns
 
 
-def cut(tile: Tile) -> Iterator[Tile]:
-    """`tile` in full, causal and anticausal tiles; drawn at the top of this file."""
+def cut(tile: Tile, most: int) -> Iterator[Tile]:
+    """`tile` in full, causal and anticausal tiles of at most so many pieces; drawn at the top of this file."""
     lower, upper = tile.band
     if lower is None or upper is None:
         yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
@@ -31,7 +31,7 @@ def cut(tile: Tile) -> Iterator[Tile]:
             if band is CAUSAL:
                 return
             band = FULL
-        yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band))
+        yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band, most))
 
 
 def one_by_one(tile: Tile) -> Iterator[Tile]:
@@ -82,15 +82,15 @@ def _pairs_of(found: Sequence[Tile]) -> int:
     return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in found)
 
 
-def _staircase(tile: Tile, first: int, step: int, band: Band) -> Iterator[Tile]:
+def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iterator[Tile]:
     """Squares of `step` rows down a diagonal: square n has the rows from n * step on, and keys `first` further."""
     q, q_stop, k, k_stop = tile[:4]
     squares = range(-(-(q_stop - q) // step))
     whole = [n for n in squares if q + (n + 1) * step <= q_stop and _fits(k + first + n * step, step, k, k_stop)]
-    if whole:
-        rows, keys = q + whole[0] * step, k + first + whole[0] * step
-        length = len(whole) * step
-        yield Tile(rows, rows + length, keys, keys + length, band, len(whole))
+    for at in range(0, len(whole), most):
+        some = whole[at : at + most]
+        rows, keys, length = q + some[0] * step, k + first + some[0] * step, len(some) * step
+        yield Tile(rows, rows + length, keys, keys + length, band, len(some))
     for n in squares:
         if whole and whole[0] <= n <= whole[-1]:
             continue

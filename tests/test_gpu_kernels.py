@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from burst_plugin import Causal, Documents, PerRow, Scores, SlidingWindow, Strategy, Topology, VirtualRing
+from burst_plugin import Causal, Documents, Mask, PerRow, Scores, SlidingWindow, Strategy, Topology, VirtualRing
 from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel, library, torch_cudnn
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
@@ -181,12 +181,39 @@ def test_the_switch_for_determinism_is_put_back_as_it_was(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
-def test_what_cudnn_has_no_kernel_for_is_written_out(kernel: Kernel, calls: Calls) -> None:
+def test_what_cudnn_has_no_kernel_for_is_left_to_flash_attention(
+    kernel: Kernel, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single queries and keys; and on Hopper, before it was mended, keys that do not fill its blocks."""
     for rows in ((1, 5), (5, 1), (1, 1)):
         agree(kernel, Problem.draw(rows, (2, 1), 8, torch.float64), How(FULL, SCALED))
-    assert not calls
-    agree(kernel, Problem.draw((5, 2), (2, 1), 8, torch.float64), How(FULL, SCALED))
-    assert calls
+    assert {call["by"] for call in calls} == {"torch_flash"}
+    for mended, keys, by in ((True, 2, "torch_cudnn"), (False, 2, "torch_flash"), (False, 128, "torch_cudnn")):
+        monkeypatch.setattr(torch_cudnn, "_reads_behind_keys", lambda device, mended=mended: not mended)
+        calls.clear()
+        agree(kernel, Problem.draw((5, keys), (2, 1), 8, torch.float64), How(FULL, SCALED))
+        assert {call["by"] for call in calls} == {by}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cudnn", "faulty"), [("H100", 92000, True), ("H100", 92600, False), ("B200", 92000, False)]
+)
+def test_which_cudnn_reads_behind_keys(gpu: str, cudnn: int, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, gpu, cudnn)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU[gpu])
+    assert torch_cudnn._reads_behind_keys.__wrapped__(torch.device("cuda", 0)) == faulty
+
+
+@pytest.mark.parametrize("kernel", ["torch_flash", "flash_attn_2"], indirect=True)
+def test_more_than_can_be_addressed_is_worked_on_in_slices(
+    kernel: Kernel, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.draw(5, (2, 1), 8, torch.float64)  # two batch rows
+    for largest, passes in ((2 * 128 * 2 * 64, 1), (2 * 128 * 2 * 64 - 1, 2)):
+        monkeypatch.setattr(type(kernel), "largest_dq", largest)
+        calls.clear()
+        agree(kernel, problem, How(CAUSAL, SCALED))
+        assert len(calls) == passes
 
 
 @every_kernel
@@ -288,7 +315,17 @@ def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returne
     assert (why is not None and "newer than v2.8.3" in why) == refused
 
 
-@pytest.mark.parametrize(("version", "refused"), [("4.0.0b17", True), ("4.0.0b18", False), ("4.0.0", False)])
+@pytest.mark.parametrize(
+    ("version", "refused"),
+    [
+        ("4.0.0b25", True),
+        ("4.0.0b26", False),
+        ("4.0.0", False),
+        ("4.0.0b26.dev3+g940cd96", True),
+        ("4.0.0b27.dev1+g940cd96", False),
+        ("0.0.0", True),
+    ],
+)
 def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,11 +334,16 @@ def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(
     with flash_attn_4(Calls(), 4):
         assert isinstance(kernel, FlashAttn4Kernel)
         why = kernel._refuse_library(PLAIN)
-    assert (why is not None and "4.0.0b18" in why) == refused
+    assert (why is not None and "4.0.0b26" in why) == refused
 
 
-def test_cudnn_is_not_used_where_its_lse_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_not_used_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "H100")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert "enable_cudnn_sdp(False) has switched it off" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
     assert KERNELS["torch_cudnn"].refuse(PLAIN) is None
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert "unset it" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
@@ -325,10 +367,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str, cudnn: int = 91501) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPU[gpu])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
 
 
 CHOICES = [
     ("H100", (), {}, "torch_cudnn"),
+    ("H100", (), {"new_tiles": True}, "torch_flash"),
+    ("H100", ("flash_attn_2",), {"new_tiles": True}, "flash_attn_2"),
     ("H100", ("flash_attn_3",), {}, "flash_attn_3"),
     ("H100", ("flash_attn_2", "flash_attn_4"), {}, "flash_attn_4"),
     ("H100", ("flash_attn_2",), {"features": frozenset({"deterministic"})}, "flash_attn_2"),
@@ -377,6 +422,29 @@ def test_auto_takes_the_fastest_of_this_gpu(
 
 
 @pytest.mark.parametrize(
+    ("mask", "new"),
+    [
+        (Causal(), False),
+        (Causal() & SlidingWindow(3), False),
+        (Causal() & Documents((0, 3, 8)), True),
+        (PerRow((Causal(), Causal())), True),
+    ],
+)
+def test_masks_that_come_with_the_batch_may_bring_new_tiles(
+    mask: Mask, new: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Case] = []
+
+    def choose(name: str, case: Case) -> Kernel:
+        asked.append(case)
+        return REFERENCE
+
+    monkeypatch.setattr("burst_plugin.choices.choose_kernel", choose)
+    VirtualRing(Topology(1, 2)).attention(*Problem.draw(8, (2, 2))[:3], mask=mask)
+    assert {case.new_tiles for case in asked} == {new}
+
+
+@pytest.mark.parametrize(
     ("name", "gpu", "changes", "message"),
     [
         ("flash_attn_2", "V100", {}, "compute capability 8.0 to 12.1, not 7.0"),
@@ -399,8 +467,8 @@ def test_gpu_kernels_say_why_not(
 
 
 def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    pretend(monkeypatch, "H100", cudnn=91002)
-    assert "needs cuDNN 91100 or newer, not 91002" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
+    pretend(monkeypatch, "H100", cudnn=91400)
+    assert "needs cuDNN 91501 or newer, not 91400" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
     with INSTALL["flash_attn_2"][1](calls):
         assert KERNELS["flash_attn_2"].refuse(PLAIN) is None
         monkeypatch.setattr(sys.modules["flash_attn"], "__version__", "2.6.3")

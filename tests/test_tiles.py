@@ -13,6 +13,8 @@ from burst_plugin.region import Region, allowed
 from burst_plugin.tile_cuts import cut, in_turns
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, row_spans, tiles_of
 
+MOST = 65535  # pieces of a tile
+
 
 def tiles(mask: Mask, lengths: tuple[int, int], queries: Sequence[Run], keys: Sequence[Run]) -> tuple[Tile, ...]:
     """The work of queries on keys."""
@@ -80,16 +82,18 @@ def test_windows_are_exact_in_every_layout_whole_and_cut(name: str, window: tupl
             found = tiles(mask, (size, size), *runs)
             expected = allowed(mask, (size, size), *(positions(r) for r in runs)).int()
             assert torch.equal(painted_tiles(found, *expected.shape), expected)
-            pieces = tuple(piece for tile in found for piece in cut(tile))
-            assert {tile.band for tile in pieces} <= {FULL, CAUSAL, ANTICAUSAL}
-            assert torch.equal(painted_tiles(pieces, *expected.shape), expected)
+            for most in (MOST, 2):
+                pieces = tuple(piece for tile in found for piece in cut(tile, most))
+                assert {tile.band for tile in pieces} <= {FULL, CAUSAL, ANTICAUSAL}
+                assert max((tile.pieces for tile in pieces), default=0) <= most
+                assert torch.equal(painted_tiles(pieces, *expected.shape), expected)
 
 
 def test_a_window_is_cut_into_two_staircases() -> None:
     """The drawing at the top of `tiles.py`: four squares down each diagonal, whatever the length."""
     (window,) = tiles(SlidingWindow(4), (16, 16), (Run(0, 16),), (Run(0, 16),))
     assert window == Tile(0, 16, 0, 16, Band(-4, 0))
-    assert list(cut(window)) == [
+    assert list(cut(window, MOST)) == [
         Tile(4, 16, 0, 12, ANTICAUSAL, pieces=3),
         Tile(0, 16, 0, 16, CAUSAL, pieces=4),
     ]
@@ -97,13 +101,13 @@ def test_a_window_is_cut_into_two_staircases() -> None:
 
 @pytest.mark.parametrize("band", [Band(-4, 0), Band(-4, 3), Band(2, 2)])
 def test_pieces_are_of_the_same_batch_rows(band: Band) -> None:
-    assert {piece.batch for piece in cut(Tile(0, 18, 0, 17, band, batch=(1, 3)))} == {(1, 3)}
+    assert {piece.batch for piece in cut(Tile(0, 18, 0, 17, band, batch=(1, 3)), MOST)} == {(1, 3)}
 
 
 @pytest.mark.parametrize("length", [1 << 14, 1 << 20])
 def test_the_number_of_pieces_does_not_grow_with_the_length(length: int) -> None:
     (window,) = tiles(SlidingWindow(4095), (length, length), (Run(0, length),), (Run(0, length),))
-    pieces = list(cut(window))
+    pieces = list(cut(window, MOST))
     assert len(pieces) <= 6
     assert sum(piece.work for piece in pieces) == window.work == 4096 * length - 4096 * 4095 // 2
 
@@ -189,7 +193,7 @@ def test_a_band_that_just_holds_everything_is_full() -> None:
 
 def test_pieces_stay_in_their_batch_rows() -> None:
     window = Tile(0, 16, 0, 16, Band(-4, 0), batch=(1, 3))
-    assert {piece.batch for piece in cut(window)} == {(1, 3)}
+    assert {piece.batch for piece in cut(window, MOST)} == {(1, 3)}
 
 
 def test_runs_between_each_other() -> None:

@@ -54,6 +54,8 @@ _LOG = logging.getLogger(__name__)
 def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     """The kernel of that name, the kernel itself, or for `"auto"` the first one that can do `case`.
 
+    Where tiles of new shapes come with every batch, "auto" prefers one that does not keep a plan for each.
+
     Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can. Where "auto"
     passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
     """
@@ -62,8 +64,11 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     refusals = {other: _refusal(kernel, case) for other, kernel in known.items()}
     able = [other for other, refusal in refusals.items() if refusal is None]
     if name == "auto" and able:
-        _tell_of_fallback(able[0], case)
-        return KERNELS[able[0]]
+        chosen = next(
+            (other for other in able if not (case.new_tiles and KERNELS[other].limits.keeps_plans)), able[0]
+        )
+        _tell_of_fallback(chosen, case)
+        return KERNELS[chosen]
     if name != "auto" and refusals[name] is None:
         return known[name]
     reasons = refusals[name] if name != "auto" else "; ".join(f"{k}: {why}" for k, why in refusals.items())
@@ -76,11 +81,11 @@ def _refusal(kernel: Kernel, case: Case) -> str | None:
 
 
 def _tell_of_fallback(chosen: str, case: Case) -> None:
-    plain = case._replace(features=frozenset())
+    plain = case._replace(features=frozenset(), new_tiles=False)
     usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
     if usual == chosen:
         return
-    why = _refusal(KERNELS[usual], case)
+    why = _refusal(KERNELS[usual], case) or "it would keep a plan for every new shape of a tile; ask for it by name"
     text = f"attention runs on {chosen}, which is slower than {usual} ({usual}: {why})"
     if chosen == ReferenceKernel.name:
         text += (

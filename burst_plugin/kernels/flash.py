@@ -26,6 +26,7 @@ from burst_plugin.tiles import FULL, Band
 __all__ = ["ALIGN_BYTES", "Ask", "FlashKernel", "Piece", "pieces"]
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
+_DQ_ROWS, _DQ_DIMS = 128, 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq
 
 
 class Piece(NamedTuple):
@@ -66,12 +67,16 @@ def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...
 
 
 class FlashKernel(ABC):
-    """A kernel on top of a library with windows, grouped heads, and gradients from a given lse."""
+    """A kernel on top of a library with windows, grouped heads, and gradients from a given lse.
+
+    `largest_dq`: numbers up to which the library's sum of dq can be addressed; more are worked on in slices.
+    """
 
     name: str
     limits: Limits
     features: frozenset[str] = frozenset({"windows", "head dims", "deterministic"})
     tall: bool = True  # whether windows of more rows than keys are right
+    largest_dq: int | None = None
 
     def refuse(self, case: Case) -> str | None:
         """See `Kernel.refuse`; the library is looked for last."""
@@ -116,10 +121,21 @@ class FlashKernel(ABC):
         for part in parts:
             lse = queries.lse[:, :, part.rows].contiguous()
             rows = Queries(q[:, part.rows], dout[:, part.rows], out[:, part.rows], lse)
-            found.append(self._backward(rows, k[:, part.keys], v[:, part.keys], _ask(how, part)))
+            found.append(self._backward_in_slices(rows, k[:, part.keys], v[:, part.keys], _ask(how, part)))
         dq = _joined([grads[0] for grads in found], 1)
         dk, dv = (_summed([grads[n] for grads in found], parts, x) for n, x in ((1, k), (2, v)))
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
+
+    def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
+        """`_backward`, of so many batch rows at a time as `largest_dq` allows."""
+        batch, rows, heads, dim = queries.q.shape
+        each = round_up(rows, _DQ_ROWS) * heads * round_up(dim, _DQ_DIMS)
+        some = batch if self.largest_dq is None else max(1, self.largest_dq // each)
+        if some >= batch:
+            return self._backward(queries, k, v, ask)
+        parts = [slice(first, first + some) for first in range(0, batch, some)]
+        grads = [self._backward(Queries(*(x[part] for x in queries)), k[part], v[part], ask) for part in parts]
+        return tuple(torch.cat(found) for found in zip(*grads, strict=True))
 
 
 def _ask(how: How, part: Piece) -> Ask:

@@ -27,6 +27,7 @@ class FlashAttn2Kernel(FlashKernel):
     limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)), "flash-attn 2.7 or newer")
     features = FlashKernel.features | {"softcap"}
     tall = False
+    largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
     def _refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)

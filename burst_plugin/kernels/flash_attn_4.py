@@ -2,7 +2,8 @@
 
 `_flash_attn_fwd` and `_flash_attn_bwd` in flash_attn/cute/interface.py. A side without a bound is None. Older
 releases return two tensors from the forward function, newer ones four. Early betas take options that they compute
-wrongly: a softcap up to 4.0.0b8, deterministic gradients up to b12, and long sequences on Blackwell up to b17.
+wrongly: a softcap up to 4.0.0b8, deterministic gradients up to b12, long sequences on Blackwell up to b17, and
+tensors that are expanded, after others that are not, up to b25 (flash-attention#2745).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from burst_plugin.kernels.shaping import round_up
 __all__ = ["FlashAttn4Kernel"]
 
 _MODULE = "flash_attn.cute.interface"
-_FIRST_BETA = 18
+_FIRST_BETA = 26
 
 
 class FlashAttn4Kernel(FlashKernel):
     """16-bit types; windows; softcap; grouped heads; 192 with 128 head dims without filling up."""
 
     name = "flash_attn_4"
-    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4, 4.0.0b18 or newer")
+    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4, 4.0.0b26 or newer")
     features = FlashKernel.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:
@@ -36,9 +37,11 @@ class FlashAttn4Kernel(FlashKernel):
         if isinstance(found, str):
             return found
         version = _version()
-        beta = re.fullmatch(r"4\.0\.0b(\d+)", version)
-        if beta is not None and int(beta[1]) < _FIRST_BETA:
+        beta = re.match(r"4\.0\.0b(\d+)(\.dev)?", version)  # builds from source are named after the next beta
+        if beta is not None and int(beta[1]) - bool(beta[2]) < _FIRST_BETA:
             return f"flash-attn-4 {version} has errors that 4.0.0b{_FIRST_BETA} has not; install a newer one"
+        if version == "0.0.0":
+            return "flash-attn-4 was built where its version could not be told; install 4.0.0b26 or newer"
         for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
             function = getattr(found, name, None)
             missing = {*_options(_NOTHING)} - {*(() if function is None else signature(function).parameters)}

@@ -19,6 +19,7 @@ class Limits(NamedTuple):
     dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
     capability: the first and the last CUDA compute capability.
     library: what has to be installed, as the README says it.
+    keeps_plans: whether it prepares something for every shape of a tile, and never lets go of it.
     """
 
     device: str | None = None
@@ -26,6 +27,7 @@ class Limits(NamedTuple):
     dims: tuple[tuple[int, int], ...] = ()
     capability: tuple[tuple[int, int], tuple[int, int]] | None = None
     library: str = ""
+    keeps_plans: bool = False
 
     def refuse(self, case: Case) -> str | None:
         """Why `case` is outside; None if it is inside, as far as can be told without importing the library."""

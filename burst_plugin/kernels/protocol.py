@@ -37,6 +37,7 @@ class Case(NamedTuple):
     qk_dim: int
     v_dim: int
     features: frozenset[str] = frozenset()  # names in `FEATURES`, but "windows"
+    new_tiles: bool = False  # whether batches may bring tiles of shapes that were not there before
 
 
 class How(NamedTuple):

@@ -1,8 +1,12 @@
 """cuDNN's attention, through PyTorch.
 
 `aten::_scaled_dot_product_cudnn_attention` and its backward (aten/src/ATen/native/cudnn/MHA.cpp). Causal is counted
-from the top left corner. cuDNN makes a plan for every new shape of a tile, which takes the host a while: for masks
-whose tiles are new with every batch, ask for another kernel by name.
+from the top left corner. cuDNN makes a plan for every new shape of a tile, which takes the host a while, and PyTorch
+keeps them all, for every thread (`MHAGraphCache`): where tiles may be new with every batch "auto" takes another.
+
+On Hopper backward kernels before 9.26 take what fills up a last half block of 128 keys for keys, and dq becomes NaN
+where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678): tiles whose keys do not divide by 128 are left to
+PyTorch's flash-attention there.
 """
 
 from __future__ import annotations
@@ -15,25 +19,27 @@ from torch import Tensor
 
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
-from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed, round_up
+from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCudnnKernel"]
 
-_OLDEST = 91100  # the first with head dims 192 and 128 on the GPUs below
+_OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for keys that do not divide by 128 are faulty
+_WHOLE_KEYS = 92600  # the first whose backward kernels on Hopper mask what is behind the last key
+_KEYS = 128  # that its kernels work on at a time
 _ALIGN_BYTES = 16
 
 
 class TorchCudnnKernel:
     """16-bit types on compute capability 9 and 10, where it is faster than flash-attention 2; grouped heads.
 
-    It has no kernels for a single key, and not on every GPU for a single query: these tiles are written out. Its
-    backward pass adds up in any order, so it is not deterministic.
+    It has no kernels for a single key, and not on every GPU for a single query: PyTorch's flash-attention works on
+    such tiles. Its backward pass adds up in any order, so it is not deterministic.
     """
 
     name = "torch_cudnn"
-    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (10, 3)), "cuDNN 9.11 or newer")
+    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (10, 3)), "cuDNN 9.15.1 or newer", True)
     features = frozenset({"head dims"})
 
     def refuse(self, case: Case) -> str | None:
@@ -43,15 +49,19 @@ class TorchCudnnKernel:
             return found
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") == "1":
             return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 wants another layout of the lse; unset it"
-        version = torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
-        return f"it needs cuDNN {_OLDEST} or newer, not {version}" if version < _OLDEST else None
+        if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+            return "torch.backends.cuda.enable_cudnn_sdp(False) has switched it off"
+        if _version() < _OLDEST:
+            return f"it needs cuDNN {_OLDEST} or newer, not {_version()}"
+        flash = TorchFlashKernel().refuse(case)
+        return None if flash is None else f"it leaves some tiles to torch_flash, and {flash}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
-        if min(q.shape[1], k.shape[1]) == 1:
-            return ReferenceKernel().forward(q, k, v, how)
+        if _is_left_to_flash(q, k):
+            return TorchFlashKernel().forward(q, k, v, how)
         v_dim, dims = v.shape[-1], _dims(k, v)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(_heads_first(x, dim) for x, dim in zip((q, k, v), dims, strict=True)),
@@ -65,8 +75,8 @@ class TorchCudnnKernel:
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         rows, keys, qk_dim, v_dim = queries.q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]
-        if min(rows, keys) == 1:
-            return ReferenceKernel().backward(queries, k, v, how)
+        if _is_left_to_flash(queries.q, k):
+            return TorchFlashKernel().backward(queries, k, v, how)
         dims, dtype = _dims(k, v), k.dtype
         q, k = _heads_first(queries.q, dims[0]), _heads_first(k, dims[0])
         v = _heads_first(v, dims[2])
@@ -81,6 +91,21 @@ class TorchCudnnKernel:
         )
         dq, dk, dv = (grad.transpose(1, 2) for grad in (dq, dk, dv))
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
+
+
+def _version() -> int:
+    return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
+
+
+def _is_left_to_flash(q: Tensor, k: Tensor) -> bool:
+    """See the top of this file, and of the class."""
+    rows, keys = q.shape[1], k.shape[1]
+    return min(rows, keys) == 1 or (keys % _KEYS > 0 and _reads_behind_keys(q.device))
+
+
+@cache
+def _reads_behind_keys(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _version() < _WHOLE_KEYS
 
 
 def _dims(k: Tensor, v: Tensor) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burst_plugin.kernels.flash import Ask, FlashKernel
 from burst_plugin.kernels.limits import HALVES, Limits
-from burst_plugin.kernels.protocol import Queries
+from burst_plugin.kernels.protocol import Case, Queries
 from burst_plugin.kernels.shaping import round_up
 
 __all__ = ["TorchFlashKernel", "whole_dims"]
@@ -34,6 +34,11 @@ class TorchFlashKernel(FlashKernel):
     name = "torch_flash"
     limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)))
     tall = False
+    largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
+
+    def _refuse_library(self, case: Case) -> str | None:
+        built = torch.backends.cuda.is_flash_attention_available()
+        return None if built else "this PyTorch was built without flash-attention"
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         return whole_dims(qk_dim, v_dim)
@@ -65,14 +70,20 @@ class TorchFlashKernel(FlashKernel):
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """PyTorch's switch for deterministic algorithms, on for a moment if `wanted`."""
+    """PyTorch's switch for deterministic algorithms, on for a moment if `wanted`.
+
+    The switch itself: `torch.use_deterministic_algorithms` sets inductor's as well, and new tensors are filled.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if not wanted or (before and not warn_only):
         yield
         return
-    torch.use_deterministic_algorithms(True)
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch._C._set_deterministic_algorithms(True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

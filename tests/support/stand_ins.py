@@ -308,7 +308,7 @@ def torch_flash(calls: Calls) -> Iterator[None]:
     ):  # fmt: skip
         assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
         assert (dropout, causal, state.dtype, unused.dtype) == (0.0, False, torch.uint64, torch.uint64)
-        calls.append({"deterministic": torch.are_deterministic_algorithms_enabled()})
+        calls.append({"by": "torch_flash", "deterministic": torch.are_deterministic_algorithms_enabled()})
         demand_flash(q, k, v, dout, out)
         demand_lse(lse, q)
         left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
@@ -320,13 +320,13 @@ def torch_flash(calls: Calls) -> Iterator[None]:
 
 @contextmanager
 def torch_cudnn(calls: Calls) -> Iterator[None]:
-    """cuDNN's attention through PyTorch: heads before rows, and the lse [B, H, Sq, 1]."""
+    """cuDNN's attention through PyTorch, beside flash-attention: heads before rows, and the lse [B, H, Sq, 1]."""
 
     def forward(q, k, v, bias, wants_lse, dropout=0.0, causal=False, debug=False, *, scale):
         assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
         demand(q, k, v, heads_first=True)
         assert k.shape[2] > 1, "cuDNN has no kernel for one key"
-        calls.append({})
+        calls.append({"by": "torch_cudnn"})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = attend(q, k, v, Terms(from_top_left(q, k, causal), scale))
         rest = (torch.empty(0) for _ in range(3))
@@ -345,7 +345,7 @@ def torch_cudnn(calls: Calls) -> Iterator[None]:
         return tuple(x.transpose(1, 2) for x in gradients((dout, q, out, lse.squeeze(-1)), k, v, terms)[:3])
 
     name = "_scaled_dot_product_cudnn_attention"
-    with _operators(**{name: forward, f"{name}_backward": backward}):
+    with torch_flash(calls), _operators(**{name: forward, f"{name}_backward": backward}):
         yield
 
 
