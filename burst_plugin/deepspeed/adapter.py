@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.utils import log_dist
+from deepspeed.utils import groups, log_dist
 
 from burst_plugin.agreement import judge, note, told
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
-from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.deepspeed.engine_session import Session, ShardedLoader
 from burst_plugin.deepspeed.groups import (
     Unit,
     make_groups,
@@ -40,6 +40,7 @@ __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
 _MARK = "_burst_plugin_adapter"
 _TESTED = ("0.18", "0.19")
+_BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "sequence_parallel_size")
 _TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
 
 
@@ -50,6 +51,7 @@ class Adapter:
         self.sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
         self.watched: weakref.WeakKeyDictionary[torch.nn.Module, Session] = weakref.WeakKeyDictionary()
         self.latest: Session | None = None
+        self.waiting: list[ShardedLoader] = []  # made for the engine to come
         self.report: list[str] = []
 
     def session(self, engine: Any = None) -> Session:
@@ -122,7 +124,7 @@ def install_adapter() -> Adapter:
     wrap(deepspeed.DeepSpeedEngine, "destroy", partial(_forget, adapter))
     adapter.report.append(f'deepspeed.initialize reads the block "{BLOCK}"')
     wrap(partition_parameters.Init, "__init__", partial(_zero_init, adapter))
-    adapter.report.append("deepspeed.zero.Init counts data-parallel ranks without context-parallel ones")
+    adapter.report.append("deepspeed.zero.Init leaves batch sizes to deepspeed.initialize")
     if importlib.util.find_spec("transformers") is not None:
         from burst_plugin import huggingface
 
@@ -166,22 +168,29 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)
     mpu = given.get("mpu")
-    groups = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
-    cp = ContextParallel(groups.context, strategy=block.strategy)
+    made = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
+    cp = ContextParallel(made.context, strategy=block.strategy)
     cp.connect()
-    session = Session(cp, groups.world)
+    session = Session(cp, made.world)
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
-    engine = _run(original, given, config, Unit(groups))
+    waiting, adapter.waiting = adapter.waiting, []
+    engine = _run(original, given, config, Unit(made))
     adapter.sessions[engine[0]] = adapter.latest = session
+    for loader in waiting:
+        loader.bind(session)
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
 
 
 def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """DeepSpeed's own `initialize`, with a model that an earlier engine may have run on a ring."""
+    """DeepSpeed's own `initialize`, without what is left of an engine with rings: hooks of the model, and groups."""
     adapter.release(inspect.signature(original).bind(*args, **kwargs).arguments.get("model"))
-    return original(*args, **kwargs)
+    earlier, groups.mpu = groups.mpu, None if isinstance(groups.mpu, Unit) else groups.mpu
+    try:
+        return original(*args, **kwargs)
+    finally:
+        groups.mpu = groups.mpu or earlier  # unless it brought one of its own
 
 
 def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:
@@ -304,5 +313,7 @@ def _zero_init(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     if config is None or block is None or not block.enabled or given.get("mpu") is not None:
         return original(*args, **kwargs)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    config["sequence_parallel_size"] = block.size(world)
-    return original(**{**given, name: config})
+    block.size(world)  # raises ValueError for what `initialize` would refuse, before the model is made
+    # It checks batch sizes without knowing what ranks share; it needs no more than ZeRO's settings.
+    config = {key: value for key, value in config.items() if key not in _BATCH_KEYS}
+    return original(**{**given, name: {**config, "train_micro_batch_size_per_gpu": 1}})

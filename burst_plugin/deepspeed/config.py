@@ -118,6 +118,17 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
             lambda passes: "autosp" not in (passes or ()), 'take "autosp" out: one of the two is enough'
         ),
         "hybrid_engine.enabled": Rule(off, "it replaces attention layers; switch it off"),
+        "zero_optimization.zero_quantized_gradients": Rule(
+            off, "gradients of any type would be read as float16 there; switch it off"
+        ),
+        "data_efficiency.data_sampling.curriculum_learning.enabled": Rule(
+            off, "its sampler asks for data-parallel groups that rings do not have; switch it off"
+        ),
+        "data_efficiency.data_sampling.dynamic_batching.enabled": Rule(
+            off, "its sampler asks for data-parallel groups that rings do not have; switch it off"
+        ),
+        "compile.deepcompile": Rule(off, "it asks for data-parallel groups that rings do not have; switch it off"),
+        "checkpoint.writer": Rule(lambda writer: writer is None, "it has not been tried; leave it out"),
         "zero_optimization.mics_shard_size": Rule(_one_at_most, "MiCS has not been tried; use ZeRO 3 or hpZ"),
         "data_efficiency.data_routing.random_ltd.enabled": Rule(off, "it drops tokens inside layers; switch it off"),
     }

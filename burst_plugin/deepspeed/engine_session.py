@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from burst_plugin.batch import IGNORE, KEY, SequenceShard, shard_batch
+from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
-from burst_plugin.transport import group_device
 
 __all__ = ["Session", "ShardedLoader", "exchanged"]
 
@@ -173,6 +173,13 @@ class Session:
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = KEY in kwargs
+        if self.whole_batches and sharded and isinstance(output, tuple) and kwargs.get("labels") is not None:
+            raise ValueError(
+                f"{type(model).__name__} returns a tuple, in which the loss of this rank's tokens cannot be told and "
+                "made whole: leave out return_dict=False"
+            )
+        if self.whole_batches and not sharded and torch.is_grad_enabled():
+            _refuse_backward(output)
         expected = sharded or (model.training and torch.is_grad_enabled())
         if expected and self.cp.member.calls_made == self._calls_before:
             raise ValueError(
@@ -217,6 +224,22 @@ class Session:
         self.cp.agree({"loss": "checked"}, problem, always=True)
 
 
+def _refuse_backward(output: Any) -> None:
+    """For what a model in evaluation made of a whole batch, all of it on every rank: that is to be looked at only."""
+
+    def refuse(grad: Tensor) -> None:
+        raise ValueError(
+            "backward pass of a model in evaluation, whose batches are not cut: every rank has computed the whole "
+            "sequence. Train it in training mode (engine.train()), with dropout set to 0 if that is the point of it"
+        )
+
+    for x in (
+        output if isinstance(output, tuple) else (getattr(output, "loss", None), getattr(output, "logits", None))
+    ):
+        if isinstance(x, Tensor) and x.requires_grad:
+            x.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+
 def _summed_loss(logits: Tensor, labels: Tensor) -> float:
     """Cross entropy of logits [T, V], summed; some tokens at a time, since logits of a long sequence fill a GPU."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
@@ -234,9 +257,11 @@ class ShardedLoader:
     ranks of the ring draw the same.
     """
 
-    def __init__(self, loader: Iterable[Any], session: Any, *, exchange: bool = False, pad_token_id: int = 0) -> None:
+    def __init__(
+        self, loader: Iterable[Any], session: Session | None, *, exchange: bool = False, pad_token_id: int = 0
+    ) -> None:
         self.loader = loader
-        self._session = session  # or a function that finds it when the first batch is drawn
+        self._session = session
         self._exchange = exchange
         self._pad_token_id = pad_token_id
         self._skip = 0
@@ -259,16 +284,34 @@ class ShardedLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
+    def bind(self, session: Session) -> None:
+        """Cut batches for `session`, if none was given."""
+        self._session = self._session or session
+
     def _found(self) -> Session:
-        if not isinstance(self._session, Session):
-            self._session = self._session()
-        found: Session = self._session
-        return found
+        if self._session is None:
+            raise RuntimeError("this data loader waits for its engine: call accelerator.prepare(model, ...) first")
+        return self._session
 
     def _whole(self) -> Iterator[Any]:
+        cp = self._found().cp
         for batch in self.loader:
-            cp = self._found().cp
-            yield from exchanged(batch, cp) if self._exchange else [batch]
+            turns = exchanged(batch, cp) if self._exchange else [batch]
+            for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
+                with self._not_at_its_end(left > 0):
+                    yield turn
+
+    @contextmanager
+    def _not_at_its_end(self, more: bool) -> Iterator[None]:
+        """While there is `more` of the last batch: at the end of a loader Accelerate takes a step for each turn."""
+        if not (more and getattr(self.loader, "end_of_dataloader", False)):
+            yield
+            return
+        self.loader.end_of_dataloader = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            self.loader.end_of_dataloader = True  # type: ignore[attr-defined]
 
 
 def exchanged(batch: Mapping[str, Any], cp: ContextParallel) -> list[Mapping[str, Any]]:

@@ -74,7 +74,8 @@ def _loader(
 ) -> Any:
     """`UlyssesSPDataLoaderAdapter`: Accelerate's samplers count all ranks, so those of a ring take turns."""
     if isinstance(sp_group, RequestedSize):  # the engine is yet to come
-        return ShardedLoader(dl, lambda: adapter.latest, exchange=True)
+        adapter.waiting.append(ShardedLoader(dl, None, exchange=True))
+        return adapter.waiting[-1]
     if isinstance(groups.mpu, Unit):  # that of the engine made last
         return ShardedLoader(dl, adapter.latest, exchange=True)
     return original(dl, sp_rank, sp_group, **kwargs)
@@ -104,9 +105,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     session = _of(adapter, trainer)
     if session is None or not batches or not all(KEY in batch for batch in batches):
         return batches, items
-    for name in ("label_smoother", "compute_loss_func"):
-        if getattr(trainer, name, None) is not None:
-            raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
+    _check_loss_is_the_models(trainer)
     if getattr(trainer, "neftune_noise_alpha", None) is not None:
         raise ValueError(
             f"neftune_noise_alpha={trainer.neftune_noise_alpha} is not supported with {BLOCK}: its noise is scaled "
@@ -122,6 +121,12 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     for batch in batches:
         batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
     return batches, items
+
+
+def _check_loss_is_the_models(trainer: Any) -> None:
+    for name in ("label_smoother", "compute_loss_func"):
+        if getattr(trainer, name, None) is not None:
+            raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
 
 
 def _compute_loss(
@@ -155,15 +160,19 @@ def _predict(
     session = _of(adapter, trainer)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
-    loss = logits = None
+    _check_loss_is_the_models(trainer)
+    mine = logits = None
     with torch.no_grad():
         for rank, batch in enumerate(exchanged(inputs, session.cp)):
             local = session.shard_batch(trainer._prepare_inputs(batch))
-            outputs = model(**local)
+            if "shift_labels" in local:  # a trainer may have a loss of its own
+                loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
+            else:
+                loss, outputs = None, model(**local)
             whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[KEY])
             if rank == session.cp.rank:
-                loss, logits = getattr(outputs, "loss", None), whole
-    return loss, logits, None if prediction_loss_only else inputs.get("labels")
+                mine, logits = loss, whole
+    return mine, logits, None if prediction_loss_only else inputs.get("labels")
 
 
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

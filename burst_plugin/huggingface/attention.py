@@ -95,11 +95,19 @@ def forward(
         dropout=dropout,
         seed=_seed(shard, module) if dropout else 0,
     )
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     mask = _mask(module, shard, attention_mask, options)
     out = burst_attention(q, k, v, shard.cp, mask=mask, scores=scores, sink=_sink(options, q))
     assert isinstance(out, Tensor), "lse was not asked for"
     return out, None
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast does for PyTorch's own attention: rotary embeddings widen queries and keys, but not values."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:

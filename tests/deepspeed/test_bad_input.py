@@ -269,6 +269,16 @@ def _not_sharded(rank: int) -> None:
     inner(BATCH["input_ids"])
 
 
+def _backward_in_evaluation(rank: int) -> None:
+    engine = start(RUN, 2)
+    engine.eval()
+    engine.backward(engine(**BATCH).loss)
+
+
+def _tuples(rank: int) -> None:
+    start(RUN, 2)(**BATCH, return_dict=False)
+
+
 def _own_loss(rank: int) -> None:
     """A model whose loss adds something that is not a sum over tokens."""
     burst.install()
@@ -358,6 +368,8 @@ def test_losses_are_compared_again_and_again_in_training() -> None:
     ("fn", "message"),
     [
         (_not_sharded, "LlamaAttention got a batch that is not sharded: pass what burst_plugin.shard_batch"),
+        (_backward_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
+        (_tuples, "LlamaForCausalLM returns a tuple, in which the loss of this rank's tokens cannot be told"),
         (_own_loss, "the mean over shift_labels: it does not honour shift_labels and num_items_in_batch, or adds"),
     ],
 )

@@ -136,12 +136,13 @@ def test_a_number_of_tokens_that_is_given_is_that_of_whole_batches() -> None:
         assert modes == [True, False]
 
 
-def _accelerate(rank: int, run: Run) -> dict[str, torch.Tensor]:
-    """Accelerate's loop, without Trainer."""
+def _accelerate(rank: int, run: Run) -> tuple[dict[str, torch.Tensor], int]:
+    """Accelerate's loop, without Trainer; how parameters changed, and in how many steps."""
     burst.install()
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     config = {**configuration(run, 2), "burst_attention": {"enabled": True, "backward": "auto"}}
     accelerator = Accelerator(
+        gradient_accumulation_steps=run.accumulation,
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config),
         parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
     )
@@ -150,18 +151,44 @@ def _accelerate(rank: int, run: Run) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=run.lr)
     rows = [{name: x[i] for name, x in batch.items()} for batch in BATCHES for i in range(2)]
     engine, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(rows, batch_size=2))
+    start(Run(cp=1, config=NO_CLIPPING), 1)  # a teacher, say
     for batch in loader:
-        accelerator.backward(engine(**batch).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: x.detach() - before[name] for name, x in model.named_parameters()}
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: x.detach() - before[name] for name, x in model.named_parameters()}, engine.global_steps
 
 
 def test_accelerates_loop() -> None:
     run = Run(cp=2, stage=1, steps=2, config=NO_CLIPPING)
     truth = reference(run, BATCHES)
-    for changes in run_ranks(_accelerate, 2, run):
+    for changes, steps in run_ranks(_accelerate, 2, run):
         assert worst(changes, truth.changes)[0] <= 2e-5
+        assert steps == 2
+
+
+def test_the_turns_of_accelerates_last_batch_accumulate() -> None:
+    """One batch per rank, two turns: one step on both, and not one for each."""
+    run = Run(cp=2, stage=1, accumulation=4, config=NO_CLIPPING)
+    for _, steps in run_ranks(_accelerate, 2, run):
+        assert steps == 1
+
+
+def _autocast(rank: int) -> float:
+    run = Run(cp=2, config={**NO_CLIPPING, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+    engine = start(run, 2)
+    loss = engine(**BATCHES[0]).loss
+    engine.backward(loss)
+    return float(loss.detach())
+
+
+def test_autocast_casts_what_goes_around_the_ring() -> None:
+    """Rotary embeddings widen queries and keys, and leave values alone."""
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = float(build(Run(), attention="sdpa")(**BATCHES[0]).loss.detach())
+    for loss in run_ranks(_autocast, 2):
+        assert loss == pytest.approx(truth, rel=2e-3)
 
 
 # ------------------------------------------------------------------------------------------- zero.Init, checkpoints
@@ -388,9 +415,9 @@ def _one_model_after_another(rank: int) -> list[float]:
             model.set_attn_implementation("sdpa")
         engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)
         losses.append(float(engine(**BATCHES[0]).loss.detach()))
+        engine.set_train_batch_size(4)
         if stops:
             stop(engine)
-        deepspeed.utils.groups.mpu = None
     return losses
 
 

@@ -80,7 +80,7 @@ class AddsUp(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """See `Trainer`."""
         found = super().compute_loss(model, inputs, *args, **kwargs)
-        return (found[0] * 1.0, found[1]) if isinstance(found, tuple) else found * 1.0
+        return (found[0] + 0.5, found[1]) if isinstance(found, tuple) else found + 0.5
 
 
 class Scales(Trainer):

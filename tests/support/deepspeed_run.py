@@ -123,7 +123,6 @@ def start(run: Run, micro_batch_size: int) -> Any:
 def stop(engine: Any) -> None:
     """Take the engine down, so that the same processes can start another."""
     engine.destroy()
-    deepspeed.utils.groups.mpu = None
 
 
 def train(run: Run, batches: Sequence[Batch]) -> Result:

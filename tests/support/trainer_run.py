@@ -57,6 +57,7 @@ def arguments(setup: Setup, *, deepspeed: bool) -> TrainingArguments:
     more: dict[str, Any] = {}
     if deepspeed:
         more["deepspeed"] = {
+            "train_batch_size": "auto",
             "train_micro_batch_size_per_gpu": "auto",
             "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto",
