@@ -20,6 +20,6 @@ def off(value: Any) -> bool:
     return not value
 
 
-def one_of(*names: str) -> Callable[[Any], bool]:
-    """Allows values that read, or are enum members that are called, one of these."""
+def one_of(*names: str | None) -> Callable[[Any], bool]:
+    """Allows values that read, or are enum members that are called, one of these; None is what is not set."""
     return lambda value: getattr(value, "name", value) in names

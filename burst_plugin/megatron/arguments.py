@@ -125,7 +125,7 @@ def refuse_flags() -> None:
         return
     if not may_ring():
         found = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
-    elif args.context_parallel_size > 1:
+    elif args.context_parallel_size > 1 or getattr(args, "hybrid_context_parallel", False):
         found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
             warnings.warn(

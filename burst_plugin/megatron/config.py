@@ -64,7 +64,8 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
     {
         "experimental_attention_variant": Rule(off, "use standard attention"),
         "attention_backend": Rule(
-            one_of("auto"), "use --attention-backend auto; kernels are chosen by --burst-kernel"
+            one_of("auto", "flash", "fused", None),
+            "use --attention-backend auto; kernels are chosen by --burst-kernel",
         ),
         "fp8_dot_product_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
         "fp8_multi_head_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
@@ -160,6 +161,12 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
         found.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
     if not 0 <= config.attention_dropout < 1:
         found.append(f"attention_dropout={config.attention_dropout} is not valid: use a share from 0 to below 1")
+    for name in ("mtp_num_layers", "is_hybrid_model"):
+        if is_hybrid(config) and getattr(config, name, None):
+            found.append(
+                f"{name}={getattr(config, name)} is not supported with hybrid_context_parallel: outside of attention "
+                "it takes a rank's tokens for consecutive ones; use context_parallel_size"
+            )
     if config.attention_dropout and is_hybrid(config):
         found.append(
             f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "

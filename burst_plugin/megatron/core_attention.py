@@ -52,7 +52,7 @@ class ChosenCoreAttention:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
         if rings(config) and kind == "burst":
-            if kwargs.get("cp_comm_type") == "burst":
+            if kwargs.get("cp_comm_type") == "burst" or is_hybrid(config):  # which Megatron tells layers nothing of
                 _check_replaceable(original, kwargs.get("layer_number"))
             return BurstCoreAttention(*args, registry=registry, **kwargs)
         return build_module(original, *args, **kwargs)
@@ -76,7 +76,8 @@ def _check_replaceable(original: Any, layer_number: int | None) -> None:
 class BurstCoreAttention(MegatronModule):
     """Attention over the context-parallel group, in the place of Megatron's DotProductAttention.
 
-    Holds no groups, unless it was given others than Megatron's global ones: these are looked up when it runs. With
+    Holds no groups, unless `pg_collection` has others than Megatron's global ones: these are looked up when it runs,
+    so that it may be given another collection, as Megatron-Bridge does to evaluate with other sizes. With
     softmax_type="learnable" it has the parameter `softmax_offset` [heads/TP], as Megatron's has. Raises ValueError
     naming each field of the configuration that cannot be honoured, and what to write instead.
     """
@@ -96,9 +97,7 @@ class BurstCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self._registry = registry
-        given = getattr(pg_collection, "cp", None)
-        usual = parallel_state.get_context_parallel_group(check_initialized=False)
-        self._pg_collection = pg_collection if given is not usual else None
+        self.pg_collection = pg_collection
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
         self._check(config, attention_type)
@@ -109,6 +108,16 @@ class BurstCoreAttention(MegatronModule):
         self._add_softmax_offset(config)
         self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
+
+    @property
+    def pg_collection(self) -> Any:
+        """Megatron's ProcessGroupCollection; None for the global groups."""
+        return self._pg_collection
+
+    @pg_collection.setter
+    def pg_collection(self, given: Any) -> None:
+        usual = parallel_state.get_context_parallel_group(check_initialized=False)
+        self._pg_collection = given if getattr(given, "cp", None) is not usual else None
 
     def _check(self, config: Any, attention_type: str) -> None:
         found = problems(config, self._windowed, attention_type) + flag_problems()

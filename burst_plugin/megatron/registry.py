@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -63,7 +64,10 @@ class Registry:
         if group not in self._contexts:
             if config.hierarchical_context_parallel_sizes:
                 hierarchy = getattr(pg_collection, "hcp", None)
-                hierarchy = hierarchy or parallel_state.get_hierarchical_context_parallel_groups()
+                if not hierarchy and group is parallel_state.get_context_parallel_group(check_initialized=False):
+                    hierarchy = parallel_state.get_hierarchical_context_parallel_groups()
+                sizes = config.hierarchical_context_parallel_sizes
+                hierarchy = hierarchy or (sizes if prod(sizes) == group.size() else None)
             self.add(group, hierarchy)
         return self._contexts[group]
 
@@ -78,6 +82,9 @@ class Registry:
             strategy = replace(strategy, ranks_per_node=min(size, strategy.ranks_per_node))
         cp = ContextParallel(group, hierarchy=hierarchy, strategy=strategy)
         cp.connect()
+        listed = parallel_state._global_process_group_list
+        if listed is not None:  # for --distributed-timeout-seconds-after-init
+            listed += cp.created_groups
         self._contexts[group] = cp
 
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:

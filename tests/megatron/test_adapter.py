@@ -345,3 +345,15 @@ def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     )
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, functools\.lru_cache"):
         _check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)
+
+
+def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() -> None:
+    """Megatron hands on no cp_comm_type then."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from burst_plugin.megatron.core_attention import ChosenCoreAttention
+
+    config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
+    own = ModuleSpec(module=("functools", "lru_cache"))
+    with pytest.raises(ValueError, match="layer 1 has a core attention of its own"):
+        ChosenCoreAttention(original=own, registry=None, config=config, layer_number=1)

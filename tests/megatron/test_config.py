@@ -41,7 +41,7 @@ def test_a_usual_config_has_no_problems() -> None:
     ("name", "value"),
     [
         ("experimental_attention_variant", "dsa"),
-        ("attention_backend", AttnBackend.flash),
+        ("attention_backend", AttnBackend.unfused),
         ("attention_backend", AttnBackend.local),
         ("fp8_dot_product_attention", True),
         ("fp8_multi_head_attention", True),
@@ -90,6 +90,9 @@ def test_windows_are_refused_in_cross_attention() -> None:
         {"attention_dropout": 0.1},
         {"hybrid_context_parallel": True},
         {"multi_latent_attention": True},
+        {"attention_backend": None},
+        {"attention_backend": AttnBackend.flash},
+        {"attention_backend": AttnBackend.fused},
     ],
     ids=str,
 )
@@ -105,6 +108,16 @@ def test_what_the_ring_can_do_has_no_problems(changes: dict[str, Any]) -> None:
             "window_size=(4, -2) is not valid: use a pair (left, right), each 0 or more, or -1 for no bound",
         ),
         ({"softmax_type": "twisted"}, "softmax_type='twisted' is not valid: use vanilla, off-by-one or learnable"),
+        (
+            {"hybrid_context_parallel": True, "mtp_num_layers": 1},
+            "mtp_num_layers=1 is not supported with hybrid_context_parallel: outside of attention it takes a rank's "
+            "tokens for consecutive ones; use context_parallel_size",
+        ),
+        (
+            {"hybrid_context_parallel": True, "is_hybrid_model": True},
+            "is_hybrid_model=True is not supported with hybrid_context_parallel: outside of attention it takes a "
+            "rank's tokens for consecutive ones; use context_parallel_size",
+        ),
         (
             {"hybrid_context_parallel": True, "attention_dropout": 0.1},
             "attention_dropout=0.1 is not supported with hybrid_context_parallel, whose ranks draw unlike numbers: "

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -101,6 +105,43 @@ def _bias(rank: int) -> None:
 
 def test_attention_bias_is_added_after_the_scale() -> None:
     run_ranks(_bias, 4)
+
+
+def _listed(rank: int) -> list[float]:
+    """The time-outs of the rings' own groups, after Megatron has changed that of all groups."""
+    _core()
+    parallel_state.update_pg_timeout(timedelta(seconds=7))
+    groups = [group for group in parallel_state._global_process_group_list if group is not None]
+    ours = [group for group in groups if group.group_desc.startswith("BURST_")]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in ours]
+
+
+def test_megatrons_new_time_out_is_that_of_the_rings_groups_too() -> None:
+    for found in run_ranks(_listed, 4):
+        assert found
+        assert set(found) == {7.0}
+
+
+def _rebound(rank: int) -> None:
+    """Groups of two and of one, given to a layer that was built for four, and the first ones again."""
+    core, (q, k, v, _) = _core(), _tensors()
+    whole = _defined(q, k, v, _added(allowed_pairs(S, S, causal=True))).float()
+    usual = core.pg_collection
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    alone = [dist.new_group([each]) for each in range(4)]
+    for collection, place, size in (
+        (SimpleNamespace(cp=pairs[rank // 2]), rank % 2, 2),
+        (SimpleNamespace(cp=alone[rank]), 0, 1),
+        (usual, rank, 4),
+    ):
+        core.pg_collection = collection
+        out = core(*(_cut(x, 0, place, size) for x in (q, k, v)), None)
+        torch.testing.assert_close(out, _cut(whole, 0, place, size))
+
+
+def test_a_layer_may_be_given_other_groups() -> None:
+    """As Megatron-Bridge does for evaluation with another context-parallel size."""
+    run_ranks(_rebound, 4)
 
 
 VALID = torch.ones(B, S, dtype=torch.bool)

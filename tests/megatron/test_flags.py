@@ -58,6 +58,10 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
     [
         ({"cache_mla_latents": True}, "--cache-mla-latents is not supported: it is for inference"),
         (
+            {"context_parallel_size": 1, "hybrid_context_parallel": True, "batch_invariant_mode": True},
+            "--batch-invariant-mode is not supported",
+        ),
+        (
             {"cp_comm_type": ["p2p", "burst"], "batch_invariant_mode": True},
             "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
         ),
