@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from burst_plugin import plan_command
+from burst_plugin.doctor import FRAMEWORKS, framework_report, report
 
 __all__ = ["main"]
 
@@ -21,10 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    doctor = commands.add_parser("doctor", help="say what is installed, what is changed in Megatron, what is refused")
-    doctor.add_argument(
-        "--megatron", metavar="TREE", help="a Megatron-LM checkout to look at, instead of an installed megatron-core"
+    doctor = commands.add_parser(
+        "doctor", help="say what is installed, what is changed in frameworks, what is refused"
     )
+    for name in FRAMEWORKS:
+        framework = framework_report(name)
+        doctor.add_argument(f"--{name}", metavar=framework.METAVAR, help=framework.HELP)
     doctor.set_defaults(run=_doctor)
     plan = commands.add_parser("plan", help="say what each schedule takes on a cluster that you describe")
     plan_command.add_arguments(plan)
@@ -43,10 +46,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from burst_plugin.doctor import report
-
     try:
-        for line in report(options.megatron):
+        for line in report({name: getattr(options, name) for name in FRAMEWORKS}):
             print(line)
     except ValueError as error:
         print(f"burst doctor: {error}", file=sys.stderr)

@@ -1,24 +1,23 @@
-"""What `burst doctor` prints: versions, devices, kernels, and what becomes of Megatron."""
+"""What `burst doctor` prints: versions, devices, kernels, and what becomes of each framework."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
-import sys
-import warnings
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import burst_plugin
 from burst_plugin.kernels import KERNELS, Case
-from burst_plugin.megatron.releases import about, tree_version
 
-__all__ = ["report"]
+__all__ = ["FRAMEWORKS", "framework_report", "report"]
+
+FRAMEWORKS = ("megatron", "deepspeed")
 
 _PACKAGES = (
     "torch",
@@ -33,20 +32,28 @@ _PACKAGES = (
 )
 
 
-def report(tree: str | None = None) -> Iterator[str]:
+def report(given: Mapping[str, str | None]) -> Iterator[str]:
     """Lines of plain text, section by section.
 
     Args:
-        tree: a Megatron-LM checkout to look at; None for an installed megatron-core.
+        given: by framework: a Megatron-LM checkout to look at, a DeepSpeed configuration. Where there is any, only
+            these frameworks are reported on.
 
     Raises:
-        ValueError: `tree` is not a checkout.
+        ValueError: such a thing cannot be read, or asks for what is refused.
     """
     yield f"burst_plugin {burst_plugin.__version__}"
     yield from _section("Versions", _versions())
     yield from _section("Devices", _devices())
     yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
-    yield from _section("Megatron", _megatron(tree))
+    for name in [name for name in FRAMEWORKS if given.get(name)] or FRAMEWORKS:
+        framework = framework_report(name)
+        yield from _section(framework.TITLE, framework.lines(given.get(name)))
+
+
+def framework_report(name: str) -> Any:
+    """The module `report` of a framework's adapter, with TITLE, METAVAR, HELP and `lines(given)`."""
+    return importlib.import_module(f"burst_plugin.{name}.report")
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -80,52 +87,3 @@ def _kernels() -> Iterator[str]:
     case = Case("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, 8, 8, 128, 128)
     for name, kernel in KERNELS.items():
         yield f"{name:20} {kernel.refuse(case) or 'can'}"
-
-
-def _megatron(tree: str | None) -> Iterator[str]:
-    if tree is not None:
-        root = Path(tree).resolve()
-        yield about(tree_version(root))
-        hooked = "burst_plugin" in (root / "megatron" / "training" / "__init__.py").read_text()
-        yield f"{root} {'installs' if hooked else 'does not install'} burst_plugin itself (see patches/)"
-        sys.path.insert(0, str(root))
-    try:
-        if importlib.util.find_spec("megatron.core") is None:
-            raise ModuleNotFoundError("no megatron.core; install megatron-core, or give --megatron TREE")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron warns of what else is not installed
-            lines = _what_install_does()
-    except ImportError as error:
-        yield f"cannot be imported here: {error}"
-        return
-    yield from lines
-    yield "refused with --cp-comm-type burst and --context-parallel-size above 1:"
-    yield from _refused()
-
-
-def _what_install_does() -> list[str]:
-    from megatron.core import __file__ as core
-
-    from burst_plugin.megatron import install
-
-    return [f"megatron.core in {Path(core).parent}", *install().report, *_repairs_left_out()]
-
-
-def _repairs_left_out() -> Iterator[str]:
-    from megatron.core import __version__
-
-    from burst_plugin.megatron.releases import parse_version
-    from burst_plugin.megatron.repairs import REPAIRS
-
-    for repair in REPAIRS:
-        status = repair.status(parse_version(__version__))
-        if status != "applied":
-            yield f"repair {repair.name}: {status}"
-
-
-def _refused() -> Iterator[str]:
-    from burst_plugin.megatron.arguments import REFUSED_FLAGS
-    from burst_plugin.megatron.config import REFUSED
-
-    for name, rule in {**REFUSED, **REFUSED_FLAGS}.items():
-        yield f"  {name}: {rule.instead}"

@@ -34,12 +34,9 @@ def main(arguments: list[str] | None = None) -> None:
     sys.argv = [options.script, *options.local_rank, *options.arguments]
     directory = script.resolve().parent
     framework = options.framework or _framework(directory)
-    if options.cpu and framework == "megatron":
-        _prepare_cpu(directory)
-    else:
-        sys.path.insert(0, str(directory))
-        if options.cpu:
-            importlib.import_module(f"burst_plugin.{framework}.cpu").enable()
+    sys.path.insert(0, str(directory))
+    if options.cpu:
+        importlib.import_module(f"burst_plugin.{framework}.cpu").prepare(directory)
     adapter = importlib.import_module(f"burst_plugin.{framework}").install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
@@ -80,18 +77,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("script", metavar="SCRIPT", help="the training script, such as pretrain_gpt.py")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser.parse_args(arguments)
-
-
-def _prepare_cpu(directory: Path) -> None:
-    """Redirect CUDA to the CPU; a Megatron-LM checkout's scripts want a little more than others."""
-    from burst_plugin.megatron import cpu, cpu_scripts
-
-    for checkout in (directory, directory.parent):  # scripts lie in its root, or in tools/
-        if cpu_scripts.is_checkout(checkout):
-            cpu_scripts.enable_training_scripts(checkout)
-            return
-    sys.path.insert(0, str(directory))
-    cpu.enable()
 
 
 def _execute(script: Path, *, bare_children: bool) -> None:

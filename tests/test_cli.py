@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from burst_plugin.cli import main
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,6 +65,42 @@ def test_doctor_looks_at_a_checkout(tmp_path: Path) -> None:
     assert "Megatron 0.99.3: not tested; tested are core_v0.16.1" in shown
     assert f"{tmp_path.resolve()} installs burst_plugin itself" in shown
     assert "cannot be imported here: made for another machine" in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "said"),
+    [
+        ({"burst_attention": {"context_parallel_size": 4}}, 0, "burst attention is on, context_parallel_size=4"),
+        (
+            {"burst_attention": {"backward": "q"}},
+            0,
+            "burst attention is on, context_parallel_size=auto, backward='q'",
+        ),
+        ({"burst_attention": {"enabled": False}}, 0, "burst attention is off: enabled is false"),
+        (
+            {"burst_atention": {}},
+            0,
+            'no block "burst_attention", so that burst attention is off; it has "burst_atention"',
+        ),
+        ({"burst_attention": {"forwards": "q"}}, 1, 'unknown key "forwards" (did you mean "forward"?)'),
+        (
+            {"burst_attention": {}, "hybrid_engine": {"enabled": True}},
+            1,
+            "it replaces attention layers; switch it off",
+        ),
+        ({"burst_attention": {"context_parallel_size": 4}, "sequence_parallel_size": 2}, 1, "leave it out"),
+        ([], 1, "got list, expected a DeepSpeed configuration"),
+        (None, 1, "give a file with a DeepSpeed configuration in JSON"),
+    ],
+)
+def test_doctor_looks_at_a_deepspeed_configuration(
+    config: object, status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text("{" if config is None else json.dumps(config))
+    assert main(["doctor", "--deepspeed", str(path)]) == status
+    out, err = capsys.readouterr()
+    assert said in (err if status else out)
 
 
 PLAN = ("plan", "--nodes", "2", "--seq", "65536", "--tflops", "500", "--intra-gb-s", "400")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-__all__ = ["enable"]
+__all__ = ["enable", "prepare"]
 
 
 def enable() -> list[str]:
@@ -18,3 +19,8 @@ def enable() -> list[str]:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return ["environment: DS_ACCELERATOR=cpu", "deepspeed: no shared-memory collectives, so that nothing is compiled"]
+
+
+def prepare(directory: Path) -> list[str]:
+    """Get ready for a script in `directory`; returns what was done, a line each."""
+    return enable()

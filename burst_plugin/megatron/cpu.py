@@ -32,6 +32,7 @@ import time
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,6 +104,20 @@ class _CudaToCpu(TorchFunctionMode):
             return _CPU if _on_cpu(named, index=True) is _CPU else func(*args, **kwargs)
         index = func in (torch.Tensor.to, torch._C._nn._parse_to)
         return func(*(_on_cpu(arg, index=index) for arg in args), **kwargs)
+
+
+def prepare(directory: Path) -> list[str]:
+    """Get ready for a script in `directory`; those of a Megatron-LM checkout want a little more than others.
+
+    Returns:
+        As `enable()`.
+    """
+    from burst_plugin.megatron import cpu_scripts
+
+    for checkout in (directory, directory.parent):  # scripts lie in its root, or in tools/
+        if cpu_scripts.is_checkout(checkout):
+            return cpu_scripts.enable_training_scripts(checkout)
+    return enable()
 
 
 def _on_cpu(value: Any, *, index: bool) -> Any:

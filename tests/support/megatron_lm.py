@@ -36,9 +36,10 @@ _WITHOUT_INSTALLING = """
 import sys
 from pathlib import Path
 from burst_plugin import run
+from burst_plugin.megatron import cpu
 script = Path(sys.argv[1])
 sys.argv = sys.argv[1:]
-run._prepare_cpu(script.parent)
+cpu.prepare(script.parent)
 run._execute(script, bare_children=True)
 run._leave()
 """

@@ -1,0 +1,66 @@
+"""What `burst doctor` says of DeepSpeed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, near_misses
+from burst_plugin.strategy import AUTO
+
+__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
+
+TITLE = "DeepSpeed"
+METAVAR, HELP = "FILE", f'a DeepSpeed configuration, to look at its block "{BLOCK}" and what clashes with it'
+
+
+def lines(path: str | None) -> Iterator[str]:
+    """What there is, what a configuration asks for, and what is refused. ValueError if it cannot be honoured."""
+    installed = importlib.util.find_spec("deepspeed") is not None
+    yield "installed" if installed else "not installed; pip install deepspeed"
+    if path is not None:
+        yield f"{path}: {_asked_for(_read(path))}"
+    yield f'refused beside an enabled block "{BLOCK}":'
+    for name, rule in REFUSED.items():
+        yield f"  {name}: {rule.instead}"
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = _loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}; give a file with a DeepSpeed configuration in JSON") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: got {type(found).__name__}, expected a DeepSpeed configuration, {{...}}")
+    return found
+
+
+def _loads(text: str) -> Any:
+    """JSON, or where DeepSpeed is installed what it takes besides: comments, and commas at the end."""
+    if importlib.util.find_spec("hjson") is None:
+        return json.loads(text)
+    import hjson
+
+    return hjson.loads(text)
+
+
+def _asked_for(config: dict[str, Any]) -> str:
+    """The options of the block, in words. ValueError for what is not valid, or clashes."""
+    block = Block.of(config)
+    if block is None:
+        alike = [f'; it has "{key}": write "{BLOCK}" if that is what was meant' for key in near_misses(config)]
+        return f'no block "{BLOCK}", so that burst attention is off{"".join(alike)}'
+    if not block.enabled:
+        return "burst attention is off: enabled is false"
+    size = block.context_parallel_size
+    clashes = conflicts(config, config.get("sequence_parallel_size", 1) if size == AUTO else int(size))
+    if clashes:
+        raise ValueError("; ".join(clashes))
+    chosen = {each.name: getattr(block.strategy, each.name) for each in fields(block.strategy)}
+    defaults = {each.name: each.default for each in fields(block.strategy)}
+    changed = [f"{name}={value!r}" for name, value in chosen.items() if value != defaults[name]]
+    return f"burst attention is on, {', '.join([f'context_parallel_size={size}', *changed])}"

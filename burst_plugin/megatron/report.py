@@ -1,0 +1,65 @@
+"""What `burst doctor` says of Megatron."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from burst_plugin.megatron.releases import about, parse_version, tree_version
+
+__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
+
+TITLE = "Megatron"
+METAVAR, HELP = "TREE", "a Megatron-LM checkout to look at, instead of an installed megatron-core"
+
+
+def lines(tree: str | None) -> Iterator[str]:
+    """What is there, changed, repaired and refused. ValueError if `tree` is not a checkout."""
+    if tree is not None:
+        root = Path(tree).resolve()
+        yield about(tree_version(root))
+        hooked = "burst_plugin" in (root / "megatron" / "training" / "__init__.py").read_text()
+        yield f"{root} {'installs' if hooked else 'does not install'} burst_plugin itself (see patches/)"
+        sys.path.insert(0, str(root))
+    try:
+        if importlib.util.find_spec("megatron.core") is None:
+            raise ModuleNotFoundError("no megatron.core; install megatron-core, or give --megatron TREE")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of what else is not installed
+            done = _what_install_does()
+    except ImportError as error:
+        yield f"cannot be imported here: {error}"
+        return
+    yield from done
+    yield "refused with --cp-comm-type burst where sequences are spread over ranks:"
+    yield from _refused()
+
+
+def _what_install_does() -> list[str]:
+    from megatron.core import __file__ as core
+
+    from burst_plugin.megatron import install
+
+    return [f"megatron.core in {Path(core).parent}", *install().report, *_repairs_left_out()]
+
+
+def _repairs_left_out() -> Iterator[str]:
+    from megatron.core import __version__
+
+    from burst_plugin.megatron.repairs import REPAIRS
+
+    for repair in REPAIRS:
+        status = repair.status(parse_version(__version__))
+        if status != "applied":
+            yield f"repair {repair.name}: {status}"
+
+
+def _refused() -> Iterator[str]:
+    from burst_plugin.megatron.arguments import REFUSED_FLAGS
+    from burst_plugin.megatron.config import REFUSED
+
+    for name, rule in {**REFUSED, **REFUSED_FLAGS}.items():
+        yield f"  {name}: {rule.instead}"
