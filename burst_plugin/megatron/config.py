@@ -65,7 +65,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         "experimental_attention_variant": Rule(off, "use standard attention"),
         "attention_backend": Rule(
             one_of("auto", "flash", "fused", None),
-            "use --attention-backend auto; kernels are chosen by --burst-kernel",
+            "use --attention-backend auto, flash or fused; kernels are chosen by --burst-kernel",
         ),
         "fp8_dot_product_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
         "fp8_multi_head_attention": Rule(off, "keep attention out of FP8; linear layers may use it"),
