@@ -17,7 +17,7 @@ COMMANDS = (
     ("overhead", "what the package's own Python costs per visit"),
     ("train", "tokens/s, MFU and peak memory of the training examples, with and without context parallelism"),
     ("draw", "pictures of the results"),
-    ("table", "the README's table of the results"),
+    ("table", "the tables of the results, in docs/performance.md and README.md"),
 )
 
 

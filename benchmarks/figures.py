@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,18 @@ def where(result: Result) -> str:
         f"{name} {version}" for name, version in result.versions.items() if version and name != "burst_plugin"
     ]
     return f"{machine(result)}; {', '.join(packages)}"
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table, whose cells may not have bars of their own."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def beneath(result: Result, where: Callable[[Result], str]) -> str:
+    """What stands under a table: where it was measured, and whether something else ran there."""
+    said = busy(result)
+    return f"{f'**{said[0].upper()}{said[1:]}.** ' if said else ''}<sub>{where(result)}</sub>"
 
 
 def busy(result: Result) -> str | None:

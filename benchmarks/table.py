@@ -1,4 +1,4 @@
-"""Writes the tables of the README from the results, between its two marker comments.
+"""Writes the tables of docs/performance.md, and those of the README that sum them up, from the results.
 
 bash benchmarks/bench table            # write them
 bash benchmarks/bench table --check    # or only say whether they are up to date
@@ -12,69 +12,68 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import figures
-from benchmarks.figures import Case
+from benchmarks.figures import Case, markdown
 from benchmarks.limits import RefusedError
 from benchmarks.results import RESULTS, ROOT, Result, load_all
+from benchmarks.summary import summary
 
 BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the README is out of date")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the file with the marker comments")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="the page of all tables")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the page that sums them up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the directory of the results")
 
 
 def run(options: argparse.Namespace) -> int:
-    """0 if the README is up to date, or has been brought there; 1 if --check finds that it is not."""
-    old = options.readme.read_text()
-    new = inserted(old, tables(load_all(options.results), options.readme.parent))
-    if new == old:
-        print(f"{options.readme.name} is up to date")
-        return 0
-    if options.check:
-        print(f"{options.readme.name} is out of date: run `bash benchmarks/bench table`")
-        return 1
-    options.readme.write_text(new)
-    print(f"wrote the tables of {options.readme.name}")
-    return 0
+    """0 if the pages are up to date, or have been brought there; 1 if --check finds that they are not."""
+    results = load_all(options.results)
+    pages = {options.page: tables(results, options.page.parent), options.readme: summary(results)}
+    old = {page: page.read_text() for page in pages}
+    new = {page: inserted(page.name, old[page], text) for page, text in pages.items()}
+    for page in pages:
+        if new[page] == old[page]:
+            print(f"{page.name} is up to date")
+        elif options.check:
+            print(f"{page.name} is out of date: run `bash benchmarks/bench table`")
+        else:
+            page.write_text(new[page])
+            print(f"wrote the tables of {page.name}")
+    return 1 if options.check and new != old else 0
 
 
-def inserted(readme: str, text: str) -> str:
-    """The README with `text` between the markers.
+def inserted(name: str, page: str, text: str) -> str:
+    """The page of that name with `text` between the markers.
 
     Raises:
         RefusedError: if it does not have each of them once, in order.
     """
-    before, begin, rest = readme.partition(BEGIN)
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in before + after:
-        raise RefusedError(f"the README has to have {BEGIN} and, behind it, {END}, each of them once")
+        raise RefusedError(f"{name} has to have {BEGIN} and, behind it, {END}, each of them once")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def tables(results: Mapping[Path, Result], directory: Path) -> str:
     """All tables, by command and by the name of the file, each with its machine beneath.
 
-    A picture is put before its table if `bench draw` has left it in docs/ of `directory`, that of the README.
+    A picture is put before its table if `bench draw` has left it in `directory`, that of the page.
     """
     parts = []
     for benchmark in dict.fromkeys([*_WRITERS, *(result.benchmark for result in results.values())]):
         for path, result in results.items():
             if result.benchmark == benchmark:
                 parts += _picture(path, result, directory)
-                parts += [*_WRITERS.get(benchmark, _rows_as_they_are)(result), _beneath(result)]
+                parts += [*_WRITERS.get(benchmark, _rows_as_they_are)(result), figures.beneath(result, figures.where)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
 def _picture(path: Path, result: Result, directory: Path) -> list[str]:
-    picture = Path("docs", f"{path.stem}.png")
+    picture = f"{path.stem}.png"
     return [f"![{result.benchmark} on {result.machine['cpu']}]({picture})"] if (directory / picture).exists() else []
-
-
-def _beneath(result: Result) -> str:
-    busy = figures.busy(result)
-    return f"{f'**{busy[0].upper()}{busy[1:]}.** ' if busy else ''}<sub>{figures.where(result)}</sub>"
 
 
 # ---------------------------------------------------------------------------------------------------------- cluster
@@ -105,7 +104,7 @@ def _cluster(result: Result) -> list[str]:
             f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over "
             f"{over}, {words}.{meaning if yardstick == 'bound' else ''}"
         )
-        parts.append(_table(head, body))
+        parts.append(markdown(head, body))
         parts += _missing(result, cases, lambda case: f"{figures.topology(case)}, {figures.heads(case)} heads")
     return parts
 
@@ -135,7 +134,7 @@ def _attention(result: Result) -> list[str]:
             f"Attention, forward and backward, {figures.ranks(result, cases[0])}, {what['dtype']}, {mask}, head dim "
             f"{what['head_dim']}: time, and the share of the rate at which the kernel runs on one rank."
         )
-        parts.append(_table(["tokens", "heads", *names], body))
+        parts.append(markdown(["tokens", "heads", *names], body))
         parts += _missing(result, cases, lambda case: f"{case.what['seq']:,} tokens, {figures.heads(case)} heads")
     return parts
 
@@ -170,7 +169,7 @@ def _train(result: Result) -> list[str]:
     return [
         "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
         "is the most that a rank needs beyond its libraries.",
-        _table([*head, "MFU", "memory of a rank"], body),
+        markdown([*head, "MFU", "memory of a rank"], body),
         *_missing(result, [], str),
     ]
 
@@ -199,7 +198,7 @@ def _overhead(result: Result) -> list[str]:
         "last / first tenth of steps",
         "new tensors per visit",
     ]
-    return ["The package's own Python, without computing and sending:", _table(head, body)]
+    return ["The package's own Python, without computing and sending:", markdown(head, body)]
 
 
 # --------------------------------------------------------------------------------------------------- what all share
@@ -209,7 +208,7 @@ def _rows_as_they_are(result: Result) -> list[str]:
     """For benchmarks whose rows are figures already: a column for each field."""
     fields = list(dict.fromkeys(field for row in result.rows for field in row))
     body = [[_plain(row.get(field)) for field in fields] for row in result.rows]
-    return [f"{result.benchmark.capitalize()}:", _table([field.replace("_", " ") for field in fields], body)]
+    return [f"{result.benchmark.capitalize()}:", markdown([field.replace("_", " ") for field in fields], body)]
 
 
 def _plain(value: Any) -> str:
@@ -224,11 +223,6 @@ def _missing(result: Result, cases: Sequence[Case], name: Callable[[Case], str])
         which = dict.fromkeys(map(name, refused))
         lines.append(f"- refused by {contender}: {'; '.join(which)} ({reason})")
     return ["\n".join(lines)] if lines else []
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def _milliseconds(time_s: float | None) -> str:

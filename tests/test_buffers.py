@@ -1,4 +1,4 @@
-"""How many buffers schedules need: what the README says, and what rings lease."""
+"""How many buffers schedules need: what docs/internals.md says, and what rings lease."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_a_flat_ring_needs_two_blocks_and_three_sums(topology: Topology) -> None
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-def test_a_two_level_ring_needs_no_more_than_the_readme_says(topology: Topology) -> None:
+def test_a_two_level_ring_needs_no_more_than_documented(topology: Topology) -> None:
     assert most_held(two_level_ring(topology, reduces=False)).operands <= 4
     held = most_held(two_level_ring(topology))
     assert held.operands <= 5
     assert held.sums <= 6
 
 
-def test_the_readme_says_no_more_than_is_needed() -> None:
+def test_no_more_is_documented_than_is_needed() -> None:
     assert most_held(two_level_ring(Topology(4, 4), reduces=False)) == Held(4, 0)
     assert most_held(two_level_ring(Topology(4, 4))) == Held(5, 6)
     assert most_held(direct(Topology(4, 4))) == Held(3, 3)

@@ -18,7 +18,7 @@ class Limits(NamedTuple):
 
     dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
     capability: the first and the last CUDA compute capability.
-    library: what has to be installed, as the README says it.
+    library: what has to be installed, as docs/kernels.md says it.
     keeps_plans: whether it prepares something for every shape of a tile, and never lets go of it.
     """
 

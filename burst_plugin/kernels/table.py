@@ -1,4 +1,4 @@
-"""The table of kernels in the README, from the kernels themselves."""
+"""The table of docs/kernels.md, from the kernels themselves."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def memory_bytes(run: Run) -> dict[str, float]:
 
 
 def _ring_buffers(run: Run) -> float:
-    """Backward passes need most: blocks of what travels, and its float32 sums (README.md of the package, Limits)."""
+    """Backward passes need most: blocks of what travels, and its float32 sums (docs/internals.md, Memory)."""
     if run.cp == 1:
         return 0.0
     operands, sums = _travelling(run)

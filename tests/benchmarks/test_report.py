@@ -22,6 +22,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 from benchmarks import draw, figures, flops, limits, results, table, timeline, train
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
+from benchmarks.summary import summary
 from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
 from benchmarks.train_ranks import Job, Model, Seen, Trained
 
@@ -292,6 +293,29 @@ def test_tables_have_every_figure_with_its_machine_and_commit(tmp_path: Path) ->
     assert set(widths) == {6, 3, 7}
 
 
+def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
+    more = [
+        *(cluster_row("burst", way, 0.3, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
+        *(cluster_row("flat", way, 0.45, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
+        *(cluster_row("Ulysses", way, 0.36, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
+        *(cluster_row("burst", way, 0.4, rate_mbit=None, bound_s=0.25) for way in ("forward", "backward")),
+    ]
+    every = [made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", [*CLUSTER, *more])]
+    lines = summary({Path(f"{result.benchmark}.json"): result for result in every}).splitlines()
+    assert lines[0].startswith("Emulated cluster (2×4, 4×4 nodes×ranks; 16/4 heads; a NIC per rank; compute slept): ")
+    assert "| link | burst / bound | flat | Ulysses |" in lines
+    assert "| 100 mbit | 1.05 to 1.25 (1.20) | 1.50 to 2.10 (1.80) | 1.20, 1 refused |" in lines
+    assert "| no limit | 1.60 | refused | refused |" in lines
+    assert "| 2 ranks | float32 | 8,192 to 16,384 | 96% | 80% |" in lines
+    assert lines.count("<sub>Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC</sub>") == 2
+    unbound = [{name: value for name, value in row.items() if name != "bound_s"} for row in CLUSTER]
+    assert "| 100 mbit | 2.10 | refused |" in summary({Path("one.json"): made_up("cluster", unbound)}).splitlines()
+    assert "**Measured on a busy" in summary(
+        {Path("a"): made_up("cluster", CLUSTER, busy=True, load={"others": 0.3})}
+    )
+    assert summary({}) == "Nothing has been measured yet."
+
+
 def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
     result = made_up("knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
     text = table.tables({Path("one.json"): result}, ROOT)
@@ -300,24 +324,30 @@ def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() ->
     assert table.tables({}, ROOT) == "Nothing has been measured yet."
 
 
-def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -> None:
-    readme, found = tmp_path / "README.md", tmp_path / "results"
-    options = ["table", "--readme", str(readme), "--results", str(found)]
-    readme.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
+def test_pages_are_written_between_their_markers_and_checked(tmp_path: Path) -> None:
+    page, readme, found = tmp_path / "performance.md", tmp_path / "README.md", tmp_path / "results"
+    options = ["table", "--page", str(page), "--readme", str(readme), "--results", str(found)]
+    for path in (page, readme):
+        path.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
     results.save("knitting", {}, [{"visit_us": 99}], IDLE, found / "one.json")
     assert main([*options, "--check"]) == 1
+    assert "old" in page.read_text()
     assert "old" in readme.read_text()
     assert main(options) == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith(f"before\n{table.BEGIN}\nKnitting:")
     assert text.endswith(f"</sub>\n{table.END}\nafter\n")
+    assert readme.read_text() == f"before\n{table.BEGIN}\nNothing has been measured yet.\n{table.END}\nafter\n"
     assert main([*options, "--check"]) == 0
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "one.png").touch()
+    (tmp_path / "one.png").touch()
     assert main([*options, "--check"]) == 1
     assert main(options) == 0
-    assert re.search(rf"{table.BEGIN}\n!\[knitting on .*\]\(docs/one.png\)\n\nKnitting:", readme.read_text())
-    readme.write_text(text.replace("99", "98"))
+    assert re.search(rf"{table.BEGIN}\n!\[knitting on .*\]\(one.png\)\n\nKnitting:", page.read_text())
+    summed_up = readme.read_text()
+    readme.write_text(summed_up.replace("Nothing", "Something"))
+    assert main([*options, "--check"]) == 1
+    readme.write_text(summed_up)
+    page.write_text(text.replace("99", "98"))
     assert main([*options, "--check"]) == 1
     for wrong in (
         "no markers",
@@ -329,7 +359,7 @@ def test_the_readme_is_written_between_its_markers_and_checked(tmp_path: Path) -
         assert main(options) == 2
 
 
-def test_the_readme_of_this_repository_is_up_to_date() -> None:
+def test_the_pages_of_this_repository_are_up_to_date() -> None:
     assert main(["table", "--check"]) == 0
 
 

@@ -316,7 +316,7 @@ def test_memory_and_time_follow_the_formulas(model: ModuleType) -> None:
 
 
 def test_bytes_per_hop_are_those_of_the_package(model: ModuleType) -> None:
-    """32/32 heads of 128: 33.0 kB a token for queries; 32/8: 12.3 kB for keys and values (README.md)."""
+    """32/32 heads of 128: 33.0 kB a token for queries; 32/8: 12.3 kB for keys and values (docs/internals.md)."""
     variables = model.read_flags(RECIPE / "flags.env")
     for name, length, expected in (("llama2_7b", "1m", 33_024 / 2), ("llama3_8b", "128k", 12_288 / 2)):
         run = model.run_of(variables, name, length, 4)
