@@ -57,8 +57,12 @@ def run(options: argparse.Namespace) -> int:
     if reason is not None:
         print(f"bench cluster: skipped, no cluster can be emulated here: {reason}")
         return 0
+    if options.rounds < 1 or min(options.rates) <= 0 or min(options.visit_ms) < 0:
+        raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms 0 or more")
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
-    names = tuple(options.contenders or (c.name for c in CONTENDERS))
+    chosen = [c for c in CONTENDERS if not options.contenders or c.name in options.contenders]
+    names = tuple(c.name for c in chosen)
+    absent = {c.name: reason for c in chosen if (reason := c.absent()) is not None}
     console = Console(width=None if sys.stdout.isatty() else 120)
     variant = "cluster" if slept else "cluster-real"
     campaign = Campaign.begin("cluster", options, variant=variant, free=("topologies", "rates"))
@@ -67,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
         check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
         cases = tuple(case_of(setting, heads, options) for heads in options.heads)
         parts = parts_of(setting, cases, slept)
-        return measure(setting, Work(cases, slept, names, options.rounds, 120.0 + 90.0 * options.rounds, parts))
+        timeout_s = 120.0 + 90.0 * options.rounds
+        return measure(setting, Work(cases, slept, names, absent, options.rounds, timeout_s, parts))
 
     def show(setting: Setting, rows: list[Row]) -> None:
         console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", rows))

@@ -67,6 +67,7 @@ class Work:
     cases: tuple[Case, ...]
     slept: Slept | None
     names: tuple[str, ...]
+    absent: Mapping[str, str]  # why, by name: asked once, before there are ranks
     rounds: int
     timeout_s: float
     parts: Mapping[tuple[Case, int], int | tuple[int, int]]  # by the planner, for heads exchanged by so many ranks
@@ -147,11 +148,11 @@ def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[
     They take turns as contenders do, under the same conditions; of those that are alike the first is taken.
     """
     contender = next(c for c in CONTENDERS if c.name == name)
-    absent, refused = contender.absent(), contender.refuse(case)
-    if absent or not contender.configurations(case):
-        return None, {"absent": absent} if absent else {"refused": refused or "no configuration can do this case"}
-    configurations: Sequence[Contender] = contender.configurations(case)
-    configurations = [_planned(each, case, work.parts) for each in configurations]
+    if name in work.absent:
+        return None, {"absent": work.absent[name]}
+    configurations = [_planned(each, case, work.parts) for each in contender.configurations(case)]
+    if not configurations:
+        return None, {"refused": contender.refuse(case) or "no configuration can do this case"}
     entries = [
         Entry(each, each.prepare(case, work.slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations
     ]

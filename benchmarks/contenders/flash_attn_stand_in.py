@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from benchmarks.contenders.kernels import tile
+from benchmarks.contenders.kernels import tile, typed, write
 from burst_plugin.kernels import Kernel, Queries
 
 __all__ = ["StandIn", "install"]
@@ -97,7 +97,7 @@ def _backward(module: StandIn) -> Any:
             Queries(q, dout, out, softmax_lse), k, v, tile(softmax_scale, causal, q.shape[3])
         )
         for buffer, grad in zip((dq, dk, dv), grads[:3], strict=True):
-            buffer.copy_(grad)
+            write(module.kernel, grad, buffer)
 
     return _flash_attn_backward
 
@@ -110,7 +110,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, module: StandIn, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
     ) -> Tensor:
         out, lse = module.kernel.forward(q, k, v, tile(scale, causal, q.shape[3]))
-        out = out.to(q.dtype)
+        out = typed(module.kernel, out, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.module, ctx.scale, ctx.causal = module, scale, causal
         return out
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         how = tile(ctx.scale, ctx.causal, q.shape[3])
         grads = ctx.module.kernel.backward(Queries(q, dout, out, lse), k, v, how)
-        return (None, *(grad.to(q.dtype) for grad in grads[:3]), None, None)
+        return (None, *(typed(ctx.module.kernel, grad, q.dtype) for grad in grads[:3]), None, None)
 
 
 def _differentiable(module: StandIn) -> Any:

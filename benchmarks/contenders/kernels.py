@@ -19,7 +19,7 @@ from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
 
-__all__ = ["SleepingKernel", "kernel_for", "tile"]
+__all__ = ["SleepingKernel", "kernel_for", "tile", "typed", "write"]
 
 
 class SleepingKernel:
@@ -62,6 +62,21 @@ class SleepingKernel:
 def kernel_for(case: Case, slept: Slept | None) -> Kernel:
     """The kernel of this case, as flash_attn would give what it finds."""
     return KERNELS["torch_cpu"] if slept is None else SleepingKernel(case, slept, case.dtype)
+
+
+def typed(kernel: Kernel, found: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `kernel` found, in a type; where compute is slept it was written in that type, as GPUs do."""
+    if isinstance(kernel, SleepingKernel):
+        return _zeros(tuple(found.shape), dtype).detach()  # a tensor of its own for autograd, of the same memory
+    return found.to(dtype)
+
+
+def write(kernel: Kernel, found: Tensor, buffer: Tensor) -> None:
+    """Have what `kernel` found in `buffer`; where compute is slept that costs what clearing costs."""
+    if isinstance(kernel, SleepingKernel):
+        buffer.zero_()
+    else:
+        buffer.copy_(found)
 
 
 def tile(scale: float | None, causal: bool, head_dim: int) -> How:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.contenders import flash_attn_stand_in
 from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for, tile
+from benchmarks.contenders.kernels import kernel_for, tile, typed
 from benchmarks.contenders.peer import PeerSession, layout_rows
 from benchmarks.contenders.protocol import Case, Contender, Slept
 from burst_plugin.kernels import Kernel, Queries
@@ -134,7 +134,17 @@ def _forward(
     how = tile(scale, is_causal, q.shape[3])
     out, lse = stand_in.kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), how)
     state = torch.zeros((), dtype=torch.int64)  # of the random numbers, of which there are none
-    return out.to(q.dtype).transpose(1, 2), lse, None, None, q.shape[2], k.shape[2], state, state, state
+    return (
+        typed(stand_in.kernel, out, q.dtype).transpose(1, 2),
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        state,
+        state,
+        state,
+    )
 
 
 def _backward(

@@ -1,7 +1,9 @@
 """DeepSpeed-Ulysses: all-to-alls swap the sequence for the heads, so that each rank attends with some whole heads.
 
-The package is as published. Its local attention is `flash_attn_func`, here a stand-in. Its shared-memory collectives,
-which it would compile, are left out: there is no all-to-all among them.
+The package is as published, with both of its layers: `DistributedAttention`, and where there are fewer key/value
+heads than ranks `UlyssesSPAttentionHF`, which sends each of them to several. The local attention is
+`flash_attn_func`, here a stand-in. The shared-memory collectives, which it would compile, are left out: there is no
+all-to-all among them.
 """
 
 from __future__ import annotations
@@ -10,15 +12,18 @@ import importlib
 import os
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contenders import flash_attn_stand_in
+from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import kernel_for
-from benchmarks.contenders.peer import PeerSession, layout_rows
+from benchmarks.contenders.peer import Attend, PeerSession, layout_rows
 from benchmarks.contenders.protocol import Case, Contender, Slept
 from burst_plugin.deepspeed import cpu
 
@@ -27,7 +32,7 @@ __all__ = ["Ulysses"]
 
 @dataclass(frozen=True)
 class Ulysses:
-    """`deepspeed.sequence.layer.DistributedAttention` over all ranks."""
+    """All ranks deal out their heads to each other."""
 
     name: str = "Ulysses"
 
@@ -35,13 +40,14 @@ class Ulysses:
         """See `Contender.absent`. Imports DeepSpeed, so that ranks forked from here need not."""
         try:
             _imported("deepspeed.sequence.layer")
+            _imported("deepspeed.runtime.sequence_parallel.ulysses_sp")
         except Exception as error:  # whatever an import may raise
             return f"deepspeed does not import ({error!r}); the extra `bench` has it"
         return None
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
-        if case.q_heads % case.ranks or case.kv_heads % case.ranks:
+        if case.kv_heads < case.ranks and (case.q_heads % case.ranks or case.ranks % case.kv_heads):
             return f"it deals heads out to {case.ranks} ranks: {case.q_heads} and {case.kv_heads} do not divide"
         return None
 
@@ -53,14 +59,59 @@ class Ulysses:
         """See `Contender.prepare`."""
         stand_in, kernel = flash_attn_stand_in.install(), kernel_for(case, slept)
         _imported("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        distributed = _imported("deepspeed.sequence.layer").DistributedAttention
-        layer = distributed(stand_in.flash_attn_func, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+        layer = _replicating if case.kv_heads < case.ranks else _distributed
+        rows = layout_rows("contiguous", case.seq)
+        return PeerSession(rows, layer(case, stand_in, rows), partial(setattr, stand_in, "kernel", kernel))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = layer(q, k, v, batch_dim_idx=0, causal=case.causal)
-            return out
 
-        return PeerSession(layout_rows("contiguous", case.seq), attend, partial(setattr, stand_in, "kernel", kernel))
+class _Ranks:
+    """All that is asked of Megatron's groups."""
+
+    get_sequence_parallel_rank = staticmethod(dist.get_rank)
+
+
+def _distributed(case: Case, stand_in: StandIn, _: Tensor) -> Attend:
+    """The layer whose ranks share key/value heads as they share query heads."""
+    distributed = _imported("deepspeed.sequence.layer").DistributedAttention
+    _imported("deepspeed.utils.groups").mpu = _Ranks  # which an engine would have set: for heads that do not divide
+    layer = distributed(stand_in.flash_attn_func, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = layer(q, k, v, batch_dim_idx=0, causal=case.causal)
+        return out
+
+    return attend
+
+
+def _replicating(case: Case, stand_in: StandIn, rows: Tensor) -> Attend:
+    """The layer for models of transformers, which knows what to do with few key/value heads.
+
+    It calls what transformers would: attention of a module, on [B, H, S, D], that returns [B, S, H, D].
+    """
+
+    def local(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: object) -> tuple[Tensor, None]:
+        return stand_in.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal), None
+
+    layer = _imported("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
+        local,
+        batch_size=case.batch,
+        attn_head_count=case.q_heads,
+        attn_head_size=case.head_dim,
+        kv_head_count=case.kv_heads,
+        num_hidden_layers=1,
+        process_group=dist.group.WORLD,
+        local_seq_length=case.seq,
+        global_seq_length=case.seq * case.ranks,
+    )
+    module = SimpleNamespace(training=True)  # of transformers: the layer tells it how many query heads share a key
+    position_ids = rows.expand(case.batch, -1).contiguous()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, _ = layer(module, *(x.transpose(1, 2) for x in (q, k, v)), None, position_ids=position_ids)
+        found: torch.Tensor = out.unflatten(2, (case.q_heads, case.head_dim))
+        return found
+
+    return attend
 
 
 def _imported(module: str) -> Any:

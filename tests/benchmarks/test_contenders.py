@@ -23,7 +23,7 @@ from tests.support.reference import Problem, Result, errors, reference
 T = TypeVar("T")
 SEQ, DIM = 16, 16
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 6e-3}
-HEADS = ((4, 4), (8, 2), (4, 1))
+HEADS = ((4, 4), (8, 2), (4, 1), (6, 6))
 SLEPT = Slept(forward_s=0.030, backward_s=0.075)
 
 
@@ -113,12 +113,21 @@ def test_rings_are_refused_in_float32_because_their_gradients_are_wrong(name: st
     assert "out" not in wrong
 
 
-@pytest.mark.parametrize("name", ["Ulysses", "USP, Ulysses of 4"])
-def test_ulysses_is_refused_for_more_ranks_than_heads_because_it_fails(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads", "why"),
+    [
+        ("Ulysses", (6, 2), "not divisible"),
+        ("Ulysses", (12, 3), "not divisible"),
+        ("USP, Ulysses of 4", (8, 2), "shape"),
+    ],
+)
+def test_ulysses_is_refused_for_heads_that_do_not_divide_because_it_fails(
+    name: str, heads: tuple[int, int], why: str
+) -> None:
     contender = _here(next(one for one in _configurations(4) if one.name == name))
-    case = _case(4, (8, 2), torch.bfloat16, True)
+    case = _case(4, heads, torch.bfloat16, True)
     assert "divide" in (contender.refuse(case) or "")
-    with pytest.raises(RankError, match=r"Error: .*(heads|shape)"):
+    with pytest.raises(RankError, match=rf"Error: .*{why}"):
         run_ranks(_results, 4, contender, [case])
 
 
