@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
     sys.argv = [options.script, *options.local_rank, *options.arguments]
     directory = script.resolve().parent
-    framework = options.framework or _framework(directory)
+    framework = options.framework or _framework(script, options.arguments)
     sys.path.insert(0, str(directory))
     if options.cpu:
         importlib.import_module(f"burst_plugin.{framework}.cpu").prepare(directory)
@@ -45,12 +45,30 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
 
 
-def _framework(directory: Path) -> str:
-    """The framework whose launcher runs this; under others, Megatron if it is installed or lies beside the script."""
-    if "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ:
+def _framework(script: Path, arguments: list[str]) -> str:
+    """Whose script it is: the launcher's, of what lies beside it, is installed, or is named by it or its flags.
+
+    With another framework's adapter it would train without a ring, so where that does not tell, SystemExit does.
+    """
+    if "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ:  # which DeepSpeed's launcher sets
         return "deepspeed"
-    megatron = (directory / "megatron").is_dir() or importlib.util.find_spec("megatron") is not None
-    return "megatron" if megatron else "deepspeed"
+    if (script.resolve().parent / "megatron").is_dir():
+        return "megatron"
+    installed = [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    text = " ".join([script.read_text(errors="replace"), *arguments])
+    named = [name for name in installed if name in text or (name == "megatron" and "--cp-comm-type" in arguments)]
+    for names in (installed, named):
+        if len(names) == 1:
+            return names[0]
+    if not installed:
+        raise SystemExit(
+            "burst_plugin.run: neither megatron-core nor deepspeed is installed here, and no directory `megatron` "
+            f"lies beside {script}: install one, or give the script inside its Megatron-LM checkout"
+        )
+    raise SystemExit(
+        f"burst_plugin.run: {' and '.join(installed)} are installed, and {script} does not say whose script it is; "
+        "put --framework megatron or --framework deepspeed before it"
+    )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
@@ -63,7 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--framework",
         choices=_FRAMEWORKS,
-        help="whose adapter to install (default: deepspeed under its launcher or if there is no Megatron)",
+        help="whose adapter to install (default: what the launcher, the script or the environment says)",
     )
     parser.add_argument(  # DeepSpeed's launcher puts it before the script; it is the script's
         "--local_rank",

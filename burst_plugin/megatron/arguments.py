@@ -54,6 +54,8 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+_LONG = 16384  # tokens, from which on a mask of all pairs takes gigabytes
+
 # Options of `Strategy` that are flags, --burst-...; their defaults are its own.
 FLAGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -125,8 +127,15 @@ def refuse_flags() -> None:
         return
     if not may_ring():
         found = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
+        if args.context_parallel_size > 1:
+            warnings.warn(
+                f"--context-parallel-size {args.context_parallel_size} without --cp-comm-type burst: Megatron's own "
+                "context parallelism runs, not burst attention",
+                stacklevel=2,
+            )
     elif args.context_parallel_size > 1 or getattr(args, "hybrid_context_parallel", False):
         found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+        _warn_of_square_masks(args)
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
             warnings.warn(
                 "--eod-mask-loss leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of "
@@ -137,6 +146,17 @@ def refuse_flags() -> None:
         found = []
     if found:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in found))
+
+
+def _warn_of_square_masks(args: Any) -> None:
+    """Of the loader's masks [S, S], which only say causal again: float32 while they are made, twice."""
+    tokens = getattr(args, "seq_length", None) or 0
+    if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
+        warnings.warn(
+            f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
+            "loader process while it does; add --no-create-attention-mask-in-dataloader",
+            stacklevel=2,
+        )
 
 
 def may_ring() -> bool:

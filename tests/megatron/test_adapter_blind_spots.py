@@ -106,7 +106,8 @@ def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytes
 def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     (tmp_path / "train.py").write_text("import beside, sys; print(beside.WORD, sys.argv[1:])")
-    command = [sys.executable, "-m", "burst_plugin.run", str(tmp_path / "train.py"), "--x"]
+    command = [sys.executable, "-m", "burst_plugin.run", "--framework", "megatron"]
+    command += [str(tmp_path / "train.py"), "--x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.stdout.splitlines()[-1] == "found ['--x']", done.stderr
 
@@ -119,7 +120,7 @@ def test_the_launcher_leaves_no_process_behind(tmp_path: Path) -> None:
         "manager = multiprocessing.get_context('spawn').Manager()\n"
         "print('manager', manager._process.pid)"
     )
-    command = [sys.executable, "-m", "burst_plugin.run", "--cpu", str(script)]
+    command = [sys.executable, "-m", "burst_plugin.run", "--framework", "megatron", "--cpu", str(script)]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, text=True, timeout=60, cwd=root

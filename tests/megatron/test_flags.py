@@ -127,8 +127,24 @@ def test_a_loss_of_unlike_numbers_of_tokens_warns() -> None:
     _parse(eod_mask_loss=True, calculate_per_token_loss=False)
     with pytest.warns(UserWarning, match="add --calculate-per-token-loss"):
         refuse_flags()
-    for fine in ({"eod_mask_loss": False}, {"calculate_per_token_loss": True}, {"cp_comm_type": ["p2p"]}):
+    for fine in ({"eod_mask_loss": False}, {"calculate_per_token_loss": True}):
         _parse(**{"eod_mask_loss": True, "calculate_per_token_loss": False, **fine})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            refuse_flags()
+
+
+def test_a_ring_that_was_not_asked_for_and_masks_of_all_pairs_warn() -> None:
+    square = {"create_attention_mask_in_dataloader": True, "seq_length": 131072}
+    for changes, message in (
+        ({"cp_comm_type": ["p2p"]}, "--context-parallel-size 2 without --cp-comm-type burst"),
+        (square, "131072 x 131072, 128 GiB .* add --no-create-attention-mask-in-dataloader"),
+    ):
+        _parse(**changes)
+        with pytest.warns(UserWarning, match=message):
+            refuse_flags()
+    for fine in ({"seq_length": 8192}, {"create_attention_mask_in_dataloader": False}):
+        _parse(**{**square, **fine})
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             refuse_flags()
