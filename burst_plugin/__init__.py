@@ -4,6 +4,20 @@
     out = burst_plugin.burst_attention(q, k, v, cp)
 
 Importing this package imports torch and nothing else, and has no side effect.
+
+What happens in a call, and where:
+
+    attention.burst_attention
+      request, choices -> call      arguments checked, every choice made, once for calls that are alike
+      context, agreement            ranks compare what they are about to do; communicators are made
+      ulysses                       heads go to their ranks (ulysses_degree > 1), and outputs come back
+      attention.attend              the loop, a visit per step:
+        executor.Ring                 waits, posts, hands over the block that is here
+          schedule -> transfers         who visits what when, for all ranks, as data
+          routes -> itinerary           what mask and layout leave of that for this rank; its messages
+          transport, packing            how bytes move, and in which buffers
+        passes, tile_work, kernels    work on the tiles of the visit (layout, mask -> region -> tiles)
+        sums, softmax                 add up what tiles and other ranks contribute
 """
 
 from __future__ import annotations

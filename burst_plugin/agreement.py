@@ -56,7 +56,8 @@ class Agreement:
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
         found = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
-        dist.all_gather_into_tensor(found, mine.to(self.device), group=self._group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(found, mine.to(self.device), group=self._group)
         return found.cpu().view(self._ranks, -1).unbind()
 
     def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:

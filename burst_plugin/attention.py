@@ -9,7 +9,7 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,18 +17,19 @@ import torch
 from torch import Tensor
 
 from burst_plugin.agreement import told
-from burst_plugin.call import Call
+from burst_plugin.call import Call, CallKind
 from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
-from burst_plugin.executor import lockstep
+from burst_plugin.executor import Visit, lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
-from burst_plugin.passes import Pass, Tensors, backward_passes, forward_passes
+from burst_plugin.passes import Part, Tensors, backward_parts, forward_parts
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
-from burst_plugin.softmax import add_sink, sink_grad
+from burst_plugin.softmax import add_sink, row_share, sink_grad
+from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import bias_grad
 from burst_plugin.tiles import OTHER_SIDE
 
@@ -46,41 +47,44 @@ __all__ = [
 ]
 
 
-def attend(call: Call, passes: Sequence[Pass], number: int) -> Generator[None, None, dict[str, Tensors]]:
+def attend(call: Call, parts: Sequence[Part], number: int) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
-    `passes` are those of the parts of the heads, mostly one; `number` is that of the call, the same on every rank.
+    `parts` are those of the heads, mostly one; `number` is that of the call, the same on every rank.
     """
-    kind, direction = call.kind, passes[0].direction
-    away = kind.travellers[direction]
-    home = OTHER_SIDE[away]
-    own = {side: kind.own_sums(passes, side) for side in (home, away)}
-    ring = call.ring(passes, own[away], number)
-
+    kind = call.kind
+    traveller = kind.travellers[parts[0].direction]
+    own = {side: kind.own_sums(parts, side) for side in (OTHER_SIDE[traveller], traveller)}
+    ring = call.ring(parts, own[traveller], number)
     for visit in ring.visits():
         if visit is not None:
-            part, at_home = passes[visit.part], own[home].parts[visit.part]
             with ring.traced(visit):
-                here = part.operands if visit.is_own else {**part.operands, away: part.incoming(away, visit.operands)}
-                site = kind.site(direction, visit.owner)
-                for tile in kind.tiles[direction, visit.owner, visit.turn]:
-                    contributions = part.compute(here["q"], here["kv"], tile, site)
-                    if contributions[home]:
-                        at_home.add(tile, home, contributions[home])
-                    if contributions[away]:
-                        visit.sums.add(tile, away, contributions[away])
+                _work(kind, parts[visit.part], visit, traveller, own)
         yield
-
     yield from ring.homecoming()
     for sums in own.values():
         sums.settle()
     return {side: sums.tensors for side, sums in own.items()}
 
 
+def _work(kind: CallKind, part: Part, visit: Visit[TileSums], traveller: str, own: Mapping[str, OwnSums]) -> None:
+    """One visit: what its tiles contribute, added to the sums at home and to those that travel."""
+    home = OTHER_SIDE[traveller]
+    here = part.operands if visit.is_own else {**part.operands, traveller: part.incoming(traveller, visit.operands)}
+    site = kind.site(part.direction, visit.owner)
+    for tile in kind.tiles[part.direction, visit.owner, visit.turn]:
+        contributions = part.compute(here["q"], here["kv"], tile, site)
+        if contributions[home]:
+            own[home].parts[visit.part].add(tile, home, contributions[home])
+        if contributions[traveller]:
+            visit.sums.add(tile, traveller, contributions[traveller])
+        del contributions  # whose memory the next tile may have
+
+
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program for its outputs, float32 or wider."""
     works = call.tile_works("forward", inputs.bias)
-    sums = yield from attend(call, forward_passes(works, *inputs[:3]), number)
+    sums = yield from attend(call, forward_parts(works, *inputs[:3]), number)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
@@ -91,10 +95,10 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
-    """A rank's program for the gradients of its inputs, float32 or wider; None for inputs that are not there."""
+    """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for what is not."""
     works = call.tile_works("backward", inputs.bias)
-    passes = backward_passes(works, call.kind.shapes.sends_out, queries, inputs[1:3])
-    sums = yield from attend(call, passes, number)
+    share = row_share(queries.out, queries.dout) if call.kind.sends_share else None
+    sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], share), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
 
@@ -147,7 +151,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [Inputs(*each) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
-        with _one_pass(calls):
+        with _one_pass(calls, "forward", number):
             found = lockstep([_forward_of_rank(c, number, each) for c, each in zip(calls, inputs, strict=True)])
         ctx.calls, ctx.number = calls, number
         ctx.save_for_backward(*(x for _, saved in found for x in (*saved.given, saved.out, saved.lse)))
@@ -162,7 +166,7 @@ class _Attention(torch.autograd.Function):
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
         each = zip(calls, mine, saved, strict=True)
         programs = [_backward_of_rank(call, ctx.number, dout, held) for call, dout, held in each]
-        with _one_pass(calls):
+        with _one_pass(calls, "backward", ctx.number):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
 
@@ -180,11 +184,12 @@ def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
 
 
 @contextmanager
-def _one_pass(calls: Sequence[Call]) -> Iterator[None]:
+def _one_pass(calls: Sequence[Call], direction: str, number: int) -> Iterator[None]:
     """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
     with ExitStack() as stack:
         for call in calls:
             stack.enter_context(call.kind.member.exclusive(call.kind.device))
+            call.kind.member.note_pass(direction, number)
         device = calls[0].kind.device.type
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -267,7 +272,8 @@ def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Ou
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         problem, cause = told(error), error
     try:
-        number = cp.agree(call.signature if call else {}, problem)
+        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+        number = cp.agree({**call.signature, "takes part in gradients": gradients} if call else {}, problem)
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"

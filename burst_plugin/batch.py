@@ -76,18 +76,17 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
     """
-    problem, cause, whole, mask = "", None, None, None
+    problem, cause, whole, mask, checksum, signature = "", None, None, None, 0, {}
     try:
         whole = _whole(batch)
         length = whole["position_ids"].shape[1]
         padded = even_length(length, cp.ranks)
         mask = _mask(batch, whole["position_ids"], padded)
+        compared = [*whole.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
+        checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
+        signature = {"batch": f"{list(whole['position_ids'].shape)} with checksum {checksum}"}
     except Exception as error:
         problem, cause = told(error), error
-    ids = batch.get("input_ids", batch.get("inputs_embeds"))
-    compared = [*(whole or {}).values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
-    checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
-    signature = {"batch": f"{list(ids.shape) if isinstance(ids, Tensor) else ids} with checksum {checksum}"}
     try:
         number = cp.agree(signature, problem, always=True)
     except ValueError as error:
@@ -190,7 +189,8 @@ def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | No
     if isinstance(batch.get("cu_seq_lens_q"), Tensor):
         masks.append(_documents(batch["cu_seq_lens_q"].tolist(), positions.shape, padded))
         return reduce(and_, masks)
-    rows = [Documents((*_starts(*row), padded)) for row in zip(positions, valid, strict=True)]
+    packed = batch.get("attention_mask") is None  # only then does transformers take any break for a document
+    rows = [Documents((*_starts(*row, packed), padded)) for row in zip(positions, valid, strict=True)]
     if any(len(row.cu_seqlens) > 2 for row in rows):
         masks.append(rows[0] if len(set(rows)) == 1 else PerRow(tuple(rows)))
     return reduce(and_, masks) if masks else None
@@ -206,20 +206,24 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
     return Documents((*bounds[:-1], padded))
 
 
-def _starts(positions: Tensor, valid: Tensor) -> tuple[int, ...]:
+def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
     """Where documents start in a row of positions [S]: at 0, and at real tokens whose position is not one more.
 
-    Than that of the token before, nor than that of the last real one: padding in between may count or not.
+    Than that of the token before, nor than that of the last real one: padding in between may count or not. Unless the
+    row is `packed`, only where positions start again: others are shared ones, of images or branches.
     """
     breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
     real = valid.nonzero().flatten()
     follows = real[1:][positions[real][1:] - positions[real][:-1] == 1]
     breaks[follows - 1] = False
-    ahead = breaks & (positions[1:] > positions[:-1]) & valid[:-1]
-    if bool(ahead.any()):
-        at = int(ahead.nonzero()[0]) + 1
+    unclear = positions[1:] > positions[:-1]
+    if not packed and len(real):
+        unclear = (positions[1:] != 0) & (positions[1:] != positions[real[0]])
+    unclear &= breaks & valid[:-1]
+    if bool(unclear.any()):
+        at = int(unclear.nonzero()[0]) + 1
         raise ValueError(
-            f"position_ids jump from {int(positions[at - 1])} to {int(positions[at])} at token {at}: whether that "
+            f"position_ids go from {int(positions[at - 1])} to {int(positions[at])} at token {at}: whether that "
             "begins a document is not clear; give documents as positions that start again, or as cu_seq_lens_q"
         )
     return (0, *(breaks.nonzero().flatten() + 1).tolist())

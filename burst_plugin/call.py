@@ -1,6 +1,7 @@
-"""One attention call of one rank, all choices made: `CallKind`, what calls that are alike share, and `Call`.
+"""One attention call of one rank, all choices made.
 
-Dropout has another seed at every call of every layer, so that looking up routes, tiles and messages is the kind's.
+Calls that differ in nothing but the seed of dropout share a `CallKind`, which looks up routes, tiles and messages
+once; a `Call` is a kind and a seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from burst_plugin.kernels import How, Kernel
 from burst_plugin.layout import positions, token_count
 from burst_plugin.member import Member
 from burst_plugin.packing import Packing, Spec
-from burst_plugin.passes import Pass
+from burst_plugin.passes import Part
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import DIRECTIONS, Shapes
@@ -133,14 +134,20 @@ class CallKind:
 
     # ---------------------------------------------------------------------------------------- blocks, sums, messages
 
+    @property
+    def sends_share(self) -> bool:
+        """Whether queries travel backward, with a number per row in place of out (`softmax.row_share`)."""
+        travel = self.travellers["backward"] == "q" and self.member.routes.ranks > 1
+        return travel and not self.shapes.sends_out
+
     def parts(self, direction: str) -> int:
         """How many parts the heads are cut into."""
         return self.member.strategy.parts_of(direction)
 
-    def own_sums(self, passes: Sequence[Pass], side: str) -> OwnSums:
+    def own_sums(self, parts: Sequence[Part], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
-        specs = self._own_specs[passes[0].direction, side]
-        return OwnSums(specs, self.device, len(passes), lambda part, place: passes[part].sums(side, place, False))
+        specs = self._own_specs[parts[0].direction, side]
+        return OwnSums(specs, self.device, len(parts), lambda part, place: parts[part].sums(side, place, False))
 
     @cached_property
     def _own_specs(self) -> dict[tuple[str, str], Sequence[Spec]]:
@@ -248,15 +255,15 @@ class Call:
             kind.sharing,
         )
 
-    def ring(self, passes: Sequence[Pass], own: OwnSums, number: int) -> Ring[TileSums]:
+    def ring(self, parts: Sequence[Part], own: OwnSums, number: int) -> Ring[TileSums]:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
-        kind, member, direction = self.kind, self.kind.member, passes[0].direction
+        kind, member, direction = self.kind, self.kind.member, parts[0].direction
         itinerary = kind.itineraries[direction]
         member.expected_bytes.update(itinerary.sent_bytes)
         return Ring(
             itinerary,
             member.transport,
-            CallCargo(passes, kind.travellers[direction], own, member.routes.ranks, kind.device),
+            CallCargo(parts, kind.travellers[direction], own, member.routes.ranks, kind.device),
             direction=direction,
             label=self._label(direction, number),
             profile=member.profile,

@@ -67,8 +67,9 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
     backend, existing = original.name(), original.options  # the group may have another one for other devices
     options = None
     if backend == "nccl":  # a copy: torch writes into what it is given
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=existing.is_high_priority_stream)  # type: ignore[attr-defined]
-        options.config = existing.config  # type: ignore[attr-defined]
+        # Of what waits for the same event, a message and the next kernel, the message has to get on the GPU first.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
     with _created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),
@@ -119,8 +120,17 @@ def launches_batches(group: dist.ProcessGroup) -> bool:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors `group` moves: the current GPU for NCCL, also beside gloo for CPUs, else the CPU."""
+    """The device whose tensors `group` moves: the current GPU for NCCL, also beside gloo for CPUs, else the CPU.
+
+    ValueError if the group is bound to another GPU than the current one.
+    """
     for device in group._device_types:
         if device.type == "cuda" and group._get_backend(device).name() != "gloo":  # which says that it moves both
-            return torch.device("cuda", torch.cuda.current_device())
+            here, bound = torch.device("cuda", torch.cuda.current_device()), group.bound_device_id
+            if bound is not None and bound.type == "cuda" and bound != here:
+                raise ValueError(
+                    f"the process group is bound to {bound}, but the current device is {here}; call "
+                    f"torch.cuda.set_device({bound.index}) before the ring is made"
+                )
+            return here
     return torch.device("cpu")

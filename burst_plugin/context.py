@@ -246,7 +246,9 @@ class ContextParallel:
                 self.member.give_up(refusal)
                 raise refusal
             return self._call_count
+        passes = f"{self.member.passes_digest:x}"  # a rank's backward passes may come in another order
         options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
+        options["order of passes so far"] = passes
         ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
         ranks.compare(ours, problem, f"the agreement before call {self._call_count}")
         return self._call_count

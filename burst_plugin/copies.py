@@ -25,6 +25,7 @@ class CopyNetwork(InProcessNetwork):
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         super().__init__(ranks)
+        self._device = device
         streams = range(ranks) if device.type == "cuda" else ()
         self._streams = [torch.cuda.Stream(device) for _ in streams]  # type: ignore[no-untyped-call]
 
@@ -33,7 +34,7 @@ class CopyNetwork(InProcessNetwork):
             if parcel.is_whole:
                 parcel.deliver()
             return
-        parcel.events.append(torch.cuda.current_stream().record_event())
+        parcel.events.append(torch.cuda.current_stream(self._device).record_event())
         if parcel.is_whole:
             stream = self._streams[parcel.route[1]]
             with torch.cuda.stream(stream):
@@ -48,4 +49,4 @@ class CopyNetwork(InProcessNetwork):
             if not parcel.is_whole:
                 parcel.deliver()  # which says what is missing
             if parcel.events:
-                torch.cuda.current_stream().wait_event(parcel.events[-1])
+                torch.cuda.current_stream(self._device).wait_event(parcel.events[-1])

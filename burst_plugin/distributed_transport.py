@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
@@ -28,6 +29,8 @@ class _DistributedPending:
             messages = self.messages[number : number + 1] if one_by_one else self.messages
             try:
                 work.wait()
+            except torch.AcceleratorError:  # a fault of this rank's own GPU, noticed here
+                raise
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
             if waited is not None:
@@ -103,6 +106,8 @@ class DistributedTransport(Transport):
             messages = to_receive + to_send
             try:
                 found.append(_DistributedPending(messages, communicator.post(to_send, to_receive)))
+            except torch.AcceleratorError:
+                raise
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
         return found

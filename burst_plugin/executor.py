@@ -122,6 +122,14 @@ class _LeasedRoom:
 
 
 @dataclass(slots=True)
+class _Bag(Generic[S]):
+    """Sums of another rank's block while they are here, and the room that they leave in."""
+
+    room: _LeasedRoom
+    sums: S
+
+
+@dataclass(slots=True)
 class Visit(Generic[S]):
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
@@ -170,7 +178,7 @@ class Ring(Generic[S]):
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
-        self._bags: dict[int, tuple[_LeasedRoom, S]] = {}  # sums that are here, by block
+        self._bags: dict[int, _Bag[S]] = {}  # sums of others' blocks that are here
         self._due: dict[int, list[Pending]] = {}
         self._arriving: dict[int, list[tuple[Post, Buffer]]] = {}  # by the step at which they are due
         self._sent: dict[int, list[Buffer]] = {}  # leases to give back at a step
@@ -185,7 +193,7 @@ class Ring(Generic[S]):
                 continue
             part, owner = divmod(block, self._plan.ranks)
             operands = () if self._is_own(block) else self._operands[block]
-            yield Visit(owner, part, step.turn, self._is_own(block), operands, partial(self._bag, block))
+            yield Visit(owner, part, step.turn, self._is_own(block), operands, partial(self._sums_of, block))
 
     def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
@@ -221,6 +229,7 @@ class Ring(Generic[S]):
         for post, buffer in self._arriving.pop(number, ()):
             self._arrive(number, post, buffer)
         for block in step.drop:
+            self._operands.pop(block, None)
             if block in self._buffers:
                 self._transport.pool.release(self._buffers.pop(block))
         self._post(number)
@@ -240,21 +249,25 @@ class Ring(Generic[S]):
 
     def _outgoing(self, post: Post) -> Buffer:
         """The bytes of a block or of its sums, on their way out."""
-        transfer, block = post.transfer, post.transfer.block
+        block, due = post.transfer.block, post.transfer.due
         if post.traffic is Traffic.REDUCE:
-            sums = self._bag(block)
-            sums.settle()
-            room, _ = self._bags.pop(block)
-            assert room.buffer is not None, "settled sums are in their room"
-            self._sent.setdefault(transfer.due, []).append(room.buffer)
-            return room.buffer
-        if transfer.rows is not None:
-            buffer = self._pack(post)
-            self._sent.setdefault(transfer.due, []).append(buffer)
-            return buffer
+            return self._released_at(due, self._settled(block))
+        if post.transfer.rows is not None:  # for one peer alone
+            return self._released_at(due, self._pack(post))
         if block not in self._buffers:  # the rank's own block, sent for the first time
             self._buffers[block] = self._pack(post)
         return self._buffers[block]
+
+    def _settled(self, block: int) -> Buffer:
+        """The buffer of a block's sums, which leave."""
+        self._sums_of(block).settle()
+        buffer = self._bags.pop(block).room.buffer
+        assert buffer is not None, "settled sums are in their room"
+        return buffer
+
+    def _released_at(self, step: int, buffer: Buffer) -> Buffer:
+        self._sent.setdefault(step, []).append(buffer)
+        return buffer
 
     def _pack(self, post: Post) -> Buffer:
         """Operands of this rank in a leased buffer."""
@@ -268,34 +281,34 @@ class Ring(Generic[S]):
         if not buffer.bears(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(number, PeerLostError(post.peer, what))
-        transfer, block = post.transfer, post.transfer.block
-        if post.traffic is Traffic.GATHER:
-            self._buffers[block] = buffer
-            self._operands[block] = buffer.views(post.packing)
+        if post.traffic is Traffic.REDUCE:
+            self._sums_arrive(post, buffer)
             return
-        arrived = self._cargo.sums(block, buffer.views(post.packing), True)
-        if self._is_own(block):
-            self._cargo.own_sums(block).join(arrived, transfer.rows)
-            self._transport.pool.release(buffer)
-            return
-        room, here = self._bags.get(block, (None, None))
-        if room is not None and here is not None and (room.buffer is not None or transfer.rows is not None):
-            here.join(arrived, transfer.rows)
-            self._transport.pool.release(buffer)
-            return
-        if here is not None:  # nothing but a contribution so far
-            arrived.join(here, None)
-        self._bags[block] = (_LeasedRoom(post.packing, self._lease, buffer), arrived)
+        self._buffers[post.transfer.block] = buffer
+        self._operands[post.transfer.block] = buffer.views(post.packing)
 
-    def _bag(self, block: int) -> S:
-        """The sums of a block that this rank holds; fresh ones if it holds none."""
+    def _sums_arrive(self, post: Post, buffer: Buffer) -> None:
+        """Add them to those that are here; where these have no buffer yet, go on in the one that came."""
+        block, rows = post.transfer.block, post.transfer.rows
+        arrived = self._cargo.sums(block, buffer.views(post.packing), True)
+        bag = self._bags.get(block)  # none for the rank's own block
+        if self._is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
+            self._sums_of(block).join(arrived, rows)
+            self._transport.pool.release(buffer)
+            return
+        if bag is not None:  # one contribution, as the kernel returned it
+            arrived.join(bag.sums, None)
+        self._bags[block] = _Bag(_LeasedRoom(post.packing, self._lease, buffer), arrived)
+
+    def _sums_of(self, block: int) -> S:
+        """The sums of a block that are here; fresh ones if there are none."""
         if self._is_own(block):  # these outlive the ring
             return self._cargo.own_sums(block)
         if block not in self._bags:
             packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
             room = _LeasedRoom(packing, self._lease)
-            self._bags[block] = (room, self._cargo.sums(block, room, False))
-        return self._bags[block][1]
+            self._bags[block] = _Bag(room, self._cargo.sums(block, room, False))
+        return self._bags[block].sums
 
     def _lease(self, nbytes: int) -> Buffer:
         """A buffer to send, with this call's label."""

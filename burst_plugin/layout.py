@@ -22,6 +22,7 @@ Attention, arXiv 2311.09431.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -71,6 +72,7 @@ class Tokens:
     layout: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "length", operator.index(self.length))
         if self.length < 1:
             raise ValueError(f"Tokens(length={self.length}) is not valid; a sequence has 1 token or more")
         if self.layout is not None and self.layout not in LAYOUTS:

@@ -6,6 +6,7 @@ a frozen dataclass that gives its regions (`burst_plugin.region`); nothing else 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -58,6 +59,7 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
+            object.__setattr__(self, name, None if value is None else operator.index(value))
             if value is not None and value < 0:
                 raise ValueError(
                     f"SlidingWindow({name}={value}) is not valid: a window holds at least the query itself, so "
@@ -105,6 +107,7 @@ class PrefixLM(Mask):
     prefix: int
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "prefix", operator.index(self.prefix))
         if self.prefix < 0:
             raise ValueError(f"PrefixLM(prefix={self.prefix}) is not valid; use the number of tokens in the prefix")
 
@@ -225,6 +228,7 @@ class BlockMask(Mask):
     compares_positions = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "block", operator.index(self.block))
         object.__setattr__(self, "allowed", tuple(tuple(map(bool, row)) for row in self.allowed))
         if self.block < 1 or len({len(row) for row in self.allowed}) != 1:
             raise ValueError(

@@ -34,6 +34,7 @@ class Member:
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
+    passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     mark: str = ""  # tells this ring from others of the same group, once its ranks have met
     is_closed: bool = False
@@ -96,7 +97,7 @@ class Member:
             )
         try:
             if device.type == "cuda":
-                self._check_stream()
+                self._check_stream(device)
             try:
                 yield
             except BaseException as error:
@@ -104,6 +105,14 @@ class Member:
                 raise
         finally:
             self._busy.release()
+
+    def note_pass(self, direction: str, number: int) -> None:
+        """Remember that this pass of that call is the next one of this rank.
+
+        Messages of passes that ranks make in unlike orders have the same sizes: where they have no labels, on GPUs,
+        nothing else tells.
+        """
+        self.passes_digest = hash((self.passes_digest, number, direction == "backward"))
 
     def check_usable(self, device: torch.device) -> None:
         """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
@@ -155,8 +164,8 @@ class Member:
             self.profile = None
             profile.close()
 
-    def _check_stream(self) -> None:
-        stream = torch.cuda.current_stream()
+    def _check_stream(self, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
         self._stream = self._stream or stream
         if stream != self._stream:
             raise RuntimeError(

@@ -1,30 +1,30 @@
 """The two passes of attention: what either side of a visit is, at home and on its way (the table in `shapes`).
 
-A side that travels backward as q sends a number per row instead of out, `softmax.row_share`. Where it arrives,
-`softmax.project` makes of it and of dout an `out` that any kernel takes.
+A pass goes through one direction of the ring; a `Part` is what it does for one part of the heads, of which there is
+mostly one. Queries that travel backward send a number per row in place of out, `softmax.row_share`; where they
+arrive, `softmax.project` makes of it and of dout an `out` that any kernel takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from burst_plugin.kernels import Queries
-from burst_plugin.softmax import project, row_share
+from burst_plugin.softmax import project
 from burst_plugin.sums import Place, PlainSums, SoftmaxSums, TileSums, in_parts
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import Tile
 
-__all__ = ["Pass", "Tensors", "backward_passes", "forward_passes"]
+__all__ = ["Part", "Tensors", "backward_parts", "forward_parts"]
 
 Tensors = tuple[Tensor, ...]
 
 
-class Pass(Protocol):
-    """What a pass does in a visit. Sides are called "q" and "kv"."""
+class Part(Protocol):
+    """What a pass does in a visit of one part of the heads. Sides are called "q" and "kv"."""
 
     direction: str
     operands: dict[str, Tensors]  # of this rank, as `compute` reads them
@@ -46,7 +46,7 @@ class Pass(Protocol):
         ...
 
 
-class ForwardPass:
+class ForwardPart:
     """out and lse."""
 
     direction = "forward"
@@ -56,74 +56,62 @@ class ForwardPass:
         self.operands: dict[str, Tensors] = {"q": (q,), "kv": (k, v)}
 
     def outgoing(self, side: str) -> Tensors:
-        """See `Pass.outgoing`."""
+        """See `Part.outgoing`."""
         return self.operands[side]
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
-        """See `Pass.incoming`."""
+        """See `Part.incoming`."""
         return arrived
 
     def sums(self, side: str, place: Place, filled: bool) -> TileSums:
-        """See `Pass.sums`; only queries sum up anything."""
+        """See `Part.sums`; only queries sum up anything."""
         return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
 
     def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
-        """See `Pass.compute`."""
+        """See `Part.compute`."""
         return {"q": self._work.forward(queries[0], keys, tile, site), "kv": ()}
 
 
-class BackwardPass:
-    """dq, dk and dv. `share` gives what queries send instead of out, if they do."""
+class BackwardPart:
+    """dq, dk and dv. `share` [B, H, S] is what travelling queries send in place of out; None if they send that."""
 
     direction = "backward"
 
-    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, share: Callable[[], Tensor] | None) -> None:
-        self._work, self._share = work, share
-        self.operands: dict[str, Tensors] = {
-            "q": (queries.q, queries.dout, queries.lse, queries.out),
-            "kv": keys,
-        }
+    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, share: Tensor | None) -> None:
+        self._work, self._queries, self._share = work, queries, share
+        self.operands: dict[str, Tensors] = {"q": queries[:4], "kv": keys}
 
     def outgoing(self, side: str) -> Tensors:
-        """See `Pass.outgoing`."""
+        """See `Part.outgoing`."""
         if side == "kv" or self._share is None:
             return self.operands[side]
-        return *self.operands["q"][:3], self._share()
+        return self._queries.q, self._queries.dout, self._share, self._queries.lse
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
-        """See `Pass.incoming`."""
+        """See `Part.incoming`."""
         if side == "kv" or self._share is None:
             return arrived
-        q, dout, lse, share = arrived
-        return q, dout, lse, project(dout, share)
+        q, dout, share, lse = arrived
+        return q, dout, project(dout, share), lse
 
     def sums(self, side: str, place: Place, filled: bool) -> TileSums:
-        """See `Pass.sums`."""
+        """See `Part.sums`."""
         return PlainSums(place, filled)
 
     def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
-        """See `Pass.compute`."""
-        q, dout, lse, out = queries
-        dq, dkv = self._work.backward(Queries(q, dout, out, lse), keys, tile, site)
+        """See `Part.compute`; `queries` are in the order of `Queries`."""
+        dq, dkv = self._work.backward(Queries(*queries), keys, tile, site)
         return {"q": dq, "kv": dkv}
 
 
-def forward_passes(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) -> list[Pass]:
+def forward_parts(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
     """One for each part of the heads."""
-    return [ForwardPass(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
+    return [ForwardPart(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
 
 
-def backward_passes(works: Sequence[TileWork], sends_out: bool, queries: Queries, keys: Tensors) -> list[Pass]:
-    """One for each part of the heads; `sends_out` says whether out travels, not a number per row (`Shapes`)."""
+def backward_parts(works: Sequence[TileWork], queries: Queries, keys: Tensors, share: Tensor | None) -> list[Part]:
+    """One for each part of the heads; `share` [B, H, S] as in `BackwardPart`, of all heads."""
     parts = len(works)
-
-    @cache
-    def shares() -> list[Tensors]:  # of all parts at once, if queries travel
-        return in_parts((row_share(queries.out, queries.dout),), parts)
-
-    def share_of(part: int) -> Callable[[], Tensor] | None:
-        return None if sends_out else lambda: shares()[part][0]
-
-    heads = in_parts((*queries[:4], *keys), parts)
-    each = enumerate(zip(works, heads, strict=True))
-    return [BackwardPass(work, Queries(*mine[:4]), mine[4:], share_of(part)) for part, (work, mine) in each]
+    shares = [None] * parts if share is None else [one for (one,) in in_parts((share,), parts)]
+    each = zip(works, in_parts((*queries[:4], *keys), parts), shares, strict=True)
+    return [BackwardPart(work, Queries(*mine[:4]), mine[4:], own) for work, mine, own in each]

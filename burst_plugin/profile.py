@@ -50,14 +50,15 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Moments on the current CUDA stream, to 1 us in the first 10 s and 8 us at 100 s: CUDA's float32 of ms."""
+    """Moments on a GPU's current stream, to 1 us in the first 10 s and 8 us at 100 s: CUDA's float32 of ms."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._origin = self.now()
 
     def now(self) -> _Mark:
         mark: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        mark.record()
+        mark.record(torch.cuda.current_stream(self._device))
         self._latest = mark
         return mark
 
@@ -175,7 +176,7 @@ class Profile:
     def begin_pass(self, direction: str, device: torch.device) -> PassLog:
         """What a pass on `device` is noted in."""
         if device.type not in self._clocks:
-            self._clocks[device.type] = _StreamClock()
+            self._clocks[device.type] = _StreamClock(device)
         blank = Event("", direction, 0, "", 0.0, 0.0, number=next(self._passes))
         return PassLog(blank, self._clocks[device.type], self._spans, self._batches)
 

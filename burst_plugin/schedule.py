@@ -153,22 +153,19 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
         for step, owner in enumerate(owners)
         if owner in wanted[rank] and owner != rank
     ]
+
+    def gathered(rank: int, owner: int, step: int) -> Transfer:
+        return Transfer(owner, owner, rank, topology.link(owner, rank), step - 1, step, wanted[rank][owner])
+
+    def reduced(rank: int, owner: int, step: int) -> Transfer:
+        return Transfer(owner, rank, owner, topology.link(owner, rank), step + 1, step + 2, wanted[rank][owner])
+
     return Schedule(
         name="direct",
         topology=topology,
         visits=tuple(tuple(o if o in wanted[rank] else None for o in owners) for rank, owners in enumerate(visits)),
-        gather=tuple(
-            Transfer(
-                owner, owner, rank, topology.link(owner, rank), max(step - 1, 0), max(step, 1), wanted[rank][owner]
-            )
-            for rank, owner, step in away
-        ),
-        reduce=tuple(
-            Transfer(owner, rank, owner, topology.link(owner, rank), step + 1, step + 2, wanted[rank][owner])
-            for rank, owner, step in away
-        )
-        if reduces
-        else (),
+        gather=tuple(gathered(*each) for each in away),
+        reduce=tuple(reduced(*each) for each in away) if reduces else (),
         reduces=reduces,
         phases=tuple(range(len(distances))),
     ).keeping(_kept(topology, Link.INTER))

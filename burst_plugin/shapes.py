@@ -68,7 +68,7 @@ class Shapes(NamedTuple):
         table: dict[tuple[str, str], tuple[list[Spec], list[Spec]]] = {
             ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),
             ("forward", "kv"): ([(k, narrow), (v, narrow)], []),
-            ("backward", "q"): ([(q, narrow), (out, narrow), (row, wide), for_delta], [(q, wide)]),
+            ("backward", "q"): ([(q, narrow), (out, narrow), for_delta, (row, wide)], [(q, wide)]),
             ("backward", "kv"): ([(k, narrow), (v, narrow)], [(k, wide), (v, wide)]),
         }
         return table[direction, side]

@@ -46,14 +46,14 @@ class TileSums:
             self._tensors, self._first = self._room.tensors(self._first), None
         return self._tensors
 
-    def add(self, tile: Tile, side: str, parts: Sequence[Tensor]) -> None:
-        """Add one tile's `parts`, which are kept if need be, to its rows of this side."""
+    def add(self, tile: Tile, side: str, contribution: Sequence[Tensor]) -> None:
+        """Add what one tile contributes, which is kept if need be, to its rows of this side."""
         rows = tile.rows(side)
         waits = not self._filled and self._tensors is None and tile.batch is None
         if waits and rows == slice(0, self._length):
-            self._first, self._filled = parts, True
+            self._first, self._filled = contribution, True
             return
-        self._add(rows, tile.batch, parts)
+        self._add(rows, tile.batch, contribution)
 
     def join(self, other: Sums, rows: Rows | None) -> None:
         """Add another rank's sums: of these rows, or of all."""
@@ -76,20 +76,20 @@ class TileSums:
                 tensor.fill_(value)
             self._filled = True
 
-    def _add(self, rows: slice, batch: tuple[int, int] | None, parts: Sequence[Tensor]) -> None:
+    def _add(self, rows: slice, batch: tuple[int, int] | None, contribution: Sequence[Tensor]) -> None:
         if not self._filled and batch is None:
-            self._begin(rows, parts)
+            self._begin(rows, contribution)
             return
         self.settle()
-        self._accumulate([rows_of(tensor, rows, batch) for tensor in self.tensors], parts)
+        self._accumulate([rows_of(tensor, rows, batch) for tensor in self.tensors], contribution)
 
-    def _begin(self, rows: slice, parts: Sequence[Tensor]) -> None:
+    def _begin(self, rows: slice, contribution: Sequence[Tensor]) -> None:
         """The first contribution, to all batch rows."""
         self._filled = True
         for rest in (slice(0, rows.start), slice(rows.stop, self._length)):
             if rest.start < rest.stop:
                 self._clear(rest)
-        for tensor, part in zip(self.tensors, parts, strict=True):
+        for tensor, part in zip(self.tensors, contribution, strict=True):
             rows_of(tensor, rows).copy_(part)
 
     @property
@@ -103,7 +103,7 @@ class TileSums:
         for tensor, value in zip(self.tensors, self.nothing, strict=False):
             rows_of(tensor, rows).fill_(value)
 
-    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def _accumulate(self, tensors: Sequence[Tensor], contribution: Sequence[Tensor]) -> None:
         """Add to these rows of the tensors."""
         raise NotImplementedError
 
@@ -113,8 +113,8 @@ class PlainSums(TileSums):
 
     nothing = (0.0, 0.0)
 
-    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        for tensor, part in zip(tensors, parts, strict=True):
+    def _accumulate(self, tensors: Sequence[Tensor], contribution: Sequence[Tensor]) -> None:
+        for tensor, part in zip(tensors, contribution, strict=True):
             tensor.add_(part)
 
 
@@ -123,8 +123,8 @@ class SoftmaxSums(TileSums):
 
     nothing = (0.0, -torch.inf)
 
-    def _accumulate(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        merge_(*tensors, *parts)
+    def _accumulate(self, tensors: Sequence[Tensor], contribution: Sequence[Tensor]) -> None:
+        merge_(*tensors, *contribution)
 
 
 class OwnSums:

@@ -243,8 +243,11 @@ class Schedule:
         for t in self.gather:
             rows = lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows)
             sent[t.src, t.link] += rows
-        inter, intra = (max((n for (_, link), n in sent.items() if link is of), default=0) for of in reversed(Link))
-        return inter, intra
+
+        def most(link: Link) -> int:
+            return max((rows for (_, of), rows in sent.items() if of is link), default=0)
+
+        return most(Link.INTER), most(Link.INTRA)  # compared in this order: the scarcer link first
 
     def validate(self, needs: Needs | None = None) -> Schedule:
         """Check that the schedule is exact, and return it.

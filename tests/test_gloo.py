@@ -30,6 +30,7 @@ from burst_plugin import (
     two_level_ring,
 )
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
+from burst_plugin.call import Call
 from burst_plugin.communicators import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profile import Event
@@ -407,6 +408,51 @@ def test_between_comparisons_the_label_of_a_message_tells(what: tuple[Any, ...])
     lines = _last_lines(fn, 4, *arguments, timeout_s=30.0)
     assert all("RingError" in line for line in lines)
     assert all("belongs to another call, or to one with other shapes, types or options" in line for line in lines)
+
+
+def _other_order_without_labels(rank: int) -> None:
+    """As on GPUs, where messages have none: the next call has to notice."""
+    with mock.patch.object(Call, "_label", return_value=None):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        x = torch.ones(1, 16, 4, 8, requires_grad=True)
+        outs = [burst_attention(x, x, x, cp) for _ in range(2)]
+        for out in reversed(outs) if rank == 2 else outs:
+            out.sum().backward()
+        burst_attention(x, x, x, cp)
+
+
+def test_without_labels_the_next_comparison_tells_of_another_order_of_passes() -> None:
+    for line in _last_lines(_other_order_without_labels, 4, timeout_s=30.0):
+        assert "ValueError: the ranks of the context-parallel group disagree" in line
+        assert "order of passes so far=" in line
+
+
+def _gradients_on_some(rank: int) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.ones(1, 16, 4, 8, requires_grad=rank == 0)
+    burst_attention(x, x, x, cp)
+
+
+def test_ranks_that_differ_in_whether_there_will_be_a_backward_pass_are_told() -> None:
+    for line in _last_lines(_gradients_on_some, 4, timeout_s=30.0):
+        assert "rank 0: takes part in gradients=True; rank 1, 2, 3: takes part in gradients=False" in line
+
+
+def _fault_of_its_own(rank: int) -> str:
+    """A work that fails as torch tells of a GPU's fault: of this rank, not of its peer."""
+    work = mock.Mock()
+    work.wait.side_effect = torch.AcceleratorError("CUDA error: device-side assert triggered")
+    with mock.patch.multiple(dist.ProcessGroup, send=mock.Mock(return_value=work), recv=mock.Mock(return_value=work)):
+        x = torch.randn(1, 16, 4, 8)
+        try:
+            burst_attention(x, x, x, ContextParallel(dist.group.WORLD))
+        except RuntimeError as error:
+            return type(error).__name__
+    return "nothing"
+
+
+def test_a_fault_of_a_ranks_own_gpu_is_not_blamed_on_a_peer() -> None:
+    assert run_ranks(_fault_of_its_own, 2, timeout_s=20.0) == ["AcceleratorError"] * 2
 
 
 def _unlike_numbers_of_groups(rank: int) -> bool:

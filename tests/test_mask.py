@@ -18,6 +18,7 @@ from burst_plugin import (
     PerRow,
     PrefixLM,
     SlidingWindow,
+    Tokens,
     key_padding,
 )
 from burst_plugin.region import Region, allowed, work_by_token
@@ -167,3 +168,13 @@ def test_documents_are_known_wherever_they_stand() -> None:
     assert Documents((0, 4, 8), None, (0, 2, 8)).documents is None, "keys are dealt out otherwise"
     assert not Documents((0, 4, 8), None, (0, 4, 8)).shifts
     assert (Documents((0, 4, 8), None, (0, 4, 8)) & Causal()).documents == (0, 4, 8)
+
+
+def test_a_number_given_as_a_tensor_is_the_number_that_it_was() -> None:
+    """Masks are keys of what is kept of a call; a tensor would be one by identity, whatever is written into it."""
+    left, prefix, block, length = (torch.tensor(n) for n in (3, 5, 2, 8))
+    made = SlidingWindow(left), PrefixLM(prefix), BlockMask(block, ((True,),)), Tokens(length)
+    for number in (left, prefix, block, length):
+        number.fill_(1)
+    assert made == (SlidingWindow(3), PrefixLM(5), BlockMask(2, ((True,),)), Tokens(8))
+    assert all(type(number) is int for number in (made[0].left, made[1].prefix, made[2].block, made[3].length))

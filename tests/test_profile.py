@@ -245,7 +245,8 @@ class _StreamEvent:
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
-    def record(self) -> None:
+    def record(self, stream: object) -> None:
+        assert stream == "that of cuda:0"
         type(self).stream_s += 1
         self._at_s = self.stream_s
 
@@ -258,6 +259,7 @@ class _StreamEvent:
 
 def test_on_gpus_the_host_waits_only_when_the_profile_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _StreamEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", "that of {}".format)
     profile = Profile(0, Topology(1, 2))
     log = profile.begin_pass("forward", torch.device("cuda", 0))  # moment 0 of the stream
     with log.timed("move"):  # 1 to 7

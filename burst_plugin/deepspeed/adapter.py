@@ -198,6 +198,8 @@ def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None
     session = adapter.sessions.pop(engine, None)
     if session is not None:
         session.detach()
+        session.cp.member.close()  # its buffers; its groups are not destroyed, since ranks may end one by one
+        adapter.latest = None if adapter.latest is session else adapter.latest
     original(engine)
 
 

@@ -12,9 +12,12 @@ gradients over and to partition among; then every stage averages over all ranks,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any
 
 import torch.distributed as dist
+
+from burst_plugin.communicators import new_group_like
 
 __all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
 
@@ -84,17 +87,16 @@ def make_groups(size: int, mpu: Any = None) -> Groups:
     """The groups for rings of `size` consecutive ranks; collective. Takes the ring of `mpu` if there is one."""
     from deepspeed.utils import groups
 
-    world = groups._clone_world_group()
-    everyone = range(dist.get_world_size())
+    world, rank = groups._clone_world_group(), dist.get_rank()
+    whole: Any = dist.group.WORLD
+    mark = [token_hex(8)]
+    dist.broadcast_object_list(mark)
+    first = rank // size * size
     if mpu is not None:
         context = mpu.get_sequence_parallel_group()
     else:
-        context = _mine([dist.new_group(list(everyone[i : i + size])) for i in everyone[::size]], size)
-    return Groups(context, _mine([dist.new_group([rank]) for rank in everyone], 1), world)
-
-
-def _mine(made: list[Any], size: int) -> Any:
-    return made[dist.get_rank() // size]
+        context = new_group_like(whole, range(first, first + size), f"BURST_CONTEXT_{first}_{mark[0]}")
+    return Groups(context, new_group_like(whole, [rank], f"BURST_ALONE_{rank}_{mark[0]}"), world)
 
 
 def sequence_parallel_size(mpu: Any) -> int:

@@ -28,6 +28,7 @@ _TESTED = ("5.20", "5.23")
 
 def install_trainer(adapter: Adapter) -> list[str]:
     """Let Accelerate and Trainer run on the rings of `adapter`. Says what was done."""
+    import accelerate
     from accelerate.state import PartialState
     from accelerate.utils import DeepSpeedPlugin
     from deepspeed.runtime.sequence_parallel import ulysses_sp
@@ -42,7 +43,8 @@ def install_trainer(adapter: Adapter) -> list[str]:
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
     wrap(trainer, "deepspeed_sp_compute_loss", partial(_compute_loss, adapter))
-    wrap(trainer, "skip_first_batches", _skip_first_batches)
+    for module in (trainer, accelerate, accelerate.data_loader, accelerate.accelerator):
+        wrap(module, "skip_first_batches", _skip_first_batches)
     return [
         f'accelerate: sp_size of ParallelismConfig makes rings, if the configuration has "{BLOCK}"',
         "transformers.Trainer: the loss is the mean over all tokens of a step; evaluation runs on the ring",

@@ -19,7 +19,9 @@ from burst_plugin.scores import Scores
 __all__ = ["EXAMINED", "NAME", "forward", "register_attention"]
 
 NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
-EXAMINED = "_burst_plugin_examined"  # set on the modules of models that were found to meet in attention only
+EXAMINED = (
+    "_burst_plugin_examined"  # of the modules of models that were found to meet in attention only: their number
+)
 
 # Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
 _KNOWN_TENSORS = frozenset(
@@ -166,7 +168,7 @@ def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
 
 def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
     """Of dropout: the same on all ranks and in recomputation, another one for each batch and layer."""
-    return (shard.seed * 1_000_003 + int(getattr(module, "layer_idx", None) or 0)) % (2**31 - 1)
+    return int((shard.seed * 1_000_003 + getattr(module, EXAMINED)) % (2**31 - 1))
 
 
 def _whole(

@@ -46,6 +46,17 @@ class MaskRecipe:
         self._asked = asked
         self._made: dict[bool, Tensor | None] = {}
 
+    def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
+        """Some of the mask [B, 1, S_q, S_k], as models that need no more of it ask for; all of it is itself."""
+        every = slice(None)
+        if isinstance(index, tuple) and all(
+            isinstance(part, slice) and part in (every, slice(0, None)) for part in index
+        ):
+            return self
+        whole = self.tensor(always=True)
+        assert whole is not None, "always"
+        return whole[index]
+
     def tensor(self, *, always: bool) -> Tensor | None:
         """The mask [B, 1, S_q, S_k], True where a query may attend; None for a plain causal one unless `always`."""
         if always not in self._made:

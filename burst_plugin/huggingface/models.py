@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from burst_plugin.batch import KEY
 from burst_plugin.huggingface.attention import EXAMINED, NAME, register_attention
 
 __all__ = ["entry", "prepare_model", "problems", "use_burst"]
@@ -37,8 +38,34 @@ def use_burst(model: torch.nn.Module) -> None:
     for pretrained in _outermost(entry(model), _is_pretrained):
         if pretrained.config._attn_implementation != NAME:
             pretrained.set_attn_implementation(NAME)
-        for module in pretrained.modules():
-            setattr(module, EXAMINED, True)
+        if not hasattr(pretrained, EXAMINED):
+            _watch(pretrained)
+        for number, module in enumerate(pretrained.modules()):
+            setattr(module, EXAMINED, number)
+
+
+def _watch(pretrained: PreTrainedModel) -> None:
+    """Have a model refuse a sharded batch of which its attention never heard: it would attend to its shard alone."""
+    calls_before = [0]
+
+    def before(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if KEY in kwargs:
+            calls_before[:] = [kwargs[KEY].cp.member.calls_made]
+
+    def after(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if KEY in kwargs and kwargs[KEY].cp.member.calls_made == calls_before[0]:
+            asked = model.config._attn_implementation
+            why = "its layers do not hand on the keyword arguments that they are given; have them do so"
+            if asked != NAME:
+                why = f"its attn_implementation is {asked!r}; switch it back to {NAME!r}"
+            raise ValueError(
+                f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that "
+                f"ranks attended to their own tokens only: {why}"
+            )
+
+    hook: Any = torch.compiler.disable
+    pretrained.register_forward_pre_hook(hook(before), with_kwargs=True)
+    pretrained.register_forward_hook(hook(after), with_kwargs=True)
 
 
 def entry(model: torch.nn.Module) -> torch.nn.Module:
@@ -77,6 +104,12 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
         found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
         found.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
+    if any(getattr(getattr(config, "peft_type", None), "value", None) == "LILY" for config in configs):
+        found.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
+    if any(getattr(getattr(config, "velora_config", None), "init_type", "random") != "random" for config in configs):
+        found.append(
+            "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
+        )
     return found
 
 
@@ -114,6 +147,10 @@ def _problems_of_config(config: Any) -> list[str]:
     text, found = config.get_text_config(), []
     if config.is_encoder_decoder:
         found.append("it is an encoder-decoder; use a decoder alone")
+    if getattr(config, "add_cross_attention", False):
+        found.append(
+            "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
+        )
     others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
     if others:
         found.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")

@@ -59,20 +59,28 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can. Where "auto"
     passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
     """
-    name, own = (wanted, {}) if isinstance(wanted, str) else (wanted.name, {wanted.name: wanted})
-    known: dict[str, Kernel] = {**KERNELS, **own}
-    refusals = {other: _refusal(kernel, case) for other, kernel in known.items()}
-    able = [other for other, refusal in refusals.items() if refusal is None]
-    if name == "auto" and able:
-        chosen = next(
-            (other for other in able if not (case.new_tiles and KERNELS[other].limits.keeps_plans)), able[0]
-        )
-        _tell_of_fallback(chosen, case)
-        return KERNELS[chosen]
-    if name != "auto" and refusals[name] is None:
-        return known[name]
-    reasons = refusals[name] if name != "auto" else "; ".join(f"{k}: {why}" for k, why in refusals.items())
-    raise ValueError(f"kernel={name!r} cannot do this attention ({reasons}); these can: {able or 'none'}")
+    if wanted == "auto":
+        return _fastest(case)
+    kernel = KERNELS[wanted] if isinstance(wanted, str) else wanted
+    refusal = _refusal(kernel, case)
+    if refusal is None:
+        return kernel
+    known: dict[str, Kernel] = {**KERNELS, kernel.name: kernel}
+    able = [name for name, other in known.items() if _refusal(other, case) is None]
+    raise ValueError(f"kernel={kernel.name!r} cannot do this attention ({refusal}); these can: {able or 'none'}")
+
+
+def _fastest(case: Case) -> Kernel:
+    """The first that can, if possible one without a plan for each new shape. ValueError if none can."""
+    refusals = {name: _refusal(kernel, case) for name, kernel in KERNELS.items()}
+    able = [KERNELS[name] for name, refusal in refusals.items() if refusal is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise ValueError(f"kernel='auto': no kernel can do this attention ({reasons})")
+    lasting = [kernel for kernel in able if not (case.new_tiles and kernel.limits.keeps_plans)]
+    chosen = (lasting or able)[0]
+    _tell_of_fallback(chosen.name, case)
+    return chosen
 
 
 def _refusal(kernel: Kernel, case: Case) -> str | None:

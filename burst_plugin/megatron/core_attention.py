@@ -256,7 +256,7 @@ class BurstCoreAttention(MegatronModule):
             )
 
         def read(tensor: Tensor) -> tuple[int, ...]:
-            return self._registry.seen.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()))
+            return self._registry.seen.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()), id(self))
 
         tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read)
         return documents, tokens
@@ -266,7 +266,7 @@ class BurstCoreAttention(MegatronModule):
         offsets = getattr(packed_seq_params, "cu_seqlens_kv", None)
         if offsets is None:
             return False
-        found = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()))
+        found = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()), id(self))
         return found == tuple(row * key.shape[0] * cp.ranks for row in range(key.shape[1] + 1))
 
     def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
@@ -276,9 +276,9 @@ class BurstCoreAttention(MegatronModule):
         plain, registry = masks.BY_TYPE[kind], self._registry
         if kind in ("padding", "padding_causal"):
             return mask & registry.seen.get(
-                attention_mask, ("keys", plain), lambda: masks.read_key_padding(cp, attention_mask, plain)
+                attention_mask, ("keys", plain), lambda: masks.read_key_padding(cp, attention_mask, plain), id(self)
             )
-        registry.check_mask(cp, attention_mask, plain)
+        registry.check_mask(cp, attention_mask, plain, id(self))
         return mask
 
     def _sink(self, q: Tensor) -> Tensor | None:

@@ -87,7 +87,7 @@ class Registry:
             listed += cp.created_groups
         self._contexts[group] = cp
 
-    def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
+    def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask, layer: int) -> None:
         """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
 
         Megatron passes a mask that is merely causal along with the mask type; one that is more must not be ignored.
@@ -96,7 +96,7 @@ class Registry:
         """
         self._looks[cp, mask] += 1
         if not attention_mask.is_cuda or cp.strategy.check == "always":
-            self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask))
+            self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask), layer)
         elif cp.strategy.check_is_due(self._looks[cp, mask], cheap=False):
             # Whatever was seen: the same calls on every rank, since it is collective.
             check_same(cp, attention_mask, mask)

@@ -14,20 +14,23 @@ _T = TypeVar("_T")
 
 
 class Seen:
-    """Answers by tensor, kept while the tensor's memory lives and as long as it is not written to.
+    """Answers by tensor, kept while the tensor's memory lives, it is not written to, and one microbatch lasts.
 
-    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here.
+    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. Torch does not
+    notice everything that writes: collectives and NumPy do not count. So an answer ends, too, when the layer that
+    asked first asks again: programs that keep one buffer for all microbatches have written the next one into it.
     """
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
-    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T]) -> _T:
-        """What `read()` said about `tensor` when `question` was first asked."""
+    def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int) -> _T:
+        """What `read()` said about `tensor` when `question` was first asked; `layer` is who asks now."""
         version = None if tensor.is_inference() else tensor._version
         place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})
         key = (question, place)
-        if key not in answers or answers[key][0] != version or version is None:
-            answers[key] = (version, read())
-        return answers[key][1]  # type: ignore[no-any-return]
+        known = answers.get(key)
+        if known is None or known[:2] == (version, layer) or known[0] != version or version is None:
+            answers[key] = (version, layer, read())
+        return answers[key][2]  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import re
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from transformers.masking_utils import (
 from burst_plugin import ContextParallel, Documents, key_padding
 from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
-from burst_plugin.huggingface.attention import EXAMINED, forward
+from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
 from burst_plugin.huggingface.masks import MaskRecipe
+from burst_plugin.huggingface.models import use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
@@ -301,6 +303,67 @@ def test_tokens_that_an_adapter_adds_to_a_shard_are_refused() -> None:
         prepare(tuned)
     with pytest.raises(ValueError, match=r"LlamaAttention got 34 tokens, but a rank's share of the batch is 32"):
         tuned(**local, use_cache=False)
+
+
+@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
+def test_a_model_whose_layers_drop_keyword_arguments_is_told(family: str) -> None:
+    """Its attention never hears of the ring, and in evaluation would attend to the shard alone."""
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = prepare(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
+    with torch.no_grad(), pytest.raises(ValueError, match="its layers do not hand on the keyword arguments"):
+        model(**shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel()))
+
+
+def test_adapters_that_take_means_over_tokens_and_decoders_of_encoders_are_refused() -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    for kind, message in ((SimpleNamespace(value="LILY"), "PEFT's Lily"), (None, "PEFT's VeLoRA")):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+        model = peft.get_peft_model(build(Run(model=FAMILIES["llama"])), config)
+        if kind is None:
+            config.velora_config = SimpleNamespace(init_type="batch_average")
+        else:
+            config.peft_type = kind
+        with pytest.raises(ValueError, match=message):
+            prepare(model)
+    decoder = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        is_decoder=True, add_cross_attention=True,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="attends to an encoder"):
+        prepare(transformers.BertLMHeadModel(decoder))
+
+
+def test_layers_without_a_number_drop_other_probabilities() -> None:
+    """DistilBERT's attention does not know which layer it is in."""
+    config = transformers.DistilBertConfig(vocab_size=VOCAB, dim=16, hidden_dim=16, n_layers=2, n_heads=2)
+    model = transformers.DistilBertModel(config)
+    use_burst(model)
+    shard = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())["burst"]
+    assert len({_seed(shard, layer.attention) for layer in model.transformer.layer}) == 2
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]])
+def test_positions_that_are_shared_are_no_documents_where_there_is_a_padding_mask(positions: list[int]) -> None:
+    """transformers takes any break for a document only if it is given no attention_mask."""
+    batch = {"input_ids": torch.ones(1, 8, dtype=torch.int64), "position_ids": torch.tensor([positions])}
+    assert shard_batch(batch, ContextParallel())["burst"].mask is not None
+    batch["attention_mask"] = torch.ones(1, 8, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"position_ids go from 3 to \d at token 4: whether that begins a document"):
+        shard_batch(batch, ContextParallel())
+    for clear in ([0, 1, 2, 3, 0, 1, 2, 3], [2, 3, 4, 5, 2, 3, 4, 5]):
+        batch["position_ids"] = torch.tensor([clear])
+        assert shard_batch(batch, ContextParallel())["burst"].mask == Documents((0, 4, 8))
+
+
+def test_part_of_a_mask_is_a_tensor_and_all_of_it_a_recipe() -> None:
+    recipe = MaskRecipe(
+        mask_function=causal_mask_function, batch_size=1, q_length=4, kv_length=4, q_offset=0, kv_offset=0
+    )
+    assert recipe[:, :, slice(0, None), :] is recipe
+    assert torch.equal(recipe[:, :, -1:, :], torch.ones(1, 1, 1, 4, dtype=torch.bool))
 
 
 def test_labels_of_a_shard_are_called_shifted() -> None:

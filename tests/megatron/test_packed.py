@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -69,14 +70,14 @@ def test_documents_of_queries_and_keys() -> None:
 def test_tensors_are_read_once_while_they_live_unchanged() -> None:
     seen, reads = Seen(), []
 
-    def read(x: torch.Tensor) -> list[int]:
-        return seen.get(x, "numbers", lambda: reads.append(1) or x.tolist())
+    def read(x: torch.Tensor, layer: int = 2) -> list[int]:
+        return seen.get(x, "numbers", lambda: reads.append(1) or x.tolist(), layer)
 
     x = torch.arange(4)
-    assert read(x) == read(x.detach()) == [0, 1, 2, 3]
+    assert read(x, layer=1) == read(x.detach()) == [0, 1, 2, 3]
     assert len(reads) == 1
     assert read(x[1:]) == [1, 2, 3]  # another part of the same memory
-    assert seen.get(x, "length", lambda: 4) == 4
+    assert seen.get(x, "length", lambda: 4, 1) == 4
     x[0] = 7
     assert read(x) == [7, 1, 2, 3]
     assert len(reads) == 3
@@ -85,3 +86,16 @@ def test_tensors_are_read_once_while_they_live_unchanged() -> None:
     assert len(seen._known) == 0
     for n in range(20):  # memory and numbers of objects are used again
         assert read(torch.tensor([n])) == [n]
+
+
+def test_a_buffer_that_is_kept_for_all_microbatches_is_read_once_for_each() -> None:
+    """Torch does not see NumPy's writes, nor those of collectives; three layers ask in every microbatch."""
+    numbers, seen, reads = numpy.arange(3), Seen(), []
+    kept = torch.from_numpy(numbers)
+    for first in (0, 5, 9):
+        numbers[:] = numpy.arange(3) + first
+        version = kept._version
+        found = [seen.get(kept, "numbers", lambda: reads.append(1) or kept.tolist(), layer) for layer in (1, 2, 3)]
+        assert kept._version == version
+        assert found == [list(range(first, first + 3))] * 3
+    assert len(reads) == 3
