@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"bench: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("bench: stopped; processes have been ended; results are written at the end", file=sys.stderr)
+        print("bench: stopped; processes have been ended", file=sys.stderr)
         return 130
 
 

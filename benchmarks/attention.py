@@ -9,9 +9,9 @@ Where it runs (`--on`):
   GPUs on side streams: merging, tile cutting, launch gaps and overlap without a cluster.
 
 `kernel_share` is the time of the one-rank kernel on the whole sequence, divided by the number of ranks, over the
-time of the ring; 1 is a ring that costs nothing. On a machine with shared cores the kernel is timed under the same
-load, as many copies at once as there are ranks, so that the clock and the memory's bandwidth are the same;
-`kernel_alone_s` is one copy while the other ranks wait. In a virtual ring ranks take turns, so nothing is divided.
+time of the ring; 1 is a ring that costs nothing. The kernel is timed under the same load, as many copies at once as
+there are ranks, so that the clock and the memory's bandwidth are the same; `kernel_alone_s` is one copy while the
+other ranks wait. In a virtual ring ranks take turns, so nothing is divided.
 `exposed_s` is the time with transfers minus that of the same visits without. Everything is measured by turns in the
 same rounds; times are medians over rounds of the slowest rank, and shares are medians of the rounds' shares.
 """
@@ -52,19 +52,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--on", choices=("processes", "torchrun", "virtual"), help="where the ranks are")
     parser.add_argument("--ranks", type=int, default=2, help="ranks; under torchrun as many as it started")
-    parser.add_argument("--ranks-per-node", type=int, help="ranks that are taken for one node; all if not given")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        help="ranks that are taken for one node; by default all, under torchrun those that it started on a node",
+    )
     parser.add_argument("--contenders", nargs="+", default=["burst"], help="names, or all")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each, by turns")
-    parser.add_argument("--timeout-s", type=float, default=3600.0, help="for one sequence length, all rounds")
+    parser.add_argument("--timeout-s", type=float, default=3600.0, help="for one case, all rounds, of `processes`")
     add_campaign_arguments(parser)
     parser.set_defaults(on="torchrun" if under_torchrun else "processes")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and save."""
+    if options.on == "torchrun" and "WORLD_SIZE" not in os.environ:
+        raise RefusedError("--on torchrun: there are no ranks; start it with torchrun -m benchmarks attention ...")
     chosen, cases = _contenders(options.contenders), _cases(options)
     _check_memory(cases, options.on)
     leads = True
+    if options.on == "torchrun" and torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if options.on == "torchrun":
         if options.resume or options.patience:
             raise RefusedError(
@@ -72,7 +80,11 @@ def run(options: argparse.Namespace) -> int:
             )
         leads = _join_torchrun() == 0
     options.no_save |= not leads
-    campaign = Campaign.begin("attention", options, free=("seq", "dtype", "timeout_s"))
+    variant = "attention" if options.on == "processes" else f"attention-{options.on}"
+    on_gpu = options.on != "processes" and torch.cuda.is_available()
+    campaign = Campaign.begin(
+        "attention", options, variant=variant, on_gpu=on_gpu, free=("seq", "dtype", "timeout_s")
+    )
     for case in cases:
         campaign.measure(
             partial(is_of, case), partial(_measure, case, chosen, options), show if leads else lambda _: None
@@ -118,7 +130,8 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     if min(options.ranks, options.rounds, options.heads, options.head_dim, *options.seq) < 1:
         raise RefusedError("--ranks, --rounds, --heads, --head-dim and --seq have to be 1 or more")
     ranks = int(os.environ["WORLD_SIZE"]) if options.on == "torchrun" else options.ranks
-    per_node, kv_heads = options.ranks_per_node or ranks, options.kv_heads or options.heads
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if options.on == "torchrun" else ranks
+    per_node, kv_heads = options.ranks_per_node or local, options.kv_heads or options.heads
     if per_node < 1 or ranks % per_node:
         raise RefusedError(f"--ranks-per-node {per_node} does not divide {ranks} ranks")
     if options.heads % kv_heads:
@@ -135,18 +148,18 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 
 
 def _check_memory(cases: Sequence[Case], on: str) -> None:
-    """Refuse what does not fit; under torchrun each rank may have a machine of its own."""
+    """Refuse what does not fit; under torchrun each rank may have a machine of its own, or a GPU."""
+    on_gpu = on != "processes" and torch.cuda.is_available()
+    room_bytes = torch.cuda.mem_get_info()[0] if on_gpu else None
     for case in cases:
-        here = {"virtual": 1, "torchrun": case.ranks_per_node, "processes": case.ranks}[on]
-        if not (on == "torchrun" and torch.cuda.is_available()):
-            check_ranks(here, bytes_per_rank(case, on == "virtual"), "--ranks, --seq or --heads")
+        here = {"virtual": 1, "torchrun": 1 if on_gpu else case.ranks_per_node, "processes": case.ranks}[on]
+        change = "--ranks, --seq or --heads"
+        check_ranks(here, bytes_per_rank(case, on == "virtual"), change, room_bytes=room_bytes)
 
 
 def _join_torchrun() -> int:
     """The rank of this process among those that torchrun started."""
     on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if on_gpu else "gloo")
     return dist.get_rank()
 
@@ -155,14 +168,13 @@ def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespac
     """The rows of one case: of a contender its best configuration, or why it has none."""
     reasons = {c.name: _reason(c, case, options.on) for c in chosen}
     able = {c.name: c.configurations(case) for c in chosen if not reasons[c.name]}
-    configurations = [each for found in able.values() for each in found]
     if options.on == "virtual":  # the ring alone: nothing is exchanged inside nodes
         able = {name: found[:1] for name, found in able.items()}
-        every = [virtual_rank(case, [each for found in able.values() for each in found], options.rounds)]
+        every = [virtual_rank(case, able, options.rounds)]
     elif options.on == "torchrun":
-        every = _gathered(group_rank(dist.get_rank(), case, configurations, options.rounds))
+        every = _gathered(group_rank(dist.get_rank(), case, able, options.rounds))
     else:
-        arguments = (case, configurations, options.rounds)
+        arguments = (case, able, options.rounds)
         every = values(launch_local(group_rank, case.ranks, *arguments, timeout_s=options.timeout_s))
     found = Found(case, every, virtual=options.on == "virtual")
     return [found.row(c.name, [each.name for each in able.get(c.name, ())]) | reasons[c.name] for c in chosen]
@@ -175,6 +187,8 @@ def _reason(contender: Contender, case: Case, on: str) -> dict[str, str]:
         return {"absent": absent}
     if on == "virtual" and not isinstance(contender, Burst):
         return {"refused": "a virtual ring is one of this project's"}
+    if on == "torchrun" and torch.cuda.is_available() and not isinstance(contender, Burst):
+        return {"refused": "peers run on CPUs here, on stand-ins for the GPU packages that they ask for"}
     if not contender.configurations(case):
         return {"refused": contender.refuse(case) or "none of its configurations can do this case"}
     return {}

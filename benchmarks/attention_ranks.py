@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,38 +43,42 @@ class Measured:
     errors: dict[str, float]
 
 
-def group_rank(rank: int, case: Case, contenders: Sequence[Contender], count: int) -> Measured:
-    """One rank of the default process group; collective."""
+def group_rank(rank: int, case: Case, able: Mapping[str, Sequence[Contender]], count: int) -> Measured:
+    """One rank of the default process group, with the configurations of every contender; collective."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    makers = {c.name: partial(_contender_ready, c, case) for c in contenders}
+    makers = {name: [partial(_contender_ready, c, case) for c in each] for name, each in able.items()}
     return _measured(Group(rank, case.ranks, device), device, case, makers, count)
 
 
-def virtual_rank(case: Case, contenders: Sequence[Burst], count: int) -> Measured:
+def virtual_rank(case: Case, able: Mapping[str, Sequence[Burst]], count: int) -> Measured:
     """All ranks in this process, which is `case.ranks` times as much work."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    makers = {c.name: partial(_virtual_ready, c, case) for c in contenders}
+    makers = {name: [partial(_virtual_ready, c, case) for c in each] for name, each in able.items()}
     return _measured(OneProcess(), device, case, makers, count)
 
 
 def _measured(
-    world: World, device: torch.device, case: Case, makers: Mapping[str, Callable[[Whole], Ready]], count: int
+    world: World,
+    device: torch.device,
+    case: Case,
+    makers: Mapping[str, Sequence[Callable[[Whole], Ready]]],
+    count: int,
 ) -> Measured:
     shape = (case.batch, case.ranks * case.seq, case.q_heads, case.kv_heads, case.head_dim)
     whole = Whole.draw(shape, case.dtype, device)
-    kernel = fastest(whole, case.causal)
+    kernel = fastest(whole, case.causal, world.most)
     expected = kernel.backward(whole, kernel.forward(whole))
     entries, peaks, errors = kernel_entries(kernel, whole, world.size), {}, {}
-    for name, make in makers.items():
+    for contender, make in ((name, make) for name, each in makers.items() for make in each):
         with PeakMemory(device) as peak:
             ready = make(whole)
             saved = ready.forward()
             grads = ready.backward(saved)
-        peaks[name], errors[name] = peak.nbytes, _largest_error(ready.whole(saved, grads), expected)
-        entries += ready.entries()
+        peaks[ready.name], errors[ready.name] = peak.nbytes, _largest_error(ready.whole(saved, grads), expected)
+        entries += ready.entries(contender)
         del saved, grads
     del expected
     return Measured(kernel.name, rounds(entries, world, device, count), peaks, errors)
@@ -96,14 +100,14 @@ class Ready:
     whole: Callable[[Any, Any], Gradients]
     members: tuple[Member, ...] = ()
 
-    def entries(self) -> list[Entry]:
-        """To time; of a ring of this project also without transfers."""
-        found = [Entry(self.name, self.forward, self.backward)]
-        if self.members:
-            transports = [SilentTransport() for _ in self.members]
-            within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.members, transports)
-            found.append(Entry(self.silent_name, self.forward, self.backward, within))
-        return found
+    def entries(self, contender: str) -> list[Entry]:
+        """To time as a configuration of a contender; a ring of this project also without transfers."""
+        entry = Entry(self.name, self.forward, self.backward, contender=contender, configuration=self.name)
+        if not self.members:
+            return [entry]
+        transports = [SilentTransport() for _ in self.members]
+        within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.members, transports)
+        return [entry, replace(entry, name=self.silent_name, within=within)]
 
     @property
     def silent_name(self) -> str:

@@ -1,13 +1,14 @@
 """Timing of several ways to do one attention by turns, so that whatever the machine does, it does to all of them.
 
 In every round each entry runs once, forward and backward, and the order is another in every round. All ranks begin an
-entry together, and the slowest one's time counts.
+entry together, and the slowest one's time counts. The first round is not counted: by it, of the configurations of a
+contender, the fastest is chosen, and the others leave.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
@@ -77,7 +78,8 @@ class Group:
 class Entry:
     """Something to time: `forward` returns what `backward` needs. `within` is entered for both.
 
-    On ranks other than `ranks` it does nothing; None is all.
+    On ranks other than `ranks` it does nothing; None is all. `contender` is whose `configuration` it runs, if it is
+    anyone's: as it is if the entry has its name, else without something.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Entry:
     backward: Callable[[Any], object]
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     ranks: tuple[int, ...] | None = None
+    contender: str = ""
+    configuration: str = ""
 
 
 @dataclass
@@ -125,19 +129,39 @@ def kernel_entries(kernel: OneRank, whole: Whole, ranks: int) -> list[Entry]:
 
 
 def rounds(entries: Sequence[Entry], world: World, device: torch.device, count: int) -> dict[str, Times]:
-    """Time all entries `count` times, after one round that is not counted; collective.
+    """Time what is kept of the entries `count` times, after one round that is not counted; collective.
 
     In another order every round, the same on all ranks: what ran before leaves caches and clocks behind.
     """
+    trial = _round(entries, world, device, 0)
+    entries = _kept(entries, {name: both_s for name, (_, _, both_s) in trial.items()})
     found = {entry.name: Times() for entry in entries}
-    for number in range(count + 1):
-        for entry in Random(number).sample(entries, len(entries)):
-            forward_s, both_s = _timed(entry, world, device)
-            slowest = world.most(forward_s), world.most(both_s - forward_s), world.most(both_s)
-            if number:
-                for times, seconds in zip(vars(found[entry.name]).values(), slowest, strict=True):
-                    times.append(seconds)
+    for number in range(1, count + 1):
+        for name, slowest in _round(entries, world, device, number).items():
+            for times, seconds in zip(vars(found[name]).values(), slowest, strict=True):
+                times.append(seconds)
     return found
+
+
+def _round(
+    entries: Sequence[Entry], world: World, device: torch.device, number: int
+) -> dict[str, tuple[float, float, float]]:
+    """Seconds of the slowest rank by entry: forward, backward, both."""
+    found = {}
+    for entry in Random(number).sample(entries, len(entries)):
+        forward_s, both_s = _timed(entry, world, device)
+        found[entry.name] = world.most(forward_s), world.most(both_s - forward_s), world.most(both_s)
+    return found
+
+
+def _kept(entries: Sequence[Entry], trial_s: Mapping[str, float]) -> list[Entry]:
+    """Of every contender what runs its fastest configuration, and what is nobody's."""
+    fastest: dict[str, str] = {}
+    for entry in entries:
+        if entry.contender and entry.name == entry.configuration:
+            best = fastest.setdefault(entry.contender, entry.name)
+            fastest[entry.contender] = min(best, entry.name, key=trial_s.__getitem__)
+    return [entry for entry in entries if entry.configuration == fastest.get(entry.contender, "")]
 
 
 def _timed(entry: Entry, world: World, device: torch.device) -> tuple[float, float]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.limits import RefusedError
+from benchmarks.ranks import RankError
 
 __all__ = ["Campaign", "Row", "add_campaign_arguments"]
 
@@ -59,16 +60,24 @@ class Campaign:
     out: Path | None  # where to save; nowhere if None
     patience: int
     rows: list[Row]
+    on_gpu: bool = False
 
     @classmethod
     def begin(
-        cls, benchmark: str, options: argparse.Namespace, *, variant: str | None = None, free: Sequence[str] = ()
+        cls,
+        benchmark: str,
+        options: argparse.Namespace,
+        *,
+        variant: str | None = None,
+        on_gpu: bool = False,
+        free: Sequence[str] = (),
     ) -> Campaign:
         """Begin, or go on where a run ended that was asked for the same.
 
         Args:
             options: of the command, those of `add_campaign_arguments` among them; the others are saved as settings.
             variant: what names the file if `--out` does not; the benchmark's name if None.
+            on_gpu: whether GPUs compute.
             free: options in which the run that is gone on with may differ: its rows say what they are of.
 
         Raises:
@@ -77,8 +86,8 @@ class Campaign:
         if options.resume and options.no_save:
             raise RefusedError("--resume goes on with what was saved; leave --no-save out")
         settings = {name: value for name, value in vars(options).items() if name not in _OPTIONS}
-        out = None if options.no_save else options.out or results.default_path(variant or benchmark)
-        campaign = cls(benchmark, settings, out, options.patience, [])
+        out = None if options.no_save else options.out or results.default_path(variant or benchmark, on_gpu)
+        campaign = cls(benchmark, settings, out, options.patience, [], on_gpu)
         if options.resume and campaign.so_far.exists():
             campaign.rows = _rows_of(campaign.so_far, settings, free)
         return campaign
@@ -107,22 +116,26 @@ class Campaign:
             show(found)
             kept = min(([kept] if kept else []) + [found], key=lambda each: worst_load(each).taken)
             self.rows = [row for row in self.rows if not is_of(row)] + kept
-            if self.out:
-                results.save(self.benchmark, self.settings, self.rows, worst_load(self.rows), self.so_far, quiet=True)
+            self._save(self.out and self.so_far, quiet=True)
 
     def _interruptible(self, measure: Callable[[], list[Row]]) -> list[Row]:
         try:
             return measure()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, RankError):
             if self.out and self.rows:
                 print(f"bench: {self.so_far} has what is measured so far; --resume goes on with it", file=sys.stderr)
             raise
 
     def end(self) -> None:
         """Save the whole, and say where."""
+        self._save(self.out)
         if self.out:
-            results.save(self.benchmark, self.settings, self.rows, worst_load(self.rows), self.out)
             self.so_far.unlink(missing_ok=True)
+
+    def _save(self, path: Path | None, quiet: bool = False) -> None:
+        if path:
+            load = worst_load(self.rows)
+            results.save(self.benchmark, self.settings, self.rows, load, path, quiet=quiet, on_gpu=self.on_gpu)
 
 
 def worst_load(rows: Sequence[Row]) -> results.Load:

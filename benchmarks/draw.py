@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     traces = {path: events for path in files if (events := _trace_events(path)) is not None}
     for path in files:
-        if path not in traces:
+        if path not in traces and (options.files or load(path).benchmark in _PAINTERS):  # of overhead there are none
             _save(_figure_of(path), options.out / f"{path.stem}.png")
     if traces:
         figure = draw_timeline([event for events in traces.values() for event in events])

@@ -161,7 +161,11 @@ def busy(result: Result) -> str | None:
     """That the machine was busy, if it was."""
     if not result.busy:
         return None
-    return f"measured on a busy machine: {result.load['others']:.0%} of its CPUs' time went to other programs"
+    load = result.load
+    return (
+        f"measured on a busy machine: {load['others']:.0%} of its CPUs' time went to other programs, "
+        f"{load['stolen']:.0%} to other virtual machines"
+    )
 
 
 def _cases(rows: Sequence[Row], fields: Sequence[str]) -> list[Case]:

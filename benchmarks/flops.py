@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import torch
 
-# bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first name that is part of the GPU's.
+# bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
 _PEAK_FLOPS_PER_S = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
     ("GH200", 989e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
@@ -20,7 +22,9 @@ _PEAK_FLOPS_PER_S = (
     ("A100", 312e12),
     ("A800", 312e12),
     ("L40S", 362e12),
+    ("L40", 181e12),
     ("L4", 121e12),
+    ("A10G", 70e12),
     ("A10", 125e12),
     ("RTX 4090", 165e12),
     ("RTX 3090", 71e12),
@@ -43,7 +47,8 @@ def train_flops_per_token(*, parameters: int, layers: int, width: int, seq: int)
 
 def gpu_peak_flops_per_s(name: str) -> float | None:
     """The most that a GPU of this name does in bfloat16; None if it is not in the table."""
-    return next((peak for known, peak in _PEAK_FLOPS_PER_S if known.lower() in name.lower()), None)
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    return next((peak for known, peak in _PEAK_FLOPS_PER_S if set(known.lower().split()) <= words), None)
 
 
 def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.4) -> float:

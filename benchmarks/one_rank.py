@@ -59,14 +59,16 @@ class OneRank:
     backward: Callable[[Whole, object], Gradients]
 
 
-def fastest(whole: Whole, causal: bool, tokens: int = 4096) -> OneRank:
+def fastest(whole: Whole, causal: bool, most: Callable[[float], float], tokens: int = 4096) -> OneRank:
     """The kernel that is quickest in forward and backward on the first `tokens` tokens.
+
+    `most` gives the largest number of all ranks, so that they choose the same one.
 
     Candidates are all kernels of the package that can do it, called as it calls them, and
     `scaled_dot_product_attention` with autograd.
     """
     few = whole.head(tokens)
-    found = [(_duration_s(candidate, few), candidate) for candidate in _candidates(whole, causal)]
+    found = [(most(_duration_s(candidate, few)), candidate) for candidate in _candidates(whole, causal)]
     return min(found, key=lambda pair: pair[0])[1]
 
 

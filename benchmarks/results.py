@@ -122,11 +122,13 @@ class Watch:
 
 
 def _read_clock() -> Clock:
-    """The CPUs that this process may use; its own time is all of it, wherever it was spent."""
+    """The CPUs that this process may use; its own time is all of it, wherever it was spent, torchrun's ranks too."""
     mine = cpus()
+    top = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    top = top or psutil.Process()
     used = [times for number, times in enumerate(psutil.cpu_times(percpu=True)) if number in mine]
     own_s = 0.0
-    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+    for process in (top, *top.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
             own_s += sum(process.cpu_times()[:4])  # user, system, and the same of children that were waited for
     return Clock(
@@ -149,16 +151,16 @@ def _load_average() -> float:
 # ------------------------------------------------------------------------------------------ machine, versions, commit
 
 
-def machine() -> dict[str, Any]:
-    """CPU, cores that may be used, memory, kernel, and the GPUs with their driver."""
-    gpus = _nvidia_smi("name")
+def machine(on_gpu: bool = True) -> dict[str, Any]:
+    """CPU, cores that may be used, memory, kernel, and, if they are used, the GPUs with their driver."""
+    gpus = _nvidia_smi("name") if on_gpu else []
     return {
         "cpu": _cpu_model(),
         "cores": len(cpus()),
         "memory_bytes": int(psutil.virtual_memory().total),
         "os": f"{platform.system()} {platform.release().partition('-')[0]}",
         "gpu": gpus,
-        "gpu_driver": next(iter(_nvidia_smi("driver_version")), None),
+        "gpu_driver": next(iter(_nvidia_smi("driver_version")), None) if gpus else None,
     }
 
 
@@ -231,7 +233,9 @@ def save(
     rows: Sequence[Mapping[str, Any]],
     load: Load,
     out: Path | None = None,
+    *,
     quiet: bool = False,
+    on_gpu: bool = False,
 ) -> Path:
     """Write a result; unless `quiet`, say where, and warn if the machine was busy.
 
@@ -240,11 +244,12 @@ def save(
             infinite or NaN.
         load: of a `Watch` around the measurement.
         out: the file; by default one per benchmark and machine in benchmarks/results, where the newest stands.
+        on_gpu: whether GPUs computed, of which the result then tells.
 
     Returns:
         The path of the file, which appears whole or not at all.
     """
-    found = machine()
+    found = machine(on_gpu)
     result = Result(
         benchmark=benchmark,
         commit=commit(),
@@ -256,7 +261,7 @@ def save(
         settings=dict(settings),
         rows=[dict(row) for row in rows],
     )
-    path = out or default_path(benchmark)
+    path = out or default_path(benchmark, on_gpu)
     text = json.dumps(asdict(result), indent=1, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -272,9 +277,9 @@ def save(
     return path
 
 
-def default_path(name: str) -> Path:
-    """The file in benchmarks/results of a benchmark, or of a variant of one, on this machine."""
-    return RESULTS / f"{name}-{_machine_name(machine())}.json"
+def default_path(name: str, on_gpu: bool = False) -> Path:
+    """The file in benchmarks/results of a benchmark, or of a variant of one, on this machine, perhaps on its GPUs."""
+    return RESULTS / f"{name}-{_machine_name(machine(on_gpu))}.json"
 
 
 def load(path: Path) -> Result:

@@ -59,8 +59,8 @@ def _attention(result: Result) -> str:
         for cases in groups
     ]
     text = (
-        "Attention, forward and backward: share of the rate at which the kernel runs on one rank. Least to most over "
-        "all lengths, with the median."
+        "Attention, forward and backward: share of the rate at which each rank runs the kernel on the whole "
+        "sequence, all at once. Least to most over all lengths, with the median."
     )
     return f"{text}\n\n{figures.markdown(['ranks', 'type', 'tokens', *names], body)}"
 

@@ -99,7 +99,7 @@ def _cluster(result: Result) -> list[str]:
             for case in cases
         ]
         over = "the bound" if yardstick == "bound" else f"that of {yardstick}"
-        meaning = " The bound is the longer of computing and of sending all bytes over the link."
+        meaning = f" The bound is the longer of computing and of sending all bytes of {names[0]} over the link."
         parts.append(
             f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over "
             f"{over}, {words}.{meaning if yardstick == 'bound' else ''}"
@@ -132,7 +132,8 @@ def _attention(result: Result) -> list[str]:
         mask = "causal" if what["causal"] else "full"
         parts.append(
             f"Attention, forward and backward, {figures.ranks(result, cases[0])}, {what['dtype']}, {mask}, head dim "
-            f"{what['head_dim']}: time, and the share of the rate at which the kernel runs on one rank."
+            f"{what['head_dim']}: time, and the share of the rate at which each rank runs the kernel on the whole "
+            "sequence, all at once; in brackets, of one that does so alone."
         )
         parts.append(markdown(["tokens", "heads", *names], body))
         parts += _missing(result, cases, lambda case: f"{case.what['seq']:,} tokens, {figures.heads(case)} heads")
@@ -143,8 +144,11 @@ def _time_and_share(case: Case, contender: str) -> str:
     row = case.row(contender)
     if row is None:
         return "refused" if case.refusal(contender) else "–"
-    share = row.get("kernel_share")
-    return f"{_milliseconds(row['both_s'])} ms" + ("" if share is None else f", {share:.0%}")
+    share, alone_s = row.get("kernel_share"), row.get("kernel_alone_s")
+    text = f"{_milliseconds(row['both_s'])} ms" + ("" if share is None else f", {share:.0%}")
+    if alone_s is None or row.get("virtual"):
+        return text
+    return f"{text} ({alone_s / row['ranks'] / row['both_s']:.0%})"
 
 
 # ------------------------------------------------------------------------------------------------------------- train

@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     rows += [{"example": example.name, "absent": example.absent()} for example in examples if example not in there]
     _print(rows)
     settings = {"repeats": options.repeats, "steps": jobs[0].steps, "device": jobs[0].device, **vars(jobs[0].model)}
-    save("train", settings, rows, watch.load, options.out)
+    save("train", settings, rows, watch.load, options.out, on_gpu=jobs[0].device == "cuda")
     return 0
 
 

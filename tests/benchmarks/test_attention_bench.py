@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def test_ranks_of_torchrun_do_not_decide_for_themselves_what_is_measured(monkeyp
 def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a transport that carries nothing, as exposed communication is measured."""
     monkeypatch.setattr(CopyNetwork, "transports", lambda network: [SilentTransport() for _ in range(network.ranks)])
-    found = attention_ranks.virtual_rank(CASE, [Burst("burst")], 1)
+    found = attention_ranks.virtual_rank(CASE, {"burst": [Burst("burst")]}, 1)
     assert found.errors["burst"] > 0.1
 
 
@@ -175,6 +176,25 @@ def test_the_slowest_rank_counts_and_the_first_round_does_not() -> None:
     assert own.both_s[0] >= 0.06
 
 
+def test_of_a_contenders_configurations_the_fastest_of_the_first_round_is_timed() -> None:
+    calls: list[str] = []
+
+    def entry(name: str, contender: str, seconds: float, configuration: str = "") -> Entry:
+        def forward() -> None:
+            calls.append(name)
+            time.sleep(seconds)
+
+        return Entry(name, forward, lambda saved: None, contender=contender, configuration=configuration or name)
+
+    entries = [Entry("kernel", lambda: calls.append("kernel"), lambda saved: None)]
+    entries += [entry("a1", "a", 0.03), entry("a2", "a", 0.01), entry("a2, silent", "a", 0.0, "a2")]
+    entries += [entry("a1, silent", "a", 0.0, "a1"), entry("b", "b", 0.05)]
+    found = rounds(entries, OneProcess(), CPU, 2)
+    assert set(found) == {"kernel", "a2", "a2, silent", "b"}
+    assert Counter(calls) == {"kernel": 3, "a1": 1, "a2": 3, "a2, silent": 3, "a1, silent": 1, "b": 3}
+    assert all(len(times.both_s) == 2 for times in found.values())
+
+
 @pytest.mark.parametrize(("virtual", "share"), [(False, 0.75), (True, 1.5)])
 def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float) -> None:
     def times(*both_s: float) -> Times:
@@ -182,12 +202,11 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
 
     found = {KERNEL: times(6.0, 3.0, 3.0), KERNEL_ALONE: times(2.0, 1.0, 1.0), "ring": times(4.0, 2.0, 3.0)}
     found[f"ring{SILENT}"] = times(1.0, 1.5, 2.9)
-    found["slower"] = times(9.0, 9.0, 9.0)
     every = [
         Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.1), (7, 0.0))
     ]
     row = Found(CASE, every, virtual).row("contender", ["slower", "ring"])
-    assert row["configuration"] == "ring", "the best counts"
+    assert row["configuration"] == "ring", "the only one that was kept"
     assert (row["kernel_share"], row["kernel_share_max"]) == (share, share)
     assert row["kernel_share_min"] == pytest.approx(share * 2 / 3)
     assert (row["both_s"], row["forward_s"], row["backward_s"]) == (3.0, 0.75, 2.25)

@@ -308,19 +308,23 @@ def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
     assert "| no limit | 1.60 | refused | refused |" in lines
     assert "| 2 ranks | float32 | 8,192 to 16,384 | 96% | 80% |" in lines
     assert lines.count("<sub>Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC</sub>") == 2
+    BUSY = {"others": 0.3, "stolen": 0.0}
     unbound = [{name: value for name, value in row.items() if name != "bound_s"} for row in CLUSTER]
     assert "| 100 mbit | 2.10 | refused |" in summary({Path("one.json"): made_up("cluster", unbound)}).splitlines()
-    assert "**Measured on a busy" in summary(
-        {Path("a"): made_up("cluster", CLUSTER, busy=True, load={"others": 0.3})}
-    )
+    assert "**Measured on a busy" in summary({Path("a"): made_up("cluster", CLUSTER, busy=True, load=BUSY)})
     assert summary({}) == "Nothing has been measured yet."
 
 
 def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
-    result = made_up("knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31})
+    result = made_up(
+        "knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31, "stolen": 0.0}
+    )
     text = table.tables({Path("one.json"): result}, ROOT)
     assert "| what | visit us |\n| --- | --- |\n| purl | 12.35 |" in text
-    assert "**Measured on a busy machine: 31% of its CPUs' time went to other programs.**" in text
+    assert (
+        "**Measured on a busy machine: 31% of its CPUs' time went to other programs, 0% to other virtual machines.**"
+        in text
+    )
     assert table.tables({}, ROOT) == "Nothing has been measured yet."
 
 
@@ -517,6 +521,10 @@ def test_peaks_of_devices() -> None:
     assert flops.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
     assert flops.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
     assert flops.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA L40") == 181e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H200 NVL") == 835e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A10G") == 70e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A1000") is None
     assert flops.gpu_peak_flops_per_s("Abacus") is None
     assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
 
