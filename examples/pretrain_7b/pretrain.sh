@@ -75,6 +75,7 @@ else
     flags+="$(lookup "LENGTH_$(upper "$tokens")" "use TOKENS=128k or 1m") $GPU "
     flags+="$(lookup "LAYOUT_$(upper "${model}_${tokens}_$nodes")" "use NODES=1, 4 or 8, or add a layout")"
     iters=${ITERS:-5000}
+    [ "$tokens-$nodes" != 1m-1 ] || echo "pretrain.sh: 1M tokens do not fit on one node of 80 GiB GPUs, see README.md; use NODES=4 or 8" >&2
 fi
 # The tokenizer comes after the model, since its vocabulary counts.
 read -r -d '' -a words <<<"$flags $TOKENIZER" || true

@@ -149,7 +149,7 @@ def test_deepspeed_takes_variables_to_other_nodes(shown: dict[str, str], tmp_pat
 
 SRUN = """#!/bin/bash
 echo "$@" >>"$LOG"
-echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >>"$LOG"
+echo "grace $TORCH_ELASTIC_SHUTDOWN_TIMEOUT master $MASTER_ADDR" >>"$LOG"
 trap 'echo killed >>"$LOG"; kill -KILL "$task"; exit 143' TERM  # as srun does
 [ -n "$FAILS" ] && exit 3
 (
@@ -170,12 +170,13 @@ kill -TERM "$(cat "$LOG.task")"
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """An environment with an `srun` that works until its task is told to stop, and others that take notes."""
-    scontrol = '#!/bin/bash\necho "scontrol $*" >>"$LOG"\n'
+    scontrol = '#!/bin/bash\n[ "$1" = show ] && printf "n1\\nn2\\n" || echo "scontrol $*" >>"$LOG"\n'
     for name, script in (("srun", SRUN), ("scancel", SCANCEL), ("scontrol", scontrol)):
         (tmp_path / name).write_text(script)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "log").write_text("")
     job = {"SLURM_NNODES": "4", "SLURM_JOB_ID": "77", "SLURM_CPUS_PER_TASK": "64", "SLURM_SUBMIT_DIR": str(RECIPE)}
+    job["SLURM_JOB_NODELIST"] = "n[1-4]"
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, **job, "PATH": path, "LOG": str(tmp_path / "log"), "FAILS": ""}
 
@@ -196,7 +197,7 @@ def test_a_job_out_of_time_saves_and_is_queued_again(slurm: dict[str, str]) -> N
     arguments, grace, *rest = log.read_text().splitlines()
     assert arguments.startswith("--kill-on-bad-exit=1 --cpus-per-task=64 bash ")
     assert arguments.endswith("/pretrain.sh --exit-signal-handler --more")
-    assert grace == "grace 1500"
+    assert grace == "grace 1500 master n1"
     assert rest == ["started", "scancel --signal=TERM 77", "saved", "scontrol requeue 77"]
 
 
