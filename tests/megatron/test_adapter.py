@@ -208,7 +208,7 @@ def test_masks_on_gpus_are_looked_at_again_and_again(monkeypatch: pytest.MonkeyP
             seen = []
             for call in range(1, 9):
                 looked.reset_mock()
-                registry.check_mask(cp, tensor, Causal())
+                registry.check_mask(cp, tensor, Causal(), layer=call)
                 seen += [call] * looked.call_count
             assert seen == expected
             registry.clear()
