@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import shard_batch
 from burst_plugin.context import ContextParallel
-from burst_plugin.executor import RingError
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import (
     BlockMask,
@@ -47,6 +46,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, ScheduleError, Transfer
+from burst_plugin.transport import RingError
 
 if TYPE_CHECKING:
     from burst_plugin.virtual import VirtualRing

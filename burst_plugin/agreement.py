@@ -12,9 +12,8 @@ from torch._C._distributed_c10d import Store
 
 from burst_plugin.communicators import group_device, launches_batches
 from burst_plugin.distributed_transport import DistributedTransport
-from burst_plugin.executor import ring_error
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, Message, PeerLostError
+from burst_plugin.transport import Channel, Message, PeerLostError, ring_error
 
 __all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "told"]
 

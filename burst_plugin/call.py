@@ -27,12 +27,13 @@ from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import DIRECTIONS, Shapes
 from burst_plugin.sums import OwnSums, TileSums
+from burst_plugin.teams import TeamBlock
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
 from burst_plugin.tile_work import NOWHERE, Site, TileWork
 from burst_plugin.tiles import FULL, Tile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
-from burst_plugin.ulysses import HeadExchange, Joined
+from burst_plugin.ulysses import HeadExchange
 
 __all__ = ["Call", "CallKind", "Extras"]
 
@@ -191,9 +192,9 @@ class CallKind:
         return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
 
     @cached_property
-    def held(self) -> dict[str, Joined]:
+    def team_blocks(self) -> dict[str, TeamBlock]:
         """What the team of this rank holds of either side."""
-        teams, place = self.member.routes.teams, self.member.ring_rank
+        teams, place = self.member.routes.team_blocks, self.member.ring_rank
         return {side: teams(self.attending.of(side))[place] for side in ("q", "kv")}
 
 
@@ -247,7 +248,7 @@ class Call:
         return HeadExchange(
             member.team,
             member.team_transport,
-            kind.held,
+            kind.team_blocks,
             member.expected_bytes,
             kind.packed,
             label,

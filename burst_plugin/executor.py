@@ -27,33 +27,20 @@ from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows, Step
-from burst_plugin.transport import Message, PeerLostError, Pending, Transport
+from burst_plugin.transport import Message, PeerLostError, Pending, Transport, ring_error
 
 __all__ = [
     "Cargo",
     "Ring",
-    "RingError",
     "Room",
     "Sums",
     "Visit",
     "lockstep",
-    "ring_error",
 ]
 
 T = TypeVar("T")
 S = TypeVar("S", bound="Sums")
 Sco = TypeVar("Sco", bound="Sums", covariant=True)
-
-
-class RingError(RuntimeError):
-    """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
-
-
-def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
-    """What `rank` raises when it misses a peer; leads with what the first rank to notice recorded."""
-    text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
-    first = transport.report_failure(text)
-    return RingError(text if first == text else f"{first}; then {text}")
 
 
 class Room(Protocol):

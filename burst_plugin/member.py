@@ -14,9 +14,9 @@ import torch
 from burst_plugin.profile import Profile
 from burst_plugin.routes import Routes
 from burst_plugin.strategy import Strategy
+from burst_plugin.teams import Team
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transport import Channel, Transport
-from burst_plugin.ulysses import Team
 
 __all__ = ["Member"]
 

@@ -15,10 +15,10 @@ from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_co
 from burst_plugin.mask import Mask
 from burst_plugin.schedule import SCHEDULES, SPARSE
 from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.teams import TeamBlock, team_block
 from burst_plugin.tiles import OTHER_SIDE, Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
 from burst_plugin.transfers import Needs, RankPlan, Rows, Schedule
-from burst_plugin.ulysses import Joined, joined
 
 __all__ = ["Attending", "Pairs", "Route", "Routes"]
 
@@ -128,7 +128,7 @@ class Routes:
         self._all, self._strategy = topology, strategy
         self._topology = topology.of_teams(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
-        self._teams: dict[Tokens, list[Joined]] = {}
+        self._teams: dict[Tokens, list[TeamBlock]] = {}
         self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
@@ -157,18 +157,20 @@ class Routes:
         layout, ranks = self.layout(tokens), self._all.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
-    def teams(self, tokens: Tokens) -> list[Joined]:
+    def team_blocks(self, tokens: Tokens) -> list[TeamBlock]:
         """What every team holds."""
         if tokens not in self._teams:
             if len(self._teams) >= _KNOWN:
                 self._teams.clear()
             shards, degree = self.shards(tokens), self._strategy.ulysses_degree
-            self._teams[tokens] = [joined(shards[first : first + degree]) for first in range(0, len(shards), degree)]
+            self._teams[tokens] = [
+                team_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
+            ]
         return self._teams[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
         """What every rank of the ring holds: the block of its team."""
-        return [team.runs for team in self.teams(tokens)]
+        return [team.runs for team in self.team_blocks(tokens)]
 
     def pairs(self, attending: Attending) -> Pairs:
         """The tiles of every pair of ranks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_plugin.packing import BufferPool
 from burst_plugin.topology import Link, Traffic
 
-__all__ = ["Channel", "Message", "PeerLostError", "Pending", "Transport", "Waited"]
+__all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "ring_error"]
 
 
 class Channel(NamedTuple):
@@ -84,3 +84,14 @@ class Transport(ABC):
     def report_failure(self, text: str) -> str:
         """Record why this rank gives up, and return why the first rank did; its own reason, if none is known."""
         return text
+
+
+class RingError(RuntimeError):
+    """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
+
+
+def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
+    """What `rank` raises when it misses a peer; leads with what the first rank to notice recorded."""
+    text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
+    first = transport.report_failure(text)
+    return RingError(text if first == text else f"{first}; then {text}")

@@ -21,112 +21,28 @@ Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719)
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import ring_error
-from burst_plugin.layout import Run
 from burst_plugin.packing import Buffer, Packing, Spec
 from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
-from burst_plugin.topology import Topology, Traffic
-from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport
+from burst_plugin.teams import Team, TeamBlock
+from burst_plugin.topology import Traffic
+from burst_plugin.transport import Channel, PeerLostError, Pending, Transport, ring_error
 
-__all__ = ["HeadExchange", "Joined", "Team", "joined"]
-
-
-class Span(NamedTuple):
-    """`length` rows: from `local` on in the rank's own order, from `joint` on in the team's."""
-
-    local: int
-    joint: int
-    length: int
-
-
-class Joined(NamedTuple):
-    """What a team holds: its runs, and where each member's rows are among them."""
-
-    runs: tuple[Run, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    counts: tuple[int, ...]  # of rows that every member brings
-
-    @property
-    def length(self) -> int:
-        """Rows of the whole team."""
-        return sum(run.length for run in self.runs)
-
-
-def joined(held: Sequence[tuple[Run, ...]]) -> Joined:
-    """The rows of all members, by position; a team of one keeps its order."""
-    pieces = []
-    for member, runs in enumerate(held):
-        starts = accumulate((run.length for run in runs), initial=0)
-        pieces += [(run, member, start) for run, start in zip(runs, starts, strict=False)]
-    if len(held) > 1:
-        pieces.sort()
-    found: list[Run] = []
-    spans: list[list[Span]] = [[] for _ in held]
-    at = 0
-    for run, member, start in pieces:
-        spans[member].append(Span(start, at, run.length))
-        at += run.length
-        last = found[-1] if found and len(held) > 1 else None
-        if last is not None and last.stride == run.stride and last.start + last.length * last.stride == run.start:
-            found[-1] = last._replace(length=last.length + run.length)
-        else:
-            found.append(run)
-    counts = tuple(sum(span.length for span in each) for each in spans)
-    return Joined(tuple(found), tuple(map(tuple, spans)), counts)
+__all__ = ["HeadExchange"]
 
 
 @dataclass(frozen=True)
-class Team:
-    """A rank's team: its members are the CP ranks `peers`, of which this rank is number `place`."""
-
-    topology: Topology
-    peers: Sequence[int]
-    place: int
-
-    @property
-    def degree(self) -> int:
-        """How many ranks, and shares of the heads."""
-        return len(self.peers)
-
-    @property
-    def others(self) -> list[int]:
-        """The members besides this rank."""
-        return [member for member in range(self.degree) if member != self.place]
-
-    def share(self, heads: int) -> slice:
-        """This rank's, of so many heads."""
-        return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
-
-    def spread(self, mine: Tensor, others: float) -> Tensor:
-        """[H] of all heads from [H / degree] of this rank's share."""
-        found = mine.new_full((len(mine) * self.degree,), others)
-        found[self.share(len(found))] = mine
-        return found
-
-    @cached_property
-    def _channels(self) -> dict[Traffic, list[Channel]]:
-        """To every member."""
-        links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
-        return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
-
-    def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
-        """To or from a member."""
-        return Message(self.peers[member], self._channels[traffic][member], data)
-
-
-class _Piece(NamedTuple):
+class _Piece(ABC):
     """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, h, D].
 
     Each member has h heads, the next ones after those of the member before, or after `sharing` members the same ones.
@@ -134,42 +50,114 @@ class _Piece(NamedTuple):
 
     local: Tensor
     joint: Tensor
-    rows: Joined
+    block: TeamBlock
     sharing: int
+    traffic: ClassVar[Traffic]
 
     def share(self, member: int) -> Tensor:
         """The heads of a member, of the local rows."""
         heads = self.joint.shape[2]
         return self.local.narrow(2, member // self.sharing * heads, heads)
 
-    def spec(self, count: int) -> Spec:
-        """Of so many rows of one share of the heads."""
+    def spec(self, sender: int, receiver: int) -> Spec:
+        """Of the message from one member to another."""
         batch, _, heads, dim = self.joint.shape
-        return (batch, count, heads, dim), self.joint.dtype
+        return (batch, self.block.counts[self.whose_rows(sender, receiver)], heads, dim), self.joint.dtype
 
-    def to_joint(self, member: int, part: Tensor) -> None:
-        """Put a member's rows of this rank's heads, `part`, among the team's."""
-        for local, joint, length in self.rows.spans[member]:
-            self.joint.narrow(1, joint, length).copy_(part.narrow(1, local, length))
+    @property
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The side that the exchange fills."""
 
-    def from_joint(self, member: int, part: Tensor) -> None:
-        """The other way round."""
-        for local, joint, length in self.rows.spans[member]:
-            part.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
+    @abstractmethod
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """Which of the two has its rows in the message."""
+
+    @abstractmethod
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """Fill the message to a member."""
+
+    @abstractmethod
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """Put a member's message in its place."""
+
+    @abstractmethod
+    def stay(self, place: int) -> None:
+        """Put what this rank, the member at `place`, has for itself in its place."""
+
+
+class _ToHeads(_Piece):
+    """A message has the sender's rows of the receiver's heads."""
+
+    traffic = Traffic.GATHER
+
+    @property
+    def result(self) -> Tensor:
+        """See `_Piece.result`."""
+        return self.joint
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """See `_Piece.whose_rows`."""
+        return sender
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """See `_Piece.leave`."""
+        message.copy_(self.share(receiver))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """See `_Piece.arrive`."""
+        for local, joint, length in self.block.spans[sender]:
+            self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
+
+    def stay(self, place: int) -> None:
+        """See `_Piece.stay`."""
+        self.arrive(place, self.share(place))
+
+
+class _Home(_Piece):
+    """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
+
+    traffic = Traffic.REDUCE
+
+    @property
+    def result(self) -> Tensor:
+        """See `_Piece.result`."""
+        return self.local
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """See `_Piece.whose_rows`."""
+        return receiver
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """See `_Piece.leave`."""
+        for local, joint, length in self.block.spans[receiver]:
+            message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """See `_Piece.arrive`."""
+        mine = self.share(sender)
+        if self.sharing > 1:
+            mine.add_(message)
+        else:
+            mine.copy_(message)
+
+    def stay(self, place: int) -> None:
+        """See `_Piece.stay`."""
+        self.leave(place, self.share(place))
 
 
 @dataclass(frozen=True)
 class HeadExchange:
     """One rank's part in the exchange of its team, in one pass.
 
-    `joined` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
+    `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
     The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out. With more
     members than key/value heads, as many as `sharing` work with the same one.
     """
 
     team: Team
     transport: Transport
-    joined: Mapping[str, Joined]
+    blocks: Mapping[str, TeamBlock]
     expected_bytes: Counter[Channel]
     packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None
@@ -190,13 +178,15 @@ class HeadExchange:
         pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
         try:
             with nullcontext() if log is None else log.timed("move"):
-                under_way = self._begin(transport, to_heads, pieces)
+                leased, under_way = self._begin(transport, pieces)
             yield
             with nullcontext() if log is None else log.timed("move"):
-                self._finish(transport, to_heads, pieces, under_way)
+                for pending in under_way:
+                    pending.wait()
+                self._finish(transport, pieces, leased)
         except PeerLostError as lost:
             raise ring_error(transport, self.team.peers[self.team.place], "the exchange of heads", lost) from lost
-        return [piece.joint if to_heads else piece.local for piece in pieces]
+        return [piece.result for piece in pieces]
 
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
         """What the ring is given: the team's rows of this rank's share of the heads."""
@@ -251,70 +241,48 @@ class HeadExchange:
         return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
 
     def _piece(self, to_heads: bool, x: Tensor, side: str) -> _Piece:
-        rows, sharing = self.joined[side], self.sharing if side == "kv" else 1
+        block, sharing = self.blocks[side], self.sharing if side == "kv" else 1
         different = self.team.degree // sharing
         batch, _, heads, dim = x.shape
         if to_heads:
-            return _Piece(x, x.new_empty((batch, rows.length, heads // different, dim)), rows, sharing)
-        shape = (batch, rows.counts[self.team.place], heads * different, dim)
-        return _Piece(x.new_empty(shape) if sharing == 1 else x.new_zeros(shape), x, rows, sharing)
+            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, sharing)
+        shape = (batch, block.counts[self.team.place], heads * different, dim)
+        return _Home(x.new_empty(shape) if sharing == 1 else x.new_zeros(shape), x, block, sharing)
 
-    def _begin(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece]) -> _UnderWay:
+    def _packing(self, pieces: Sequence[_Piece], sender: int, receiver: int) -> Packing:
+        return self.packing(tuple(piece.spec(sender, receiver) for piece in pieces))
+
+    def _begin(
+        self, transport: Transport, pieces: Sequence[_Piece]
+    ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
         """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
-        team, device = self.team, pieces[0].local.device
-        traffic = Traffic.GATHER if to_heads else Traffic.REDUCE
+        team, device, traffic = self.team, pieces[0].local.device, pieces[0].traffic
         sends, recvs = [], []
         leased: list[tuple[Buffer, Buffer]] = []
-        rows_of = self._packings_by_member(pieces)
         for member in team.others:
-            out, back = rows_of[team.place], rows_of[member]
-            if not to_heads:
-                out, back = back, out
+            out, back = self._packing(pieces, team.place, member), self._packing(pieces, member, team.place)
             leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
             leased.append((leaving, arriving))
             for piece, view in zip(pieces, leaving.views(out), strict=True):
-                if to_heads:
-                    view.copy_(piece.share(member))
-                else:
-                    piece.from_joint(member, view)
+                piece.leave(member, view)
             leaving.mark(self.label)
             sends.append(team.message(traffic, member, leaving.data))
             recvs.append(team.message(traffic, member, arriving.data))
             self.expected_bytes[sends[-1].channel] += out.nbytes
-        under_way = _UnderWay(leased, rows_of, transport.post(sends, recvs))
+        under_way = transport.post(sends, recvs)
         for piece in pieces:
-            (piece.to_joint if to_heads else piece.from_joint)(team.place, piece.share(team.place))
-        return under_way
+            piece.stay(team.place)
+        return leased, under_way
 
-    def _finish(self, transport: Transport, to_heads: bool, pieces: Sequence[_Piece], under_way: _UnderWay) -> None:
-        """Wait, and put what arrived in its place."""
-        for pending in under_way.pending:
-            pending.wait()
-        for member, (leaving, arrived) in zip(self.team.others, under_way.leased, strict=True):
+    def _finish(
+        self, transport: Transport, pieces: Sequence[_Piece], leased: Sequence[tuple[Buffer, Buffer]]
+    ) -> None:
+        """Put what arrived in its place."""
+        for member, (leaving, arrived) in zip(self.team.others, leased, strict=True):
             if not arrived.bears(self.label):
                 raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
-            packing = under_way.packings[member if to_heads else self.team.place]
+            packing = self._packing(pieces, member, self.team.place)
             for piece, view in zip(pieces, arrived.views(packing), strict=True):
-                if to_heads:
-                    piece.to_joint(member, view)
-                elif piece.sharing > 1:
-                    piece.share(member).add_(view)
-                else:
-                    piece.share(member).copy_(view)
+                piece.arrive(member, view)
             transport.pool.release(leaving)
             transport.pool.release(arrived)
-
-    def _packings_by_member(self, pieces: Sequence[_Piece]) -> list[Packing]:
-        """How every member's rows of one share of the heads travel; members mostly bring alike numbers of rows."""
-        found: dict[tuple[int, ...], Packing] = {}
-        every = [*zip(*(piece.rows.counts for piece in pieces), strict=True)]
-        for counts in dict.fromkeys(every):
-            specs = tuple(piece.spec(count) for piece, count in zip(pieces, counts, strict=True))
-            found[counts] = self.packing(specs)
-        return [found[counts] for counts in every]
-
-
-class _UnderWay(NamedTuple):
-    leased: list[tuple[Buffer, Buffer]]  # to and from every other member
-    packings: list[Packing]  # of every member's rows
-    pending: list[Pending]

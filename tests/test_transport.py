@@ -66,8 +66,17 @@ def test_a_group_of_two_backends_moves_tensors_of_gpus(
     group = SimpleNamespace(
         _device_types=[torch.device(each) for each in backends],
         _get_backend=lambda device: SimpleNamespace(name=lambda: backends[device.type]),
+        bound_device_id=None,
     )
     assert group_device(group) == torch.device(device)  # type: ignore[arg-type]
+    group.bound_device_id = torch.device("cuda", 3)
+    assert group_device(group) == torch.device(device)  # type: ignore[arg-type]
+    group.bound_device_id = torch.device("cuda", 1)
+    if device != "cpu":
+        with pytest.raises(
+            ValueError, match=r"bound to cuda:1, but the current device is cuda:3; call .*set_device\(1"
+        ):
+            group_device(group)  # type: ignore[arg-type]
 
 
 def test_messages_go_to_the_group_itself_receives_first() -> None:

@@ -31,8 +31,9 @@ from burst_plugin.in_process import HostileNetwork
 from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.packing import Packing
 from burst_plugin.request import Inputs, Request
+from burst_plugin.teams import Team, team_block
 from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange, Team, joined
+from burst_plugin.ulysses import HeadExchange
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference, relative
 
@@ -42,7 +43,7 @@ SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
 def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
     shards = [LAYOUTS["zigzag"].runs(rank, 8, Tokens(64)) for rank in range(8)]
     for degree in (2, 4, 8):
-        teams = [joined(shards[first : first + degree]).runs for first in range(0, 8, degree)]
+        teams = [team_block(shards[first : first + degree]).runs for first in range(0, 8, degree)]
         for rank, runs in enumerate(teams):
             expected = LAYOUTS["zigzag"].runs(rank, len(teams), Tokens(64))
             assert torch.equal(positions(runs), positions(expected))
@@ -54,7 +55,7 @@ def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
 def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> None:
     shards = [LAYOUTS[layout].runs(rank, 4, tokens) for rank in range(4)]
     for degree in (1, 2, 4):
-        team = joined(shards[:degree])
+        team = team_block(shards[:degree])
         assert sum(team.counts) == team.length
         at = positions(team.runs)
         for member, runs in enumerate(shards[:degree]):
@@ -90,7 +91,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that is as unkind as it can be."""
     topology, tokens = Topology(1, 3), Tokens(7)
     shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
-    team = joined(shards)
+    team = team_block(shards)
     transports, expected = HostileNetwork(3).transports(), [Counter[Channel]() for _ in range(3)]
     whole = [torch.randn(2, 7, heads, dim) for heads, dim in ((6, 4), (3, 5))]
     local = [[x[:, positions(runs)] for x in whole] for runs in shards]
