@@ -235,22 +235,20 @@ class ContextParallel:
         """
         self._call_count += 1
         self._attention_count += not always
-        ranks = self._agreement
-        due = always or (
-            ranks is not None and self.strategy.check_is_due(self._attention_count, ranks.device.type == "cpu")
-        )
-        if ranks is None or not due:
+        agreement = self._agreement
+        if agreement is None:  # one rank
             if problem:
-                ended = "; ranks did not compare notes at this call, so that this ring has ended (see Strategy.check)"
-                refusal = ValueError(problem + (ended if ranks else ""))
-                self.member.give_up(refusal)
-                raise refusal
-            return self._call_count
-        passes = f"{self.member.passes_digest:x}"  # a rank's backward passes may come in another order
-        options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
-        options["order of passes so far"] = passes
-        ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
-        ranks.compare(ours, problem, f"the agreement before call {self._call_count}")
+                raise ValueError(problem)
+        elif always or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
+            options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
+            options["order of passes so far"] = f"{self.member.passes_digest:x}"  # which backward passes may change
+            ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
+            agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
+        elif problem:  # the others may be under way
+            ended = "; ranks did not compare notes at this call, so that this ring has ended (see Strategy.check)"
+            refusal = ValueError(problem + ended)
+            self.member.give_up(refusal)
+            raise refusal
         return self._call_count
 
     def device_problem(self, device: torch.device) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
-from burst_plugin.buffers import Held, most_held
+from burst_plugin.buffer_count import Held, most_held
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.packing import Buffer, BufferPool
 from burst_plugin.schedule import SCHEDULES
