@@ -49,7 +49,7 @@ class _Books:
             for traffic, transfer in step.issue:
                 self._post(traffic, transfer)
                 yield self._now()
-            if step.visit is not None and self._reduces and not self._is_own(step.visit):
+            if step.visit is not None and self._reduces and not self._plan.is_own(step.visit):
                 self._bags.add(step.visit)
                 yield self._now()
         yield self._now()
@@ -57,7 +57,7 @@ class _Books:
     def _arrive(self, block: int) -> None:
         """Sums: either they are what this rank has of the block from now on, or they are added to that."""
         self._extra[Traffic.REDUCE] -= 1
-        if not self._is_own(block):
+        if not self._plan.is_own(block):
             self._bags.add(block)
 
     def _post(self, traffic: Traffic, transfer: Transfer) -> None:
@@ -69,9 +69,6 @@ class _Books:
         if sends:
             self._bags.discard(transfer.block)
             self._until.setdefault(transfer.due, []).append(traffic)
-
-    def _is_own(self, block: int) -> bool:
-        return block % self._plan.ranks == self._plan.rank
 
     def _now(self) -> Held:
         operands = len(self._blocks) + self._extra[Traffic.GATHER]

@@ -169,7 +169,8 @@ class CallKind:
 
     def _packing(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
-        part = self._of_block(block % self.member.routes.ranks, rows).of_part(self.parts(direction))
+        owner = self.routes[direction].plan.owner(block)
+        part = self._of_block(owner, rows).of_part(self.parts(direction))
         operands, sums = part.side(direction, self.travellers[direction])
         return self.packed(tuple(operands if traffic is Traffic.GATHER else sums))
 
@@ -264,7 +265,7 @@ class Call:
         return Ring(
             itinerary,
             member.transport,
-            CallCargo(parts, kind.travellers[direction], own, member.routes.ranks, kind.device),
+            CallCargo(parts, kind.travellers[direction], own, itinerary.plan, kind.device),
             direction=direction,
             label=self._label(direction, number),
             profile=member.profile,

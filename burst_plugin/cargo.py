@@ -9,7 +9,7 @@ import torch
 from burst_plugin.passes import Part, Tensors
 from burst_plugin.rows import take_rows
 from burst_plugin.sums import OwnSums, Place, TileSums
-from burst_plugin.transfers import Rows
+from burst_plugin.transfers import RankPlan, Rows
 
 __all__ = ["CallCargo"]
 
@@ -17,9 +17,11 @@ __all__ = ["CallCargo"]
 class CallCargo:
     """See `executor.Cargo`. `parts` are those of the heads, `own` this rank's sums of the side that travels."""
 
-    def __init__(self, parts: Sequence[Part], traveller: str, own: OwnSums, ranks: int, device: torch.device) -> None:
+    def __init__(
+        self, parts: Sequence[Part], traveller: str, own: OwnSums, plan: RankPlan, device: torch.device
+    ) -> None:
         self.device = device
-        self._parts, self._traveller, self._own, self._ranks = parts, traveller, own, ranks
+        self._parts, self._traveller, self._own, self._plan = parts, traveller, own, plan
         self._outgoing: dict[int, Tensors] = {}
 
     def operands(self, block: int, rows: Rows | None) -> Tensors:
@@ -35,7 +37,7 @@ class CallCargo:
 
     def own_sums(self, block: int) -> TileSums:
         """See `executor.Cargo`."""
-        return self._own.parts[block // self._ranks]
+        return self._own.parts[self._plan.part(block)]
 
     def _part_of(self, block: int) -> Part:
-        return self._parts[block // self._ranks]
+        return self._parts[self._plan.part(block)]

@@ -178,9 +178,10 @@ class Ring(Generic[S]):
             if block is None:
                 yield None
                 continue
-            part, owner = divmod(block, self._plan.ranks)
-            operands = () if self._is_own(block) else self._operands[block]
-            yield Visit(owner, part, step.turn, self._is_own(block), operands, partial(self._sums_of, block))
+            is_own = self._plan.is_own(block)
+            operands = () if is_own else self._operands[block]
+            owner, part = self._plan.owner(block), self._plan.part(block)
+            yield Visit(owner, part, step.turn, is_own, operands, partial(self._sums_of, block))
 
     def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
@@ -279,7 +280,7 @@ class Ring(Generic[S]):
         block, rows = post.transfer.block, post.transfer.rows
         arrived = self._cargo.sums(block, buffer.views(post.packing), True)
         bag = self._bags.get(block)  # none for the rank's own block
-        if self._is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
+        if self._plan.is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
             self._sums_of(block).join(arrived, rows)
             self._transport.pool.release(buffer)
             return
@@ -289,7 +290,7 @@ class Ring(Generic[S]):
 
     def _sums_of(self, block: int) -> S:
         """The sums of a block that are here; fresh ones if there are none."""
-        if self._is_own(block):  # these outlive the ring
+        if self._plan.is_own(block):  # these outlive the ring
             return self._cargo.own_sums(block)
         if block not in self._bags:
             packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
@@ -302,9 +303,6 @@ class Ring(Generic[S]):
         buffer = self._transport.pool.lease(nbytes, self._device)
         buffer.mark(self._label)
         return buffer
-
-    def _is_own(self, block: int) -> bool:
-        return block % self._plan.ranks == self._plan.rank
 
     def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
         rank = self._itinerary.peers[self._plan.rank]

@@ -189,11 +189,12 @@ class Routes:
             schedule = self._schedule(attending, away, reduces)
             plan = schedule.in_parts(parts).plan(rank)
             home = OTHER_SIDE[away]
-            owners = list(dict.fromkeys(s.visit % plan.ranks for s in plan.steps if s.visit is not None))
+            owners = list(dict.fromkeys(plan.owner(s.visit) for s in plan.steps if s.visit is not None))
+            rows_of = plan.rows
             runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
             tiles = {}
             for owner in owners:
-                rows, block = plan.rows.get(owner), pairs.runs[away][owner]
+                rows, block = rows_of.get(owner), pairs.runs[away][owner]
                 runs[away][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
                     tiles[owner] = pairs.of_visit(away, owner, rank)

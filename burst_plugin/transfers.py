@@ -69,6 +69,18 @@ class RankPlan(NamedTuple):
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
     by_link: bool
 
+    def owner(self, block: int) -> int:
+        """The rank whose block, or part of one, this is."""
+        return block % self.ranks
+
+    def part(self, block: int) -> int:
+        """Which part of its owner's block this is; 0 if blocks are whole."""
+        return block // self.ranks
+
+    def is_own(self, block: int) -> bool:
+        """Whether it is this rank's."""
+        return self.owner(block) == self.rank
+
     @property
     def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
         """What this rank sends."""
@@ -107,6 +119,14 @@ class Schedule:
         """Number of ranks."""
         return self.topology.ranks
 
+    def owner(self, block: int) -> int:
+        """The rank whose block, or part of one, this is."""
+        return block % self.ranks
+
+    def block(self, owner: int, part: int) -> int:
+        """The number of a part of a rank's block."""
+        return owner + part * self.ranks
+
     def transfers(self, traffic: Traffic) -> tuple[Transfer, ...]:
         """The gather or the reduce transfers."""
         return self.gather if traffic is Traffic.GATHER else self.reduce
@@ -133,7 +153,7 @@ class Schedule:
         """How much of a whole block's work there is at every step."""
         shares = (1.0 - self.kept, self.kept)
         return [
-            0.0 if block is None else (shares[turn] if block % self.ranks == rank else 1.0) / self.parts
+            0.0 if block is None else (shares[turn] if self.owner(block) == rank else 1.0) / self.parts
             for block, turn in zip(self.visits[rank], self.turns(rank), strict=True)
         ]
 
@@ -143,7 +163,7 @@ class Schedule:
         last = max([len(self.visits[rank]) + 1, *(t.due + 1 for _, t in mine)])
         due: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
         issue: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
-        needed = {b: s + 1 for s, b in enumerate(self.visits[rank]) if b is not None and b % self.ranks != rank}
+        needed = {b: s + 1 for s, b in enumerate(self.visits[rank]) if b is not None and self.owner(b) != rank}
         for kind, t in mine:
             issue[t.issue].append((kind, t))
             due[t.due].append((kind, t))
@@ -199,13 +219,13 @@ class Schedule:
         def moved(t: Transfer, part: int, behind: int) -> Transfer:
             """Operands are there before the work of a step, sums (`behind` 1) after it."""
             issue, due = (when(step - behind, part) + behind for step in (t.issue, t.due))
-            return t._replace(block=t.block + part * self.ranks, issue=issue, due=due)
+            return t._replace(block=self.block(t.block, part), issue=issue, due=due)
 
         visits: list[list[int | None]] = [[None] * (parts * len(self.visits[0])) for _ in self.visits]
         for found, whole in zip(visits, self.visits, strict=True):
             for step, block in enumerate(whole):
                 for part in range(parts):
-                    found[when(step, part)] = None if block is None else block + part * self.ranks
+                    found[when(step, part)] = None if block is None else self.block(block, part)
         return replace(
             self,
             parts=parts,
@@ -259,8 +279,8 @@ class Schedule:
         """
         for rank, visits in enumerate(self.visits):
             owners = range(self.ranks) if needs is None else needs[rank]
-            wanted = [owner + part * self.ranks for part in range(self.parts) for owner in owners]
-            wanted += [block for block in wanted if self.kept and block % self.ranks == rank]
+            wanted = [self.block(owner, part) for part in range(self.parts) for owner in owners]
+            wanted += [block for block in wanted if self.kept and self.owner(block) == rank]
             if sorted(block for block in visits if block is not None) != sorted(wanted):
                 raise ScheduleError(f"{self.name}: rank {rank} does not visit every block exactly once: {visits}")
         for t in (*self.gather, *self.reduce):
@@ -273,11 +293,11 @@ class Schedule:
         return self
 
     def _rows_needed(self, t: Transfer, needs: Needs) -> Rows | None:
-        owner = t.block % self.ranks
+        owner = self.owner(t.block)
         return needs[t.src if t.dst == owner else t.dst].get(owner)
 
     def _validate_gather(self) -> None:
-        held_from = {(block % self.ranks, block): 0 for block in range(self.ranks * self.parts)}
+        held_from = {(self.owner(block), block): 0 for block in range(self.ranks * self.parts)}
         for t in sorted(self.gather, key=lambda t: (t.issue, t.due)):
             if held_from.get((t.src, t.block), t.issue + 1) > t.issue:
                 raise ScheduleError(f"{self.name}: rank {t.src} sends block {t.block} before it has it: {t}")
@@ -319,13 +339,13 @@ class Schedule:
                 raise ScheduleError(f"{self.name}: a contribution to block {block} is counted twice: {what}")
             held[rank, block] |= contributions
         for (rank, block), contributions in held.items():
-            if rank != block % self.ranks or contributions != expected[block]:
+            if rank != self.owner(block) or contributions != expected[block]:
                 raise ScheduleError(f"{self.name}: the sum of block {block} ends incomplete at rank {rank}")
 
     def _cell(self, rank: int, block: int | None, turn: int, crossed: bool) -> str:
         if block is None:
             return "."
-        if self.kept and block % self.ranks == rank:
+        if self.kept and self.owner(block) == rank:
             return f"/{block}" if turn else f"{block}/"
         return f"{'*' if crossed else ''}{block}"
 
@@ -339,7 +359,7 @@ class Schedule:
         steps = "".join(f"  {step:>{digits + 1}}" for step in range(len(self.visits[0])))
         lines = [f"{self.name}, {self.topology}", f"{'step':>{14 + digits}}{steps}"]
         for rank, visits in enumerate(self.visits):
-            nodes = [self.topology.node(rank if block is None else block % self.ranks) for block in visits]
+            nodes = [self.topology.node(rank if block is None else self.owner(block)) for block in visits]
             cells = [
                 (" |" if step and nodes[step] != nodes[step - 1] else "  ")
                 + self._cell(rank, block, turn, (rank, block) in crossed).rjust(digits + 1)
