@@ -41,8 +41,7 @@ class SilentTransport(Transport):
         self._kinds: dict[int, Traffic] = {}  # of what buffers hold, by address
         self._label: Tensor | None = None
 
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`."""
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         if sends and sends[0].data.device.type == "cpu":
             self._label = sends[0].data[-LABEL_BYTES:].clone()
         own = {(sent.channel.traffic, sent.data.numel()): sent.data for sent in sends}

@@ -257,10 +257,8 @@ def burst_attention(
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
     """What this rank gets; see `burst_attention`."""
-    if torch._C._len_torch_dispatch_stack():
-        with unseen_by_selective_checkpoints():
-            return _ring_attention(inputs, request, cp)
-    return _ring_attention(inputs, request, cp)
+    with unseen_by_selective_checkpoints():
+        return _ring_attention(inputs, request, cp)
 
 
 def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:

@@ -207,10 +207,11 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
 
 
 def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
-    """Where documents start in a row of positions [S]: at 0, and at real tokens whose position is not one more.
+    """Where documents start in a row of positions [S].
 
-    Than that of the token before, nor than that of the last real one: padding in between may count or not. Unless the
-    row is `packed`, only where positions start again: others are shared ones, of images or branches.
+    At 0, and at real tokens whose position is one more neither than that of the token before nor than that of the
+    last real one: padding in between may count or not. Unless the row is `packed`, only where positions start again:
+    others are shared ones, of images or branches.
     """
     breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
     real = valid.nonzero().flatten()

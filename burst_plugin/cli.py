@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from burst_plugin import plan_command
-from burst_plugin.doctor import FRAMEWORKS, framework_report, report
+from burst_plugin.doctor import framework_report, report
+from burst_plugin.frameworks import FRAMEWORKS
 
 __all__ = ["main"]
 

@@ -190,8 +190,8 @@ class ContextParallel:
     def connect(self, by_link: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.
 
-        `by_link` says for which kinds of schedules, with communicators for each link or without; by default for the
-        kind of calls whose mask leaves most of the work.
+        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls whose
+        mask leaves most of the work.
         """
         self.member.check_open()
         if self._agreement is None or self.group is None:

@@ -85,8 +85,8 @@ class DistributedTransport(Transport):
         self._by_channel: dict[Channel, _Communicator] = {}
         self.store = store
 
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`; receives are posted before sends.
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """Receives before sends.
 
         Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
         when they first meet, and holds up the host until both are there.
@@ -99,7 +99,6 @@ class DistributedTransport(Transport):
                 if batch is None:
                     batch = batches[communicator] = ([], [])
                 batch[number].append(message)
-        self.count(sends)
         found: list[Pending] = []
         in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
         for communicator, (to_receive, to_send) in in_order:

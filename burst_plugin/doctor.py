@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import os
 import platform
@@ -13,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 import burst_plugin
+from burst_plugin.frameworks import FRAMEWORKS, adapter_module
 from burst_plugin.kernels import KERNELS, Case
 
-__all__ = ["FRAMEWORKS", "framework_report", "report"]
-
-FRAMEWORKS = ("megatron", "deepspeed")
+__all__ = ["framework_report", "report"]
 
 _PACKAGES = (
     "torch",
@@ -53,7 +51,7 @@ def report(given: Mapping[str, str | None]) -> Iterator[str]:
 
 def framework_report(name: str) -> Any:
     """The module `report` of a framework's adapter, with TITLE, METAVAR, HELP and `lines(given)`."""
-    return importlib.import_module(f"burst_plugin.{name}.report")
+    return adapter_module(name, "report")
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

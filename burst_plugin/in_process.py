@@ -94,12 +94,10 @@ class InProcessTransport(Transport):
         super().__init__(pool)
         self._network, self._rank = network, rank
 
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`."""
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         put, rank = self._network.put, self._rank
         parcels = [put((m.peer, rank, m.channel), None, m.data) for m in recvs]
         parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
-        self.count(sends)
         return [_InProcessPending((*recvs, *sends), self._network, parcels)]
 
 

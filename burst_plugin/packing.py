@@ -1,7 +1,6 @@
 """Buffers that messages are sent from and arrive in: what lies where in them, and a pool that lends them.
 
-Sources: design of this package; a pool, as torch's caching allocator has one, so that the steady state allocates
-nothing.
+They are lent again and again, so that the steady state allocates nothing.
 """
 
 from __future__ import annotations

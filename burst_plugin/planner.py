@@ -29,7 +29,7 @@ _PARTS = (1, 2, 4)
 
 @dataclass(frozen=True, order=True)
 class Price:
-    """Seconds: `time_s` until the last rank is done, its work alone, and the most that any NIC sends, by link."""
+    """Seconds until the last rank is done; the most work of any rank; by link, the longest that any NIC is busy."""
 
     time_s: float
     compute_s: float

@@ -131,7 +131,7 @@ class _WatchedTransport(Transport):
         super().__init__(transport.pool)
         self._transport, self._log = transport, log
 
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()
         return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
 
@@ -207,11 +207,8 @@ class Profile:
         stop_s = max([self._stop_s or time.perf_counter(), *(event.stop_s for event in events)])
         return Summary.of(events, self.rank, self.topology, stop_s - self._start_s)
 
-    def table(self) -> str:
-        """The summary as text."""
+    def __str__(self) -> str:
         return str(self.summary)
-
-    __str__ = table
 
     def gather(self) -> RingProfile:
         """The summaries of all ranks, on every rank; collective."""

@@ -8,9 +8,9 @@ attention is recomputed as a whole, as without a policy. (`torch/utils/checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -19,11 +19,11 @@ __all__ = ["unseen_by_selective_checkpoints"]
 _MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
 
-@contextmanager
-def unseen_by_selective_checkpoints() -> Iterator[None]:
-    """Hide what is done inside from all that watches operations, if a selective checkpoint is among it."""
+def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
+    """Hides what is done inside from all that watches operations, if a selective checkpoint is among it."""
+    if not torch._C._len_torch_dispatch_stack():  # which is asked at every call
+        return nullcontext()
     if not any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack()):
-        yield
-        return
-    with _disable_current_modes():
-        yield
+        return nullcontext()
+    hidden: AbstractContextManager[object] = _disable_current_modes()
+    return hidden

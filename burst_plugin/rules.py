@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Rule", "off", "one_of"]
+__all__ = ["Rule", "broken", "off", "one_of"]
 
 
 class Rule(NamedTuple):
@@ -23,3 +23,10 @@ def off(value: Any) -> bool:
 def one_of(*names: str | None) -> Callable[[Any], bool]:
     """Allows values that read, or are enum members that are called, one of these; None is what is not set."""
     return lambda value: getattr(value, "name", value) in names
+
+
+def broken(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """The options whose values cannot be honoured: name, value, and what to write instead."""
+    for name, rule in rules.items():
+        if name in values and not rule.allowed(values[name]):
+            yield name, values[name], rule.instead

@@ -9,7 +9,6 @@ Options of the launcher come before the script, the script's own after it.
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.machinery
 import importlib.util
 import multiprocessing
@@ -20,9 +19,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-__all__ = ["main"]
+from burst_plugin.frameworks import FRAMEWORKS, adapter_module
 
-_FRAMEWORKS = ("megatron", "deepspeed")
+__all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -36,8 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     framework = options.framework or _framework(script, options.arguments)
     sys.path.insert(0, str(directory))
     if options.cpu:
-        importlib.import_module(f"burst_plugin.{framework}.cpu").prepare(directory)
-    adapter = importlib.import_module(f"burst_plugin.{framework}").install()
+        adapter_module(framework, "cpu").prepare(directory)
+    adapter = adapter_module(framework).install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
     _execute(script, bare_children=options.cpu)
@@ -54,7 +53,7 @@ def _framework(script: Path, arguments: list[str]) -> str:
         return "deepspeed"
     if (script.resolve().parent / "megatron").is_dir():
         return "megatron"
-    installed = [name for name in _FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
     text = " ".join([script.read_text(errors="replace"), *arguments])
     named = [name for name in installed if name in text or (name == "megatron" and "--cp-comm-type" in arguments)]
     for names in (installed, named):
@@ -80,7 +79,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--framework",
-        choices=_FRAMEWORKS,
+        choices=FRAMEWORKS,
         help="whose adapter to install (default: what the launcher, the script or the environment says)",
     )
     parser.add_argument(  # DeepSpeed's launcher puts it before the script; it is the script's

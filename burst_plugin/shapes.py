@@ -45,7 +45,7 @@ class Shapes(NamedTuple):
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
     def of_team(self, degree: int) -> Shapes:
-        """Those of one of as many ranks' share of the heads: a key/value head at least."""
+        """Of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
         return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     @property

@@ -51,8 +51,7 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
 def row_share(out: Tensor, dout: Tensor) -> Tensor:
     """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
 
-    What is more than the type holds, for gradients so small that it makes no difference, becomes the most that it
-    holds.
+    Clamped to the largest finite value, which only rows with negligible gradients reach.
     """
     if fused := _fused(out, dout):
         share: Tensor = fused.row_share(out, dout)

@@ -63,14 +63,14 @@ class TileWork:
         if site.q is None or site.k is None:
             found = self._without_site.get((tile.band, first))
             if found is None:
-                found = self._base._replace(band=tile.band, first_row=first)
+                found = self._base._replace(band=tile.band, first_batch_row=first)
                 self._without_site[tile.band, first] = found
             return found
         q, k = site.q[tile.q], site.k[tile.k]
         bias = self._bias
         if bias is not None:
             bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, k)
-        return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_row=first)
+        return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_batch_row=first)
 
     def _add_to_dbias(self, part: Tensor, bias: Tensor, tile: Tile, site: Site) -> None:
         assert site.k is not None

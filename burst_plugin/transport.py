@@ -1,7 +1,7 @@
 """Transports: how bytes get from rank to rank. `post(sends, recvs)` starts, `Pending.wait()` finishes.
 
 Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of whatever reads
-or writes it. A new kind is a subclass of `Transport` with a `post` of its own.
+or writes it. A new kind is a subclass of `Transport` with a `_start` of its own.
 """
 
 from __future__ import annotations
@@ -68,14 +68,15 @@ class Transport(ABC):
         self.pool = pool or BufferPool()
         self.sent_bytes: Counter[Channel] = Counter()
 
-    @abstractmethod
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """Start these messages, as one batch per communicator."""
-
-    def count(self, sends: Sequence[Message]) -> None:
-        """Add these messages to `sent_bytes`."""
+        """Start these messages, as one batch per communicator, and count what is sent."""
         for message in sends:
             self.sent_bytes[message.channel] += message.data.numel()
+        return self._start(sends, recvs)
+
+    @abstractmethod
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """See `post`."""
 
     def close(self) -> None:
         """Let go of buffers and wires; nothing is under way any more."""

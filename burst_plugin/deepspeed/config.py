@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.rules import Rule, off
+from burst_plugin.rules import Rule, broken, off
 from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["BLOCK", "REFUSED", "Block", "conflicts", "near_misses", "warn_of_near_misses"]
@@ -137,13 +137,11 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
     """What else in a DeepSpeed configuration cannot go together with a ring of `size`, each with a way out."""
-    found = []
-    for path, rule in REFUSED.items():
-        value: Any = config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None and not rule.allowed(value):
-            found.append(f"{path}={value!r} does not go together with {BLOCK}: {rule.instead}")
+    values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
+    found = [
+        f"{path}={value!r} does not go together with {BLOCK}: {instead}"
+        for path, value, instead in broken(REFUSED, values)
+    ]
     ulysses = config.get("sequence_parallel_size")
     if ulysses not in (None, 1, size):
         found.append(
@@ -151,3 +149,11 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
             "leave it out"
         )
     return found
+
+
+def _at(config: Mapping[str, Any], path: str) -> Any:
+    """What is under keys joined by dots; None for nothing."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value

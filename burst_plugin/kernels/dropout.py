@@ -22,14 +22,10 @@ _BITS = 0xFFFFFFFF
 
 
 def keep(scores: Scores, rows: range, heads: range, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-    """0 or 1 / (1 - dropout) for every probability, [B, H, Sq, Sk], float32.
-
-    For these batch rows and query heads.
-    """
+    """0 or 1 / (1 - dropout) for every probability of these batch rows and query heads: [B, H, Sq, Sk], float32."""
     device = q_positions.device
-    seed = _mixed(
-        (scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS)
-    )  # mixed before rows come in: no row of one seed is another row of the next
+    # Mixed before rows come in: no row of one seed is another row of the next.
+    seed = _mixed((scores.seed & _BITS) ^ _mixed((scores.seed >> 32) & _BITS))
     row = _mixed(seed + _mixed(torch.arange(rows.start, rows.stop, device=device))).view(-1, 1, 1)
     head = _mixed(row + 0x9E3779B9 * torch.arange(heads.start + 1, heads.stop + 1, device=device).view(1, -1, 1))
     query = _mixed(head ^ _mixed(q_positions))

@@ -44,8 +44,8 @@ class How(NamedTuple):
     """How the scores of a tile become probabilities.
 
     `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk]; `q_positions` [Sq] and `k_positions` [Sk], int64, are there if
-    `scores` needs them; `first_row` is the first batch row, `first_head` the first query head; with `deterministic`
-    two runs have to give the same bits.
+    `scores` needs them; `first_batch_row` and `first_head` are the numbers of the first batch row and query head;
+    with `deterministic` two runs have to give the same bits.
     """
 
     band: Band
@@ -53,7 +53,7 @@ class How(NamedTuple):
     bias: Tensor | None = None
     q_positions: Tensor | None = None
     k_positions: Tensor | None = None
-    first_row: int = 0
+    first_batch_row: int = 0
     first_head: int = 0
     deterministic: bool = False
 

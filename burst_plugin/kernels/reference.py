@@ -104,7 +104,7 @@ def _by_kv_head(grad: Tensor, x: Tensor) -> Tensor:
     return grad.view(batch, x.shape[2], -1, rows, dim).sum(2).transpose(1, 2)
 
 
-def _scores(q: Tensor, keys: Tensor, how: How, first_row: int) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, rows, Sk], -inf outside the band; and the derivative of the softcap, if there is one."""
     scores, slope = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)) * how.scale, None
     if how.scores.softcap is not None:
@@ -120,7 +120,7 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_row: int) -> tuple[Tensor, 
         scores = scores + how.bias.to(scores.dtype)
     if how.band == FULL:
         return scores, slope
-    rows = torch.arange(first_row, first_row + q.shape[1], device=q.device).unsqueeze(1)
+    rows = torch.arange(first_query, first_query + q.shape[1], device=q.device).unsqueeze(1)
     ahead = torch.arange(keys.shape[2], device=q.device) - rows
     outside = torch.zeros_like(ahead, dtype=torch.bool)
     if how.band.lower is not None:
@@ -142,6 +142,6 @@ def _kept(p: Tensor, how: How) -> Tensor | None:
         return None
     assert how.q_positions is not None
     assert how.k_positions is not None
-    rows = range(how.first_row, how.first_row + p.shape[0])
+    rows = range(how.first_batch_row, how.first_batch_row + p.shape[0])
     heads = range(how.first_head, how.first_head + p.shape[1])
     return keep(how.scores, rows, heads, how.q_positions, how.k_positions).to(p.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 
 from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import REFUSED
-from burst_plugin.rules import Rule
+from burst_plugin.rules import Rule, broken, off, one_of
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.shapes import TRAVELLERS
 from burst_plugin.strategy import AUTO, CHECKS, Strategy
@@ -36,20 +36,16 @@ _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     {
         "reset_attention_mask": Rule(
-            lambda on: not on,
+            off,
             f"documents would attend to each other, and do if it is dropped; to keep them apart {_PACK}",
         ),
-        "sft": Rule(
-            lambda on: not on, f"the script's way of packing documents changes by release and is not tested; {_PACK}"
-        ),
+        "sft": Rule(off, f"the script's way of packing documents changes by release and is not tested; {_PACK}"),
         "dataloader_inter_document_masking": Rule(
-            lambda on: not on,
+            off,
             f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
         ),
-        "use_legacy_models": Rule(lambda on: not on, "legacy models know no core attention; drop it"),
-        "flash_attention_version": Rule(
-            lambda version: version is None, "kernels are chosen by --burst-kernel; drop it"
-        ),
+        "use_legacy_models": Rule(off, "legacy models know no core attention; drop it"),
+        "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
 )
 
@@ -166,11 +162,8 @@ def may_ring() -> bool:
 
 
 def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
-    return [
-        f"{_flag(name, getattr(args, name))} is not supported: {rule.instead}"
-        for name, rule in rules.items()
-        if hasattr(args, name) and not rule.allowed(getattr(args, name))
-    ]
+    values = {name: getattr(args, name) for name in rules if hasattr(args, name)}
+    return [f"{_flag(name, value)} is not supported: {instead}" for name, value, instead in broken(rules, values)]
 
 
 def _flag(name: str, value: Any = True) -> str:

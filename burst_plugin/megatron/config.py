@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.megatron.releases import newer_and_irrelevant
-from burst_plugin.rules import Rule, off, one_of
+from burst_plugin.rules import Rule, broken, off, one_of
 
 __all__ = [
     "HONOURED",
@@ -145,11 +145,8 @@ def rings(config: Any) -> bool:
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
-    found = [
-        f"{name}={getattr(config, name)!r} is not supported: {rule.instead}"
-        for name, rule in REFUSED.items()
-        if hasattr(config, name) and not rule.allowed(getattr(config, name))
-    ]
+    values = {name: getattr(config, name) for name in REFUSED if hasattr(config, name)}
+    found = [f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken(REFUSED, values)]
     if windowed and attention_type == "cross":
         found.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
     elif windowed and not _is_window(config.window_size):
