@@ -18,6 +18,7 @@ __all__ = ["entry", "prepare_model", "problems", "use_burst"]
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LOSS = "ForCausalLM"
+_CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
 _MIXING = {  # options by which embeddings depend on more than their own token
     "trigram_input": "joins neighbouring tokens, which another rank may have",
     "token_dropout": "scales embeddings by the masked share of each rank's shard",
@@ -46,26 +47,30 @@ def use_burst(model: torch.nn.Module) -> None:
 
 def _watch(pretrained: PreTrainedModel) -> None:
     """Have a model refuse a sharded batch of which its attention never heard: it would attend to its shard alone."""
-    calls_before = [0]
+    pretrained.register_forward_pre_hook(_note_calls, with_kwargs=True)
+    pretrained.register_forward_hook(_check_calls, with_kwargs=True)
 
-    def before(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if KEY in kwargs:
-            calls_before[:] = [kwargs[KEY].cp.member.calls_made]
 
-    def after(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if KEY in kwargs and kwargs[KEY].cp.member.calls_made == calls_before[0]:
-            asked = model.config._attn_implementation
-            why = "its layers do not hand on the keyword arguments that they are given; have them do so"
-            if asked != NAME:
-                why = f"its attn_implementation is {asked!r}; switch it back to {NAME!r}"
-            raise ValueError(
-                f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that "
-                f"ranks attended to their own tokens only: {why}"
-            )
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward: how many calls of attention there have been."""
+    if KEY in kwargs:
+        setattr(model, _CALLS, kwargs[KEY].cp.member.calls_made)
 
-    hook: Any = torch.compiler.disable
-    pretrained.register_forward_pre_hook(hook(before), with_kwargs=True)
-    pretrained.register_forward_hook(hook(after), with_kwargs=True)
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """After it: whether there were any."""
+    if KEY not in kwargs or kwargs[KEY].cp.member.calls_made != getattr(model, _CALLS):
+        return
+    asked = model.config._attn_implementation
+    why = "its layers do not hand on the keyword arguments that they are given; have them do so"
+    if asked != NAME:
+        why = f"its attn_implementation is {asked!r}; switch it back to {NAME!r}"
+    raise ValueError(
+        f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
+        f"attended to their own tokens only: {why}"
+    )
 
 
 def entry(model: torch.nn.Module) -> torch.nn.Module:

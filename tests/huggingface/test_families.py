@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from copy import deepcopy
 from dataclasses import dataclass
@@ -315,6 +316,15 @@ def test_a_model_whose_layers_drop_keyword_arguments_is_told(family: str) -> Non
     model = prepare(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
     with torch.no_grad(), pytest.raises(ValueError, match="its layers do not hand on the keyword arguments"):
         model(**shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel()))
+
+
+def test_a_model_on_the_ring_can_be_copied_and_pickled() -> None:
+    model = prepare(build(Run(model=FAMILIES["llama"]))).eval()
+    local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
+    with torch.no_grad():
+        expected = model(**local, use_cache=False).logits
+        for other in (deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(other(**local, use_cache=False).logits, expected)
 
 
 def test_adapters_that_take_means_over_tokens_and_decoders_of_encoders_are_refused() -> None:
