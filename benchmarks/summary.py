@@ -38,8 +38,8 @@ def _cluster(result: Result) -> str:
     what = cases[0].what
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; a NIC per {what['nic']}; compute "
-        f"{what['compute']}): {f'time of {ours} over the bound, and ' if bounded else ''}time of the others over "
-        f"that of {ours}, forward and backward together. Least to most over all settings, with the median."
+        f"{what['compute']}): {f'time of {ours} over the bound, each pass by itself; ' if bounded else ''}time of the "
+        f"others over that of {ours}, forward and backward together. Least to most over all settings, with the median."
     )
     head = ["link", *([f"{ours} / bound"] if bounded else []), *others]
     return f"{text}\n\n{figures.markdown(head, body)}"
