@@ -30,16 +30,17 @@ def _cluster(result: Result) -> str:
     bounded = groups[0][0].yardstick() == "bound"
     body = []
     for cases in groups:
-        over_bound = [case.ratio(ours, direction) for case in cases for direction in case.directions()]
+        ratios = [case.ratio(ours, direction) for case in cases for direction in case.directions()]
         cells = [_range([_both_s(case, name, ours) for case in cases], "{:.2f}") for name in others]
-        body.append([figures.rate(cases[0]), *([_range(over_bound, "{:.2f}")] if bounded else []), *cells])
+        body.append([figures.rate(cases[0]), *([_range(ratios, "{:.2f}")] if bounded else []), *cells])
     cases = [case for group in groups for case in group]
     topologies, heads = (", ".join(dict.fromkeys(map(name, cases))) for name in (figures.topology, figures.heads))
     what = cases[0].what
+    over_bound = f"time of {ours} over the bound, each pass by itself; " if bounded else ""
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; a NIC per {what['nic']}; compute "
-        f"{what['compute']}): {f'time of {ours} over the bound, each pass by itself; ' if bounded else ''}time of the "
-        f"others over that of {ours}, forward and backward together. Least to most over all settings, with the median."
+        f"{what['compute']}): {over_bound}time of the others over that of {ours}, forward and backward together. "
+        "Least to most over all settings, with the median."
     )
     head = ["link", *([f"{ours} / bound"] if bounded else []), *others]
     return f"{text}\n\n{figures.markdown(head, body)}"
