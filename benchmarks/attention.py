@@ -69,10 +69,10 @@ def run(options: argparse.Namespace) -> int:
     if options.on == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise RefusedError("--on torchrun: there are no ranks; start it with torchrun -m benchmarks attention ...")
     chosen, cases = _contenders(options.contenders), _cases(options)
-    _check_memory(cases, options.on)
-    leads = True
     if options.on == "torchrun" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    _check_memory(cases, options.on)
+    leads = True
     if options.on == "torchrun":
         if options.resume or options.patience:
             raise RefusedError(

@@ -271,7 +271,7 @@ def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Ou
         problem, cause = told(error), error
     try:
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        number = cp.agree({**call.signature, "takes part in gradients": gradients} if call else {}, problem)
+        number = cp.agree({"takes part in gradients": gradients, **call.signature} if call else {}, problem)
     except ValueError as error:
         raise error from cause
     assert call is not None, "agree raises if any rank has a problem"

@@ -240,9 +240,10 @@ class ContextParallel:
             if problem:
                 raise ValueError(problem)
         elif always or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
+            passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
             options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
-            options["order of passes so far"] = f"{self.member.passes_digest:x}"  # which backward passes may change
-            ours = [f"{name}={value}" for name, value in {**signature, **options}.items()]
+            compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
+            ours = [f"{name}={value}" for name, value in compared.items()]
             agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
         elif problem:  # the others may be under way
             ended = "; ranks did not compare notes at this call, so that this ring has ended (see Strategy.check)"

@@ -55,7 +55,7 @@ def _framework(script: Path, arguments: list[str]) -> str:
         return "megatron"
     installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
     text = " ".join([script.read_text(errors="replace"), *arguments])
-    named = [name for name in installed if name in text or (name == "megatron" and "--cp-comm-type" in arguments)]
+    named = [name for name in installed if name in text or (name == "megatron" and "--cp-comm-type" in text)]
     for names in (installed, named):
         if len(names) == 1:
             return names[0]

@@ -59,10 +59,10 @@ class _Piece(ABC):
         heads = self.joint.shape[2]
         return self.local.narrow(2, member // self.sharing * heads, heads)
 
-    def spec(self, sender: int, receiver: int) -> Spec:
-        """Of the message from one member to another."""
+    def spec(self, member: int) -> Spec:
+        """Of a message with the rows of a member."""
         batch, _, heads, dim = self.joint.shape
-        return (batch, self.block.counts[self.whose_rows(sender, receiver)], heads, dim), self.joint.dtype
+        return (batch, self.block.counts[member], heads, dim), self.joint.dtype
 
     @property
     @abstractmethod
@@ -176,14 +176,15 @@ class HeadExchange:
         log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
         transport = self.transport if log is None else log.watch(self.transport)
         pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
+        packings = [self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.team.degree)]
         try:
             with nullcontext() if log is None else log.timed("move"):
-                leased, under_way = self._begin(transport, pieces)
+                leased, under_way = self._begin(transport, pieces, packings)
             yield
             with nullcontext() if log is None else log.timed("move"):
                 for pending in under_way:
                     pending.wait()
-                self._finish(transport, pieces, leased)
+                self._finish(transport, pieces, packings, leased)
         except PeerLostError as lost:
             raise ring_error(transport, self.team.peers[self.team.place], "the exchange of heads", lost) from lost
         return [piece.result for piece in pieces]
@@ -249,18 +250,18 @@ class HeadExchange:
         shape = (batch, block.counts[self.team.place], heads * different, dim)
         return _Home(x.new_empty(shape) if sharing == 1 else x.new_zeros(shape), x, block, sharing)
 
-    def _packing(self, pieces: Sequence[_Piece], sender: int, receiver: int) -> Packing:
-        return self.packing(tuple(piece.spec(sender, receiver) for piece in pieces))
-
     def _begin(
-        self, transport: Transport, pieces: Sequence[_Piece]
+        self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
-        """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile."""
-        team, device, traffic = self.team, pieces[0].local.device, pieces[0].traffic
+        """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile.
+
+        `packings` are those of messages with the rows of each member.
+        """
+        team, device, traffic, whose = self.team, pieces[0].local.device, pieces[0].traffic, pieces[0].whose_rows
         sends, recvs = [], []
         leased: list[tuple[Buffer, Buffer]] = []
         for member in team.others:
-            out, back = self._packing(pieces, team.place, member), self._packing(pieces, member, team.place)
+            out, back = packings[whose(team.place, member)], packings[whose(member, team.place)]
             leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
             leased.append((leaving, arriving))
             for piece, view in zip(pieces, leaving.views(out), strict=True):
@@ -275,13 +276,17 @@ class HeadExchange:
         return leased, under_way
 
     def _finish(
-        self, transport: Transport, pieces: Sequence[_Piece], leased: Sequence[tuple[Buffer, Buffer]]
+        self,
+        transport: Transport,
+        pieces: Sequence[_Piece],
+        packings: Sequence[Packing],
+        leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
         """Put what arrived in its place."""
         for member, (leaving, arrived) in zip(self.team.others, leased, strict=True):
             if not arrived.bears(self.label):
                 raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
-            packing = self._packing(pieces, member, self.team.place)
+            packing = packings[pieces[0].whose_rows(member, self.team.place)]
             for piece, view in zip(pieces, arrived.views(packing), strict=True):
                 piece.arrive(member, view)
             transport.pool.release(leaving)

@@ -196,11 +196,14 @@ def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, *
 def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:
     """`DeepSpeedEngine.destroy`."""
     session = adapter.sessions.pop(engine, None)
-    if session is not None:
-        session.detach()
-        session.cp.member.close()  # its buffers; its groups are not destroyed, since ranks may end one by one
-        adapter.latest = None if adapter.latest is session else adapter.latest
-    original(engine)
+    try:
+        if session is not None:
+            session.detach()
+            if adapter.latest is session:
+                adapter.latest = next(reversed([*adapter.sessions.values()]), None)
+            session.cp.member.close()  # its buffers; its groups are not destroyed, since ranks may end one by one
+    finally:
+        original(engine)
 
 
 def _run(original: Callable[..., Any], given: Mapping[str, Any], config: dict[str, Any], unit: Unit) -> Any:

@@ -41,6 +41,7 @@ class MaskRecipe:
     """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do."""
 
     ndim = 4
+    __iter__ = None  # which `__getitem__` would make of it
 
     def __init__(self, **asked: Any) -> None:
         self._asked = asked

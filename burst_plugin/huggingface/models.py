@@ -39,7 +39,7 @@ def use_burst(model: torch.nn.Module) -> None:
     for pretrained in _outermost(entry(model), _is_pretrained):
         if pretrained.config._attn_implementation != NAME:
             pretrained.set_attn_implementation(NAME)
-        if not hasattr(pretrained, EXAMINED):
+        if _note_calls not in pretrained._forward_pre_hooks.values():
             _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
@@ -53,15 +53,16 @@ def _watch(pretrained: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward: how many calls of attention there have been."""
-    if KEY in kwargs:
-        setattr(model, _CALLS, kwargs[KEY].cp.member.calls_made)
+    """Before a forward: how many calls of attention there have been; 0 where the batch is yet to be cut."""
+    shard = kwargs.get(KEY)
+    setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After it: whether there were any."""
-    if KEY not in kwargs or kwargs[KEY].cp.member.calls_made != getattr(model, _CALLS):
+    shard = kwargs.get(KEY)
+    if shard is None or shard.cp.member.calls_made != getattr(model, _CALLS):
         return
     asked = model.config._attn_implementation
     why = "its layers do not hand on the keyword arguments that they are given; have them do so"

@@ -136,6 +136,23 @@ def test_a_number_of_tokens_that_is_given_is_that_of_whole_batches() -> None:
         assert modes == [True, False]
 
 
+def _second_engine(rank: int) -> list[float]:
+    """Losses of the same model in one engine, evaluated there, and then in another, with a ring that is new."""
+    run = Run(cp=2)
+    first = start(run, 2)
+    losses = [float(burst.eval_batch(BATCHES[0], first))]
+    optimizer = torch.optim.SGD(first.module.parameters(), lr=0.1)
+    second, *_ = deepspeed.initialize(model=first.module, optimizer=optimizer, config=configuration(run, 2))
+    losses.append(float(second(**BATCHES[0]).loss))
+    first.destroy()
+    return [*losses, float(burst.eval_batch(BATCHES[0], second))]
+
+
+def test_a_model_goes_from_one_engine_to_another() -> None:
+    for losses in run_ranks(_second_engine, 2):
+        assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+
+
 def _accelerate(rank: int, run: Run) -> tuple[dict[str, torch.Tensor], int]:
     """Accelerate's loop, without Trainer; how parameters changed, and in how many steps."""
     burst.install()
