@@ -151,7 +151,7 @@ def _load_average() -> float:
 # ------------------------------------------------------------------------------------------ machine, versions, commit
 
 
-def machine(on_gpu: bool = True) -> dict[str, Any]:
+def machine(on_gpu: bool = False) -> dict[str, Any]:
     """CPU, cores that may be used, memory, kernel, and, if they are used, the GPUs with their driver."""
     gpus = _nvidia_smi("name") if on_gpu else []
     return {

@@ -132,19 +132,10 @@ def _forward(
     scale: float | None = None,
 ) -> tuple[object, ...]:
     how = tile(scale, is_causal, q.shape[3])
-    out, lse = stand_in.kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), how)
+    found, lse = stand_in.kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), how)
     state = torch.zeros((), dtype=torch.int64)  # of the random numbers, of which there are none
-    return (
-        typed(stand_in.kernel, out, q.dtype).transpose(1, 2),
-        lse,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        state,
-        state,
-        state,
-    )
+    out = typed(stand_in.kernel, found, q.dtype).transpose(1, 2)
+    return out, lse, None, None, q.shape[2], k.shape[2], state, state, state
 
 
 def _backward(

@@ -19,9 +19,8 @@ from burst_plugin.scores import Scores
 __all__ = ["EXAMINED", "NAME", "forward", "register_attention"]
 
 NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
-EXAMINED = (
-    "_burst_plugin_examined"  # of the modules of models that were found to meet in attention only: their number
-)
+# What the modules of models that were found to meet in attention only have: their number in the model.
+EXAMINED = "_burst_plugin_examined"
 
 # Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
 _KNOWN_TENSORS = frozenset(

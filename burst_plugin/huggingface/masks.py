@@ -49,10 +49,8 @@ class MaskRecipe:
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Some of the mask [B, 1, S_q, S_k], as models that need no more of it ask for; all of it is itself."""
-        every = slice(None)
-        if isinstance(index, tuple) and all(
-            isinstance(part, slice) and part in (every, slice(0, None)) for part in index
-        ):
+        every = (slice(None), slice(0, None))
+        if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
             return self
         whole = self.tensor(always=True)
         assert whole is not None, "always"

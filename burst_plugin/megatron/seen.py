@@ -31,6 +31,6 @@ class Seen:
         answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})
         key = (question, place)
         known = answers.get(key)
-        if known is None or known[:2] == (version, layer) or known[0] != version or version is None:
+        if known is None or version is None or known[0] != version or known[1] == layer:
             answers[key] = (version, layer, read())
         return answers[key][2]  # type: ignore[no-any-return]
