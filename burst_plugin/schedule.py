@@ -100,27 +100,29 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         return t if t < head else tail + t - head
 
     def gather(node: int, i: int) -> Iterator[Transfer]:
+        block = at(node, i)
         for outer in range(n):
             here = node + outer
             for t in range(1, w):
                 due = when(outer, t)
-                yield Transfer(at(node, i), at(here, i + t - 1), at(here, i + t), Link.INTRA, due - 1, due)
+                yield Transfer(block, at(here, i + t - 1), at(here, i + t), Link.INTRA, due - 1, due)
             if outer < n - 1:
                 issue, due = when(outer, 0), when(outer + 1, 0)
-                yield Transfer(at(node, i), at(here, i), at(here + 1, i), Link.INTER, issue, due)
+                yield Transfer(block, at(here, i), at(here + 1, i), Link.INTER, issue, due)
 
     def reduce(node: int, i: int) -> Iterator[Transfer]:
+        block = at(node, i)
         for outer in range(n):
             here = node + outer
             for t in range(1 if outer else 2, w):
                 issue = when(outer, t)
-                yield Transfer(at(node, i), at(here, i + t - 1), at(here, i + t), Link.INTRA, issue, issue + 1)
+                yield Transfer(block, at(here, i + t - 1), at(here, i + t), Link.INTRA, issue, issue + 1)
             if outer:
                 issue, last = when(outer, w - 1) + 1, when((outer + 1) % n, w - 1) + 1
                 due = max(last, issue + 1)
-                yield Transfer(at(node, i), at(here, i - 1), at(here + 1, i - 1), Link.INTER, issue, due)
+                yield Transfer(block, at(here, i - 1), at(here + 1, i - 1), Link.INTER, issue, due)
         if w > 1:
-            yield Transfer(at(node, i), at(node, i - 1), at(node, i), Link.INTRA, n * w, n * w + 1)
+            yield Transfer(block, at(node, i - 1), block, Link.INTRA, n * w, n * w + 1)
 
     places = [(node, i) for node in range(n) for i in range(w)]
     order = sorted((when(j, t), j, t) for j in range(n) for t in range(w))

@@ -16,7 +16,7 @@ step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -30,8 +30,6 @@ __all__ = ["Needs", "RankPlan", "Rows", "Schedule", "ScheduleError", "Step", "Tr
 class ScheduleError(ValueError):
     """A schedule that would lose, repeat or read ahead of data."""
 
-
-_WORKED, _ARRIVES, _LEAVES = range(3)  # what happens to sums, in this order at one step
 
 Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
 # needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
@@ -313,31 +311,30 @@ class Schedule:
         """Follow the sums; a set of contributions is one integer, a bit per rank and turn."""
         if not self.reduces:
             return
-        held: Counter[tuple[int, int]] = Counter()  # by rank and block
         expected: Counter[int] = Counter()
-        events: list[tuple[int, int, Transfer | tuple[int, int, int]]] = []
+        added = defaultdict[int, list[tuple[int, int, int]]](list)  # by step: rank, block, contributions
+        leaving = defaultdict[int, list[Transfer]](list)  # by step, after what is added
         for rank, visits in enumerate(self.visits):
             for step, (block, turn) in enumerate(zip(visits, self.turns(rank), strict=True)):
                 if block is not None:
                     bit = 1 << (rank + turn * self.ranks)
-                    events.append((step + 1, _WORKED, (rank, block, bit)))
+                    added[step + 1].append((rank, block, bit))
                     expected[block] |= bit
         for t in self.reduce:
-            events += [(t.due, _ARRIVES, t), (t.issue, _LEAVES, t)]
-        under_way: dict[Transfer, int] = {}
-        for _, event, what in sorted(events, key=lambda each: each[:2]):
-            if not isinstance(what, Transfer):
-                rank, block, contributions = what
-            elif event == _ARRIVES:
-                rank, block, contributions = what.dst, what.block, under_way[what]
-            else:
-                under_way[what] = held.pop((what.src, what.block), 0)
-                if not under_way[what]:
-                    raise ScheduleError(f"{self.name}: rank {what.src} has no sum to send: {what}")
-                continue
-            if held[rank, block] & contributions:
-                raise ScheduleError(f"{self.name}: a contribution to block {block} is counted twice: {what}")
-            held[rank, block] |= contributions
+            leaving[t.issue].append(t)
+        held: dict[tuple[int, int], int] = {}  # by rank and block
+        for step in sorted({*added, *leaving, *(t.due for t in self.reduce)}):
+            for rank, block, contributions in added[step]:
+                there = held.get((rank, block), 0)
+                if there & contributions:
+                    raise ScheduleError(
+                        f"{self.name}: a contribution to block {block} is counted twice, at rank {rank}, step {step}"
+                    )
+                held[rank, block] = there | contributions
+            for t in leaving[step]:
+                if (t.src, t.block) not in held:
+                    raise ScheduleError(f"{self.name}: rank {t.src} has no sum to send: {t}")
+                added[t.due].append((t.dst, t.block, held.pop((t.src, t.block))))
         for (rank, block), contributions in held.items():
             if rank != self.owner(block) or contributions != expected[block]:
                 raise ScheduleError(f"{self.name}: the sum of block {block} ends incomplete at rank {rank}")

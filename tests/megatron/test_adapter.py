@@ -253,7 +253,8 @@ dist.init_process_group("gloo")
 run = GptRun(layers=2, cp=2, cp_comm_type=None)
 run = GptRun(layers=2, cp=2, cp_comm_type=parser.parse_args().cp_comm_type)
 assert __name__ == "__main__" and sys.modules["__main__"].__file__ == sys.argv[0]
-print("loss", round(one_step(run, random_tokens(run)).loss, 4), flush=True)
+loss = one_step(run, random_tokens(run)).loss
+print(f"loss {{loss:.4f}}\\n", end="", flush=True)  # one write: ranks share the pipe
 """
 
 
