@@ -112,7 +112,8 @@ class ContextParallel:
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
 
-        For looking at results: raises RuntimeError where gradients would be lost.
+        For looking at results: raises RuntimeError where gradients would be lost. ValueError on every rank if any
+        does not hold its part of `tokens`, or if they differ in what they pass.
         """
         if local.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
@@ -122,11 +123,15 @@ class ContextParallel:
         tokens = tokens or Tokens(local.shape[dim] * self.ranks)
         layout = self.member.routes.layout(tokens)
         lengths = [sum(run.length for run in runs) for runs in self.member.routes.shards(tokens)]
+        problem = ""
         if local.shape[dim] != lengths[self.rank]:
-            raise ValueError(
-                f"rank {self.rank} holds {lengths[self.rank]} of {tokens}, but local {list(local.shape)} has "
+            problem = (
+                f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local {list(local.shape)} has "
                 f"{local.shape[dim]} along dim {dim}; pass the tokens= that it was sharded with"
             )
+        others = [*local.shape[:dim], *local.shape[dim:][1:]]
+        signature = {"unshard": tokens, "dim": dim % local.ndim, "other sizes": others, "dtype": local.dtype}
+        self.agree(signature, problem, always=True)
         if self.group is None:
             return layout.unshard([local], dim, tokens)
         padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim:][1:]))

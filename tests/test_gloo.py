@@ -33,6 +33,7 @@ from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
 from burst_plugin.call import Call
 from burst_plugin.communicators import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.layout import Tokens
 from burst_plugin.profile import Event
 from burst_plugin.schedule import SCHEDULES
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -492,6 +493,23 @@ def _wrong_device(rank: int) -> None:
 def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_rank() -> None:
     for line in _last_lines(_wrong_device, 2):
         assert "ValueError: rank 1: q, k, v are on meta, but the context-parallel group moves tensors of cpu" in line
+
+
+def _unshard_unlike(rank: int, tokens: Tokens | None) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    cp.unshard(torch.zeros(1, 4 - rank, 2), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (None, "rank 0: unshard=Tokens(length=8"),
+        (Tokens(8), "ValueError: rank 1: rank 1 holds 4 of 8 tokens, but local [1, 3, 2] has 3 along dim 1"),
+    ],
+)
+def test_unlike_shards_are_refused_on_every_rank(tokens: Tokens | None, message: str) -> None:
+    for line in _last_lines(_unshard_unlike, 2, tokens):
+        assert message in line
 
 
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
