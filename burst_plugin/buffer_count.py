@@ -42,12 +42,12 @@ class _Books:
         for number, step in enumerate(self._plan.steps):
             for traffic in self._until.pop(number, ()):
                 self._extra[traffic] -= 1
-            for traffic, transfer in step.due:
-                if transfer.dst == self._plan.rank and traffic is Traffic.REDUCE:
-                    self._arrive(transfer.block)
+            for t in step.due:
+                if t.dst == self._plan.rank and t.traffic is Traffic.REDUCE:
+                    self._arrive(t.block)
             self._blocks.difference_update(step.drop)
-            for traffic, transfer in step.issue:
-                self._post(traffic, transfer)
+            for t in step.issue:
+                self._post(t)
                 yield self._now()
             if step.visit is not None and self._reduces and not self._plan.is_own(step.visit):
                 self._bags.add(step.visit)
@@ -60,15 +60,15 @@ class _Books:
         if not self._plan.is_own(block):
             self._bags.add(block)
 
-    def _post(self, traffic: Traffic, transfer: Transfer) -> None:
-        sends, whole = transfer.src == self._plan.rank, transfer.rows is None
-        if traffic is Traffic.GATHER and (whole or not sends):
-            self._blocks.add(transfer.block)
+    def _post(self, t: Transfer) -> None:
+        sends, whole = t.src == self._plan.rank, t.rows is None
+        if t.traffic is Traffic.GATHER and (whole or not sends):
+            self._blocks.add(t.block)
             return
-        self._extra[traffic] += 1
+        self._extra[t.traffic] += 1
         if sends:
-            self._bags.discard(transfer.block)
-            self._until.setdefault(transfer.due, []).append(traffic)
+            self._bags.discard(t.block)
+            self._until.setdefault(t.due, []).append(t.traffic)
 
     def _now(self) -> Held:
         operands = len(self._blocks) + self._extra[Traffic.GATHER]

@@ -126,8 +126,8 @@ class ContextParallel:
         problem = ""
         if local.shape[dim] != lengths[self.rank]:
             problem = (
-                f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local {list(local.shape)} has "
-                f"{local.shape[dim]} along dim {dim}; pass the tokens= that it was sharded with"
+                f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
+                f"{list(local.shape)} has {local.shape[dim]} along dim {dim}; pass the tokens= of its shard"
             )
         others = [*local.shape[:dim], *local.shape[dim:][1:]]
         signature = {"unshard": tokens, "dim": dim % local.ndim, "other sizes": others, "dtype": local.dtype}

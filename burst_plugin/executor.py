@@ -238,7 +238,7 @@ class Ring(Generic[S]):
     def _outgoing(self, post: Post) -> Buffer:
         """The bytes of a block or of its sums, on their way out."""
         block, due = post.transfer.block, post.transfer.due
-        if post.traffic is Traffic.REDUCE:
+        if post.transfer.traffic is Traffic.REDUCE:
             return self._released_at(due, self._settled(block))
         if post.transfer.rows is not None:  # for one peer alone
             return self._released_at(due, self._pack(post))
@@ -269,7 +269,7 @@ class Ring(Generic[S]):
         if not buffer.bears(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(number, PeerLostError(post.peer, what))
-        if post.traffic is Traffic.REDUCE:
+        if post.transfer.traffic is Traffic.REDUCE:
             self._sums_arrive(post, buffer)
             return
         self._buffers[post.transfer.block] = buffer

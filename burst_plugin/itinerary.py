@@ -20,7 +20,6 @@ __all__ = ["Batch", "Itinerary", "Post"]
 class Post(NamedTuple):
     """A message of a rank, with all that is looked up for it."""
 
-    traffic: Traffic
     transfer: Transfer
     peer: int  # as the transport knows it
     channel: Channel
@@ -54,12 +53,12 @@ class Itinerary:
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
         plan, found = self.plan, dict[int, tuple[list[Post], list[Post]]]()
-        for traffic, t in step.issue:
+        for t in step.issue:
             sends = t.src == plan.rank
             posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
-            channel = Channel(traffic, t.link, plan.by_link)
+            channel = Channel(t.traffic, t.link, plan.by_link)
             peer = self.peers[t.dst if sends else t.src]
-            posts.append(Post(traffic, t, peer, channel, self.packing(traffic, t.block, t.rows)))
+            posts.append(Post(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
 
     @cached_property

@@ -19,7 +19,7 @@ from burst_plugin.schedule import SCHEDULES
 from burst_plugin.shapes import DIRECTIONS, TRAVELLERS, Shapes
 from burst_plugin.simulation import Links, Load, nic_of, simulate
 from burst_plugin.strategy import Strategy, choose_traveller
-from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.topology import Link, Topology
 from burst_plugin.transfers import Schedule
 
 __all__ = ["Links", "Load", "Plan", "Price", "pass_price", "plans", "price", "visit_seconds"]
@@ -44,9 +44,8 @@ class Price:
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
     """The time that `schedule` takes for this load on these links. Transfers of a few rows count as whole blocks."""
     sent: dict[tuple[Link, Hashable], float] = defaultdict(float)
-    for traffic in Traffic:
-        for t in schedule.transfers(traffic):
-            sent[t.link, nic_of(schedule.topology, links, t.link, t.src)] += load.bytes_of(traffic) / schedule.parts
+    for t in schedule.transfers:
+        sent[t.link, nic_of(schedule.topology, links, t.link, t.src)] += load.bytes_of(t.traffic) / schedule.parts
     busy_s = {link: max((n for (of, _), n in sent.items() if of is link), default=0.0) for link in Link}
     most = max(sum(schedule.work(rank)) for rank in range(schedule.ranks))
     return Price(

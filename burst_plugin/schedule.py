@@ -48,7 +48,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
-from burst_plugin.topology import Link, Topology
+from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Needs, Schedule, Transfer
 
 __all__ = ["SCHEDULES", "SPARSE", "direct", "flat_ring", "two_level_ring", "usual"]
@@ -61,16 +61,16 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
     """
     ranks = topology.ranks
 
-    def hop(owner: int, distance: int, issue: int) -> Transfer:
+    def hop(traffic: Traffic, owner: int, distance: int, issue: int) -> Transfer:
         src, dst = (owner + distance) % ranks, (owner + distance + 1) % ranks
-        return Transfer(owner, src, dst, topology.link(src, dst), issue, issue + 1)
+        return Transfer(traffic, owner, src, dst, topology.link(src, dst), issue, issue + 1)
 
     schedule = Schedule(
         name="flat_ring",
         topology=topology,
         visits=tuple(tuple((rank - step) % ranks for step in range(ranks)) for rank in range(ranks)),
-        gather=tuple(hop(b, d, d) for b in range(ranks) for d in range(ranks - 1)),
-        reduce=tuple(hop(b, d, d + 1) for b in range(ranks) for d in range(1, ranks)) if reduces else (),
+        gather=tuple(hop(Traffic.GATHER, b, d, d) for b in range(ranks) for d in range(ranks - 1)),
+        reduce=tuple(hop(Traffic.REDUCE, b, d, d + 1) for b in range(ranks) for d in range(1, ranks) if reduces),
         reduces=reduces,
         phases=tuple(range(ranks)),
     )
@@ -100,29 +100,29 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         return t if t < head else tail + t - head
 
     def gather(node: int, i: int) -> Iterator[Transfer]:
-        block = at(node, i)
+        traffic, block = Traffic.GATHER, at(node, i)
         for outer in range(n):
             here = node + outer
             for t in range(1, w):
                 due = when(outer, t)
-                yield Transfer(block, at(here, i + t - 1), at(here, i + t), Link.INTRA, due - 1, due)
+                yield Transfer(traffic, block, at(here, i + t - 1), at(here, i + t), Link.INTRA, due - 1, due)
             if outer < n - 1:
                 issue, due = when(outer, 0), when(outer + 1, 0)
-                yield Transfer(block, at(here, i), at(here + 1, i), Link.INTER, issue, due)
+                yield Transfer(traffic, block, at(here, i), at(here + 1, i), Link.INTER, issue, due)
 
     def reduce(node: int, i: int) -> Iterator[Transfer]:
-        block = at(node, i)
+        traffic, block = Traffic.REDUCE, at(node, i)
         for outer in range(n):
             here = node + outer
             for t in range(1 if outer else 2, w):
                 issue = when(outer, t)
-                yield Transfer(block, at(here, i + t - 1), at(here, i + t), Link.INTRA, issue, issue + 1)
+                yield Transfer(traffic, block, at(here, i + t - 1), at(here, i + t), Link.INTRA, issue, issue + 1)
             if outer:
                 issue, last = when(outer, w - 1) + 1, when((outer + 1) % n, w - 1) + 1
                 due = max(last, issue + 1)
-                yield Transfer(block, at(here, i - 1), at(here + 1, i - 1), Link.INTER, issue, due)
+                yield Transfer(traffic, block, at(here, i - 1), at(here + 1, i - 1), Link.INTER, issue, due)
         if w > 1:
-            yield Transfer(block, at(node, i - 1), block, Link.INTRA, n * w, n * w + 1)
+            yield Transfer(traffic, block, at(node, i - 1), block, Link.INTRA, n * w, n * w + 1)
 
     places = [(node, i) for node in range(n) for i in range(w)]
     order = sorted((when(j, t), j, t) for j in range(n) for t in range(w))
@@ -157,10 +157,12 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
     ]
 
     def gathered(rank: int, owner: int, step: int) -> Transfer:
-        return Transfer(owner, owner, rank, topology.link(owner, rank), step - 1, step, wanted[rank][owner])
+        link, rows = topology.link(owner, rank), wanted[rank][owner]
+        return Transfer(Traffic.GATHER, owner, owner, rank, link, step - 1, step, rows)
 
     def reduced(rank: int, owner: int, step: int) -> Transfer:
-        return Transfer(owner, rank, owner, topology.link(owner, rank), step + 1, step + 2, wanted[rank][owner])
+        link, rows = topology.link(owner, rank), wanted[rank][owner]
+        return Transfer(Traffic.REDUCE, owner, rank, owner, link, step + 1, step + 2, rows)
 
     return Schedule(
         name="direct",

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from burst_plugin.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.topology import Link, Topology, Traffic
@@ -73,15 +72,9 @@ def nic_of(topology: Topology, links: Links, link: Link, rank: int) -> int:
     return topology.node(rank) if link is Link.INTER and links.nic == "node" else rank
 
 
-class _Message(NamedTuple):
-    traffic: Traffic
-    transfer: Transfer
-
-    @property
-    def stream(self) -> tuple[Hashable, ...]:
-        """Messages of one stream arrive in the order in which they were posted."""
-        t = self.transfer
-        return self.traffic, t.link, t.src, t.dst
+def _stream(t: Transfer) -> tuple[Hashable, ...]:
+    """Messages of one stream arrive in the order in which they were posted."""
+    return t.traffic, t.link, t.src, t.dst
 
 
 @dataclass
@@ -102,19 +95,18 @@ class _Simulation:
         )
         self._ranks = {rank: _Rank() for rank in range(1 if self._alike else schedule.ranks)}
         self._work = {rank: schedule.work(rank) for rank in self._ranks}
-        everything = [_Message(traffic, t) for traffic in Traffic for t in schedule.transfers(traffic)]
-        messages = [m for m in everything if not self._alike or m.transfer.src == 0]
-        self._steps = max([len(schedule.visits[0]), *(m.transfer.due + 1 for m in messages)])
-        self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        for message in sorted(messages, key=lambda m: (m.transfer.due, m.traffic)):
-            for rank in self._ends(message):
-                self._issued[rank, message.transfer.issue].append(message)
-                self._awaited[rank, message.transfer.due].append(message)
-        self._posted: Counter[_Message] = Counter()
-        self._streams: dict[tuple[Hashable, ...], deque[_Message]] = {}
-        self._left: dict[_Message, float] = {}
-        self._finished: set[_Message] = set()
+        transfers = [t for t in schedule.transfers if not self._alike or t.src == 0]
+        self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in transfers)])
+        self._issued: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        self._awaited: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+        for t in sorted(transfers, key=lambda t: (t.due, t.traffic)):
+            for rank in self._ends(t):
+                self._issued[rank, t.issue].append(t)
+                self._awaited[rank, t.due].append(t)
+        self._posted: Counter[Transfer] = Counter()
+        self._streams: dict[tuple[Hashable, ...], deque[Transfer]] = {}
+        self._left_bytes: dict[Transfer, float] = {}
+        self._finished: set[Transfer] = set()
 
     def run(self) -> float:
         """Seconds until the last rank is done."""
@@ -123,20 +115,20 @@ class _Simulation:
             while sum(self._proceed(rank, now) for rank in self._ranks):
                 pass
             rates = self._rates()
-            arrivals = [self._left[m] / rate for m, rate in rates.items()]
+            arrivals = [self._left_bytes[t] / rate for t, rate in rates.items()]
             ends = [rank.free_s - now for rank in self._ranks.values() if rank.free_s > now]
             passes = min([*arrivals, *ends], default=_NEVER)
             if passes == _NEVER:
                 assert all(rank.step == self._steps - 1 for rank in self._ranks.values()), "nothing moves any more"
                 return now
             now += passes
-            for message, rate in rates.items():
-                self._left[message] -= rate * passes
-                if self._left[message] <= _DONE_BYTES:
-                    self._arrived(message)
+            for t, rate in rates.items():
+                self._left_bytes[t] -= rate * passes
+                if self._left_bytes[t] <= _DONE_BYTES:
+                    self._arrived(t)
 
-    def _ends(self, message: _Message) -> Iterable[int]:
-        return (0,) if self._alike else (message.transfer.src, message.transfer.dst)
+    def _ends(self, t: Transfer) -> Iterable[int]:
+        return (0,) if self._alike else (t.src, t.dst)
 
     def _proceed(self, number: int, now: float) -> bool:
         """Begin the next step of a rank if it can be begun."""
@@ -144,46 +136,42 @@ class _Simulation:
         step = rank.step + 1
         if rank.free_s > now or step == self._steps:
             return False
-        if any(message not in self._finished for message in self._awaited[number, step]):
+        if any(t not in self._finished for t in self._awaited[number, step]):
             return False
         rank.step = step
-        for message in self._issued[number, step]:
-            self._posted[message] += 1
-            if self._posted[message] == (1 if self._alike else 2):
-                self._left[message] = max(self._load.bytes_of(message.traffic) / self._schedule.parts, 1.0)
-                self._streams.setdefault(message.stream, deque()).append(message)
+        for t in self._issued[number, step]:
+            self._posted[t] += 1
+            if self._posted[t] == (1 if self._alike else 2):
+                self._left_bytes[t] = max(self._load.bytes_of(t.traffic) / self._schedule.parts, 1.0)
+                self._streams.setdefault(_stream(t), deque()).append(t)
         if step < len(self._work[number]):
             rank.free_s = now + self._work[number][step] * self._load.visit_s
         return True
 
-    def _rates(self) -> dict[_Message, float]:
-        """Of the messages that move: the even share of the NICs at either end, whichever is less."""
+    def _rates(self) -> dict[Transfer, float]:
+        """Bytes per second of the messages that move: the even share of the NIC at either end, whichever is less."""
         moving = [queue[0] for queue in self._streams.values()]
-        users: Counter[tuple[Hashable, ...]] = Counter(nic for message in moving for nic in self._nics(message))
-        return {
-            message: self._links.bytes_per_s(message.transfer.link) / max(users[nic] for nic in self._nics(message))
-            for message in moving
-        }
+        users: Counter[tuple[Hashable, ...]] = Counter(nic for t in moving for nic in self._nics(t))
+        return {t: self._links.bytes_per_s(t.link) / max(users[nic] for nic in self._nics(t)) for t in moving}
 
-    def _nics(self, message: _Message) -> Sequence[tuple[Hashable, ...]]:
-        t, topology = message.transfer, self._schedule.topology
+    def _nics(self, t: Transfer) -> Sequence[tuple[Hashable, ...]]:
+        topology = self._schedule.topology
         out = ("out", t.link, nic_of(topology, self._links, t.link, t.src))
         return (out,) if self._alike else (out, ("in", t.link, nic_of(topology, self._links, t.link, t.dst)))
 
-    def _arrived(self, message: _Message) -> None:
-        self._finished.add(message)
-        del self._left[message]
-        queue = self._streams[message.stream]
+    def _arrived(self, t: Transfer) -> None:
+        self._finished.add(t)
+        del self._left_bytes[t]
+        queue = self._streams[_stream(t)]
         queue.popleft()
         if not queue:
-            del self._streams[message.stream]
+            del self._streams[_stream(t)]
 
 
 def _all_ranks_are_alike(schedule: Schedule) -> bool:
     """Whether every rank visits and sends at the same steps over the same links."""
     busy = {tuple(block is not None for block in visits) for visits in schedule.visits}
     sends: dict[int, Counter[tuple[object, ...]]] = {rank: Counter() for rank in range(schedule.ranks)}
-    for traffic in Traffic:
-        for t in schedule.transfers(traffic):
-            sends[t.src][traffic, t.link, t.issue, t.due, t.rows is None] += 1
+    for t in schedule.transfers:
+        sends[t.src][t.traffic, t.link, t.issue, t.due, t.rows is None] += 1
     return len(busy) == 1 and all(counts == sends[0] for counts in sends.values())

@@ -39,6 +39,7 @@ Needs = Sequence[Mapping[int, Rows | None]]
 class Transfer(NamedTuple):
     """One block (gather) or the sums of one (reduce) going from `src` to `dst`; all its rows, or `rows` only."""
 
+    traffic: Traffic
     block: int
     src: int
     dst: int
@@ -52,8 +53,8 @@ class Step(NamedTuple):
     """What one rank does at one step, in this order: wait for `due`, post `issue`, work on `visit`, if on any."""
 
     visit: int | None
-    due: tuple[tuple[Traffic, Transfer], ...]
-    issue: tuple[tuple[Traffic, Transfer], ...]
+    due: tuple[Transfer, ...]
+    issue: tuple[Transfer, ...]
     drop: tuple[int, ...]  # blocks whose operands nobody needs here from this step on
     turn: int = 0  # how often the block was visited before
 
@@ -80,15 +81,15 @@ class RankPlan(NamedTuple):
         return self.owner(block) == self.rank
 
     @property
-    def sends(self) -> Iterator[tuple[Traffic, Transfer]]:
+    def sends(self) -> Iterator[Transfer]:
         """What this rank sends."""
-        return (pair for step in self.steps for pair in step.issue if pair[1].src == self.rank)
+        return (t for step in self.steps for t in step.issue if t.src == self.rank)
 
     @property
     def rows(self) -> dict[int, Rows | None]:
         """The rows of which blocks come here; None for all."""
-        arrivals = (pair for step in self.steps for pair in step.due if pair[1].dst == self.rank)
-        return {t.block: t.rows for traffic, t in arrivals if traffic is Traffic.GATHER}
+        arrivals = (t for step in self.steps for t in step.due if t.dst == self.rank)
+        return {t.block: t.rows for t in arrivals if t.traffic is Traffic.GATHER}
 
 
 @dataclass(frozen=True)
@@ -125,18 +126,15 @@ class Schedule:
         """The number of a part of a rank's block."""
         return owner + part * self.ranks
 
-    def transfers(self, traffic: Traffic) -> tuple[Transfer, ...]:
-        """The gather or the reduce transfers."""
-        return self.gather if traffic is Traffic.GATHER else self.reduce
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All of them, gather before reduce."""
+        return (*self.gather, *self.reduce)
 
     def hops(self, rank: int) -> dict[Link, dict[Traffic, int]]:
         """How many blocks `rank` sends, by link and traffic."""
-        return {
-            link: {
-                traffic: sum(t.src == rank and t.link is link for t in self.transfers(traffic)) for traffic in Traffic
-            }
-            for link in Link
-        }
+        sent = Counter((t.link, t.traffic) for t in self.transfers if t.src == rank)
+        return {link: {traffic: sent[link, traffic] for traffic in Traffic} for link in Link}
 
     def turns(self, rank: int) -> list[int]:
         """How often the block of each visit was visited before: 0, and 1 for what was kept of the own block."""
@@ -157,21 +155,21 @@ class Schedule:
 
     def plan(self, rank: int) -> RankPlan:
         """The part of `rank`: its visits, and the transfers in which it takes part, step by step."""
-        mine = [(kind, t) for kind in Traffic for t in self.transfers(kind) if rank in (t.src, t.dst)]
-        last = max([len(self.visits[rank]) + 1, *(t.due + 1 for _, t in mine)])
-        due: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
-        issue: list[list[tuple[Traffic, Transfer]]] = [[] for _ in range(last)]
+        mine = [t for t in self.transfers if rank in (t.src, t.dst)]
+        last = max([len(self.visits[rank]) + 1, *(t.due + 1 for t in mine)])
+        due: list[list[Transfer]] = [[] for _ in range(last)]
+        issue: list[list[Transfer]] = [[] for _ in range(last)]
         needed = {b: s + 1 for s, b in enumerate(self.visits[rank]) if b is not None and self.owner(b) != rank}
-        for kind, t in mine:
-            issue[t.issue].append((kind, t))
-            due[t.due].append((kind, t))
-            if kind is Traffic.GATHER and t.src == rank and t.rows is None:
+        for t in mine:
+            issue[t.issue].append(t)
+            due[t.due].append(t)
+            if t.traffic is Traffic.GATHER and t.src == rank and t.rows is None:
                 needed[t.block] = max(needed.get(t.block, 0), t.due)
         rest = last - len(self.visits[rank])
         visits, turns = [*self.visits[rank], *[None] * rest], [*self.turns(rank), *[0] * rest]
         drop = [tuple(b for b, end in needed.items() if end == step) for step in range(last)]
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
-            transfers.sort(key=lambda pair: (pair[1].due, pair[0], pair[1].link))
+            transfers.sort(key=lambda t: (t.due, t.traffic, t.link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s], turns[s]) for s in range(last))
         return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.by_link)
 
@@ -202,7 +200,7 @@ class Schedule:
         """
         if parts == 1:
             return self
-        last = max([len(self.visits[0]), *(t.due for t in (*self.gather, *self.reduce))]) + 1
+        last = max([len(self.visits[0]), *(t.due for t in self.transfers)]) + 1
         bounds = [*self.phases, len(self.visits[0]), last + 1]
         at = [
             (parts * start, stop - start, step - start)
@@ -281,8 +279,14 @@ class Schedule:
             wanted += [block for block in wanted if self.kept and self.owner(block) == rank]
             if sorted(block for block in visits if block is not None) != sorted(wanted):
                 raise ScheduleError(f"{self.name}: rank {rank} does not visit every block exactly once: {visits}")
-        for t in (*self.gather, *self.reduce):
-            if t.src == t.dst or t.issue >= t.due or t.link is not self.topology.link(t.src, t.dst):
+        kinds = [Traffic.GATHER] * len(self.gather) + [Traffic.REDUCE] * len(self.reduce)
+        for kind, t in zip(kinds, self.transfers, strict=True):
+            if (
+                t.traffic is not kind
+                or t.src == t.dst
+                or t.issue >= t.due
+                or t.link is not self.topology.link(t.src, t.dst)
+            ):
                 raise ScheduleError(f"{self.name}: impossible transfer {t}")
             if t.rows is not None and (needs is None or self._rows_needed(t, needs) != t.rows):
                 raise ScheduleError(f"{self.name}: not the rows that are needed: {t}")
@@ -365,7 +369,7 @@ class Schedule:
             node = f"node {self.topology.node(rank)}" if self.topology.local_rank(rank) == 0 else ""
             lines.append(f"{node:<9}rank {rank:<{digits}}" + "".join(cells))
         for traffic in Traffic:
-            sent = Counter((t.src, t.link) for t in self.transfers(traffic))
+            sent = Counter((t.src, t.link) for t in self.transfers if t.traffic is traffic)
             most = [max((n for (_, link), n in sent.items() if link is kind), default=0) for kind in Link]
             lines.append(f"{traffic.value}: a rank sends at most {most[0]} blocks intra-node, {most[1]} inter-node")
         return "\n".join(lines)

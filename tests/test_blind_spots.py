@@ -22,6 +22,7 @@ from burst_plugin import (
     Scores,
     Strategy,
     Topology,
+    Traffic,
     Transfer,
     VirtualRing,
     burst_attention,
@@ -42,7 +43,11 @@ from tests.test_gloo import _last_lines
     ("damage", "message"),
     [
         (lambda s: replace(s, gather=(s.gather[0]._replace(dst=0), *s.gather[1:])), "impossible transfer"),
-        (lambda s: replace(s, reduce=(*s.reduce, Transfer(0, 0, 1, Link.INTRA, 5, 6))), "ends incomplete at rank 1"),
+        (lambda s: replace(s, gather=(), reduce=(*s.gather, *s.reduce)), "impossible transfer"),
+        (
+            lambda s: replace(s, reduce=(*s.reduce, Transfer(Traffic.REDUCE, 0, 0, 1, Link.INTRA, 5, 6))),
+            "ends incomplete at rank 1",
+        ),
     ],
 )
 def test_validate_checks_ends_of_transfers(damage: Callable[[Schedule], Schedule], message: str) -> None:

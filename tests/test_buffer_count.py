@@ -13,7 +13,6 @@ from burst_plugin.buffer_count import Held, most_held
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.packing import Buffer, BufferPool
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.topology import Traffic
 from tests.support.reference import Problem
 
 TOPOLOGIES = [Topology(n, w) for n, w in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8))]
@@ -87,7 +86,7 @@ def test_what_is_sent_by_rows_is_counted_while_it_is_on_its_way() -> None:
     """Rank 0 packs rows of its block for rank 1 at step 0 and for rank 2 at step 1, when the former have left."""
     needs = [{0: None}, {1: None, 0: ((0, 1),)}, {2: None, 0: ((0, 2),)}]
     schedule = direct(Topology(1, 3), needs=needs)
-    assert {t.rows for t in schedule.transfers(Traffic.GATHER)} == {((0, 1),), ((0, 2),)}
+    assert {t.rows for t in schedule.gather} == {((0, 1),), ((0, 2),)}
     assert most_held(schedule) == Held(1, 1)
     late = replace(schedule, gather=tuple(t._replace(due=2) for t in schedule.gather))
     assert most_held(late) == Held(2, 1)

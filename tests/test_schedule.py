@@ -40,8 +40,8 @@ def test_parts_take_turns_in_every_phase() -> None:
     assert flat_ring(Topology(1, 2)).in_parts(2).visits == ((0, 2, 1, 3), (1, 3, 0, 2))
     found = two_level_ring(Topology(2, 2)).in_parts(2)
     assert found.visits[0] == (0, 4, 2, 3, 6, 7, 1, 0, 5, 4)
-    assert [t[1:] for t in found.gather if t.block == 4 and t.link is Link.INTER] == [(0, 2, Link.INTER, 1, 4, None)]
-    assert [t[1:] for t in found.reduce if t.block == 4 and t.link is Link.INTER] == [(3, 1, Link.INTER, 6, 9, None)]
+    assert [t[2:] for t in found.gather if t.block == 4 and t.link is Link.INTER] == [(0, 2, Link.INTER, 1, 4, None)]
+    assert [t[2:] for t in found.reduce if t.block == 4 and t.link is Link.INTER] == [(3, 1, Link.INTER, 6, 9, None)]
 
 
 def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
@@ -53,7 +53,7 @@ def test_64_nodes_of_8_take_less_than_10_seconds() -> None:
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), TOPOLOGIES[:-1])
 def test_two_level_hops(nodes: int, ranks_per_node: int) -> None:
     schedule = two_level_ring(Topology(nodes, ranks_per_node))
-    sent = Counter((t.src, t.link, kind) for kind in Traffic for t in schedule.transfers(kind))
+    sent = Counter((t.src, t.link, t.traffic) for t in schedule.transfers)
     for rank in range(schedule.ranks):
         for kind in Traffic:
             assert sent[rank, Link.INTRA, kind] == nodes * (ranks_per_node - 1)
@@ -79,14 +79,14 @@ def test_the_rings_of_the_docstring() -> None:
 def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
     schedule = two_level_ring(Topology(2, 2))
     assert [t for t in schedule.gather if t.block == 0] == [
-        Transfer(block=0, src=0, dst=1, link=Link.INTRA, issue=2, due=3),
-        Transfer(block=0, src=0, dst=2, link=Link.INTER, issue=0, due=1),
-        Transfer(block=0, src=2, dst=3, link=Link.INTRA, issue=1, due=2),
+        Transfer(Traffic.GATHER, block=0, src=0, dst=1, link=Link.INTRA, issue=2, due=3),
+        Transfer(Traffic.GATHER, block=0, src=0, dst=2, link=Link.INTER, issue=0, due=1),
+        Transfer(Traffic.GATHER, block=0, src=2, dst=3, link=Link.INTRA, issue=1, due=2),
     ]
     assert [t for t in schedule.reduce if t.block == 0] == [
-        Transfer(block=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
-        Transfer(block=0, src=3, dst=1, link=Link.INTER, issue=3, due=4),
-        Transfer(block=0, src=1, dst=0, link=Link.INTRA, issue=4, due=5),
+        Transfer(Traffic.REDUCE, block=0, src=2, dst=3, link=Link.INTRA, issue=2, due=3),
+        Transfer(Traffic.REDUCE, block=0, src=3, dst=1, link=Link.INTER, issue=3, due=4),
+        Transfer(Traffic.REDUCE, block=0, src=1, dst=0, link=Link.INTRA, issue=4, due=5),
     ]
 
 
@@ -94,7 +94,7 @@ def test_inter_node_transfers_have_an_inner_ring_or_half_of_one_to_hide_behind()
     nodes, width = 4, 8
 
     def spans(schedule: Schedule, traffic: Traffic) -> Counter[int]:
-        return Counter(t.due - t.issue for t in schedule.transfers(traffic) if t.link is Link.INTER)
+        return Counter(t.due - t.issue for t in schedule.transfers if (t.traffic, t.link) == (traffic, Link.INTER))
 
     forward, backward = (two_level_ring(Topology(nodes, width), reduces) for reduces in (False, True))
     assert spans(forward, Traffic.GATHER) == {width: 3 * 32}
@@ -128,21 +128,20 @@ def test_nothing_is_kept_inside_one_node_or_where_nothing_comes_home() -> None:
 
 
 def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
-    for traffic in Traffic:
-        sent = Counter((t.src, t.link, t.issue) for t in two_level_ring(Topology(3, 4)).transfers(traffic))
-        assert set(sent.values()) == {1}
+    sent = Counter((t.traffic, t.src, t.link, t.issue) for t in two_level_ring(Topology(3, 4)).transfers)
+    assert set(sent.values()) == {1}
 
 
 def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
     schedule = two_level_ring(Topology(3, 2))
     issued = Counter(t for rank in range(6) for step in schedule.plan(rank).steps for t in step.issue)
-    assert set(issued) == {(kind, t) for kind in Traffic for t in schedule.transfers(kind)}
+    assert set(issued) == set(schedule.transfers)
     assert set(issued.values()) == {2}
     for rank in range(6):
         steps = schedule.plan(rank).steps
         assert tuple(s.visit for s in steps if s.visit is not None) == schedule.visits[rank]
-        assert all(t.issue == number for number, s in enumerate(steps) for _, t in s.issue)
-        assert all(t.due == number for number, s in enumerate(steps) for _, t in s.due)
+        assert all(t.issue == number for number, s in enumerate(steps) for t in s.issue)
+        assert all(t.due == number for number, s in enumerate(steps) for t in s.due)
 
 
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 2), Topology(3, 3)], ids=str)
@@ -153,7 +152,7 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
     orders = []
     for rank in range(schedule.ranks):
         steps = schedule.plan(rank).steps
-        orders.append([list(dict.fromkeys((t.due, kind, t.link) for kind, t in step.issue)) for step in steps])
+        orders.append([list(dict.fromkeys((t.due, t.traffic, t.link) for t in step.issue)) for step in steps])
     assert all(order == orders[0] for order in orders)
     for posted in orders[0]:
         assert [due for due, *_ in posted] == sorted(due for due, *_ in posted), "what is needed first goes first"
