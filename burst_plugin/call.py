@@ -15,14 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.cargo import CallCargo
 from burst_plugin.executor import Ring
 from burst_plugin.itinerary import Itinerary
 from burst_plugin.kernels import How, Kernel
 from burst_plugin.layout import positions, token_count
 from burst_plugin.member import Member
 from burst_plugin.packing import Packing, Spec
-from burst_plugin.passes import Part
+from burst_plugin.passes import Part, PassCargo
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import DIRECTIONS, Shapes
@@ -265,7 +264,7 @@ class Call:
         return Ring(
             itinerary,
             member.transport,
-            CallCargo(parts, kind.travellers[direction], own, itinerary.plan, kind.device),
+            PassCargo(parts, kind.travellers[direction], own, kind.device),
             direction=direction,
             label=self._label(direction, number),
             profile=member.profile,

@@ -13,9 +13,10 @@ work of step t, and what crosses between nodes during a whole inner ring.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NoReturn, Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from burst_plugin.itinerary import Itinerary, Post
 from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import Rows, Step
+from burst_plugin.transfers import Rows
 from burst_plugin.transport import Message, PeerLostError, Pending, Transport, ring_error
 
 __all__ = [
@@ -78,16 +79,16 @@ class Cargo(Protocol[Sco]):
         """Where tensors are."""
         ...
 
-    def operands(self, block: int, rows: Rows | None) -> tuple[Tensor, ...]:
-        """Some or all rows of a block of this rank, as they travel; asked for when they leave."""
+    def operands(self, part: int, rows: Rows | None) -> tuple[Tensor, ...]:
+        """Some or all rows of a part of this rank's block, as they travel; asked for when they leave."""
         ...
 
-    def sums(self, block: int, place: tuple[Tensor, ...] | Room, filled: bool) -> Sco:
-        """Sums of a block in these tensors, or in room for them; `filled` says whether they hold values already."""
+    def sums(self, part: int, place: tuple[Tensor, ...] | Room, filled: bool) -> Sco:
+        """Sums of a part of any block in these tensors, or in room for them; `filled`: they hold values already."""
         ...
 
-    def own_sums(self, block: int) -> Sco:
-        """Those of a block of this rank; the same ones whenever they are asked for."""
+    def own_sums(self, part: int) -> Sco:
+        """The sums of a part of this rank's block; the same ones whenever they are asked for."""
         ...
 
 
@@ -114,6 +115,15 @@ class _Bag(Generic[S]):
 
     room: _LeasedRoom
     sums: S
+
+
+@dataclass(slots=True)
+class _Ending:
+    """What ends before the work of a step: messages to wait for, what they bring, buffers that have left by then."""
+
+    pending: list[Pending] = field(default_factory=list)
+    arriving: list[tuple[Post, Buffer]] = field(default_factory=list)
+    leaving: list[Buffer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -166,22 +176,20 @@ class Ring(Generic[S]):
         self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
         self._bags: dict[int, _Bag[S]] = {}  # sums of others' blocks that are here
-        self._due: dict[int, list[Pending]] = {}
-        self._arriving: dict[int, list[tuple[Post, Buffer]]] = {}  # by the step at which they are due
-        self._sent: dict[int, list[Buffer]] = {}  # leases to give back at a step
+        self._endings = defaultdict[int, _Ending](_Ending)  # by step
 
     def visits(self) -> Iterator[Visit[S] | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
-        for number, step in enumerate(self._plan.steps[: self._plan.visit_steps]):
-            self._advance(number, step)
-            block = step.visit
+        for step in range(self._plan.visit_steps):
+            self._advance(step)
+            block = self._plan.steps[step].visit
             if block is None:
                 yield None
                 continue
             is_own = self._plan.is_own(block)
             operands = () if is_own else self._operands[block]
             owner, part = self._plan.owner(block), self._plan.part(block)
-            yield Visit(owner, part, step.turn, is_own, operands, partial(self._sums_of, block))
+            yield Visit(owner, part, self._plan.steps[step].turn, is_own, operands, partial(self._sums_of, block))
 
     def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
@@ -193,47 +201,49 @@ class Ring(Generic[S]):
 
     def homecoming(self) -> Generator[None, None, None]:
         """The steps after the last visit; then the rank's own sums are complete."""
-        for number in range(self._plan.visit_steps, len(self._plan.steps)):
-            self._advance(number, self._plan.steps[number])
+        for step in range(self._plan.visit_steps, len(self._plan.steps)):
+            self._advance(step)
             yield
 
-    def _advance(self, number: int, step: Step) -> None:
-        self._step = number
+    def _advance(self, step: int) -> None:
+        self._step = step
         if self._log is None:
-            self._move(number, step)
+            self._move()
             return
-        self._log.step = number
+        self._log.step = step
         with self._log.timed("move"):
-            self._move(number, step)
+            self._move()
 
-    def _move(self, number: int, step: Step) -> None:
-        for pending in self._due.pop(number, ()):
+    def _move(self) -> None:
+        """Wait for what ends before this step, let go of what nobody needs any more, and post its messages."""
+        ending = self._endings.pop(self._step, None) or _Ending()
+        for pending in ending.pending:
             try:
                 pending.wait()
             except PeerLostError as lost:
-                self._give_up(number, lost)
-        for buffer in self._sent.pop(number, ()):
+                self._give_up(lost)
+        for buffer in ending.leaving:
             self._transport.pool.release(buffer)
-        for post, buffer in self._arriving.pop(number, ()):
-            self._arrive(number, post, buffer)
-        for block in step.drop:
+        for post, buffer in ending.arriving:
+            self._arrive(post, buffer)
+        for block in self._plan.steps[self._step].drop:
             self._operands.pop(block, None)
             if block in self._buffers:
                 self._transport.pool.release(self._buffers.pop(block))
-        self._post(number)
+        self._post()
 
-    def _post(self, number: int) -> None:
+    def _post(self) -> None:
         """Post this step's messages, those that are due together in one batch per communicator."""
-        for due, posts, awaited in self._itinerary.batches[number]:
+        for due, posts, awaited in self._itinerary.batches[self._step]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
             arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
             recvs = [Message(post.peer, post.channel, buffer.data) for post, buffer in arriving]
             try:
                 posted = self._transport.post(sends, recvs)
             except PeerLostError as lost:
-                self._give_up(number, lost)
-            self._due.setdefault(due, []).extend(posted)
-            self._arriving.setdefault(due, []).extend(arriving)
+                self._give_up(lost)
+            self._endings[due].pending.extend(posted)
+            self._endings[due].arriving.extend(arriving)
 
     def _outgoing(self, post: Post) -> Buffer:
         """The bytes of a block or of its sums, on their way out."""
@@ -254,21 +264,21 @@ class Ring(Generic[S]):
         return buffer
 
     def _released_at(self, step: int, buffer: Buffer) -> Buffer:
-        self._sent.setdefault(step, []).append(buffer)
+        self._endings[step].leaving.append(buffer)
         return buffer
 
     def _pack(self, post: Post) -> Buffer:
         """Operands of this rank in a leased buffer."""
         buffer = self._lease(post.packing.nbytes)
-        operands = self._cargo.operands(post.transfer.block, post.transfer.rows)
+        operands = self._cargo.operands(self._plan.part(post.transfer.block), post.transfer.rows)
         for view, tensor in zip(buffer.views(post.packing), operands, strict=True):
             view.copy_(tensor)
         return buffer
 
-    def _arrive(self, number: int, post: Post, buffer: Buffer) -> None:
+    def _arrive(self, post: Post, buffer: Buffer) -> None:
         if not buffer.bears(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
-            self._give_up(number, PeerLostError(post.peer, what))
+            self._give_up(PeerLostError(post.peer, what))
         if post.transfer.traffic is Traffic.REDUCE:
             self._sums_arrive(post, buffer)
             return
@@ -278,7 +288,7 @@ class Ring(Generic[S]):
     def _sums_arrive(self, post: Post, buffer: Buffer) -> None:
         """Add them to those that are here; where these have no buffer yet, go on in the one that came."""
         block, rows = post.transfer.block, post.transfer.rows
-        arrived = self._cargo.sums(block, buffer.views(post.packing), True)
+        arrived = self._cargo.sums(self._plan.part(block), buffer.views(post.packing), True)
         bag = self._bags.get(block)  # none for the rank's own block
         if self._plan.is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
             self._sums_of(block).join(arrived, rows)
@@ -290,12 +300,13 @@ class Ring(Generic[S]):
 
     def _sums_of(self, block: int) -> S:
         """The sums of a block that are here; fresh ones if there are none."""
+        part = self._plan.part(block)
         if self._plan.is_own(block):  # these outlive the ring
-            return self._cargo.own_sums(block)
+            return self._cargo.own_sums(part)
         if block not in self._bags:
             packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
             room = _LeasedRoom(packing, self._lease)
-            self._bags[block] = _Bag(room, self._cargo.sums(block, room, False))
+            self._bags[block] = _Bag(room, self._cargo.sums(part, room, False))
         return self._bags[block].sums
 
     def _lease(self, nbytes: int) -> Buffer:
@@ -304,9 +315,9 @@ class Ring(Generic[S]):
         buffer.mark(self._label)
         return buffer
 
-    def _give_up(self, number: int, lost: PeerLostError) -> NoReturn:
+    def _give_up(self, lost: PeerLostError) -> NoReturn:
         rank = self._itinerary.peers[self._plan.rank]
-        raise ring_error(self._transport, rank, f"{self._direction} step {number}", lost) from lost
+        raise ring_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:

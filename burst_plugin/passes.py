@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from burst_plugin.kernels import Queries
+from burst_plugin.rows import take_rows
 from burst_plugin.softmax import project
-from burst_plugin.sums import Place, PlainSums, SoftmaxSums, TileSums, in_parts
+from burst_plugin.sums import OwnSums, Place, PlainSums, SoftmaxSums, TileSums, in_parts
 from burst_plugin.tile_work import Site, TileWork
 from burst_plugin.tiles import Tile
+from burst_plugin.transfers import Rows
 
-__all__ = ["Part", "Tensors", "backward_parts", "forward_parts"]
+__all__ = ["Part", "PassCargo", "Tensors", "backward_parts", "forward_parts"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -102,6 +105,27 @@ class BackwardPart:
         """See `Part.compute`; `queries` are in the order of `Queries`."""
         dq, dkv = self._work.backward(Queries(*queries), keys, tile, site)
         return {"q": dq, "kv": dkv}
+
+
+class PassCargo:
+    """What travels in a pass, see `executor.Cargo`; `own` are this rank's sums of side `traveller`."""
+
+    def __init__(self, parts: Sequence[Part], traveller: str, own: OwnSums, device: torch.device) -> None:
+        self.device = device
+        self._parts, self._traveller, self._own = parts, traveller, own
+
+    def operands(self, part: int, rows: Rows | None) -> Tensors:
+        """See `executor.Cargo`."""
+        whole = self._parts[part].outgoing(self._traveller)
+        return whole if rows is None else tuple(take_rows(x, rows) for x in whole)
+
+    def sums(self, part: int, place: Place, filled: bool) -> TileSums:
+        """See `executor.Cargo`."""
+        return self._parts[part].sums(self._traveller, place, filled)
+
+    def own_sums(self, part: int) -> TileSums:
+        """See `executor.Cargo`."""
+        return self._own.parts[part]
 
 
 def forward_parts(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) -> list[Part]:

@@ -125,13 +125,13 @@ def test_lockstep_takes_turns_and_returns_in_order() -> None:
     assert log == sorted(log)
 
 
-def _forget_to_wait(ring: Ring, number: int, step: object) -> None:
-    ring._due.pop(number, None)
+def _forget_to_wait(ring: Ring, step: int) -> None:
+    ring._endings[step].pending.clear()
 
 
-def _release_too_early(ring: Ring, number: int, step: object) -> None:
+def _release_too_early(ring: Ring, step: int) -> None:
     for owner, buffer in ring._buffers.items():
-        if ring._plan.steps[number].visit == owner:
+        if ring._plan.steps[step].visit == owner:
             buffer.data.fill_(0xFF)  # as releasing does
 
 
@@ -142,12 +142,12 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     assert relative(ring.attention(*problem[:3])[0], reference(problem, Causal()).out) < 2e-6
     original = Ring._advance
 
-    def damaged(self: Ring, number: int, step: object) -> None:
+    def damaged(self: Ring, step: int) -> None:
         if damage is _forget_to_wait:
-            _forget_to_wait(self, number, step)
-        original(self, number, step)  # type: ignore[arg-type]
+            _forget_to_wait(self, step)
+        original(self, step)
         if damage is _release_too_early:
-            _release_too_early(self, number, step)
+            _release_too_early(self, step)
 
     monkeypatch.setattr(Ring, "_advance", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
