@@ -141,7 +141,7 @@ def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
     """
     topology, device = Topology(case.nodes, case.ranks_per_node), whole.q.device
     ring = VirtualRing(topology, contender.strategy, network=CopyNetwork(topology.ranks, device))
-    layout = ring.members[0].routes.layout
+    layout = ring.members[0].route_table.layout
     request = Request(Causal() if case.causal else Full())
     tokens = Tokens(whole.q.shape[1])
     shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.members]

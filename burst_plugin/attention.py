@@ -28,14 +28,12 @@ from burst_plugin.passes import Part, Tensors, backward_parts, forward_parts
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
-from burst_plugin.softmax import add_sink, row_share, sink_grad
+from burst_plugin.softmax import add_sink, row_factor, sink_grad
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.tile_work import bias_grad
 from burst_plugin.tiles import OTHER_SIDE
 
 T = TypeVar("T")
-_CAUSAL = Causal()
-_PLAIN = Scores()
 
 __all__ = [
     "attend",
@@ -97,8 +95,8 @@ def backward_program(
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for what is not."""
     works = call.tile_works("backward", inputs.bias)
-    share = row_share(queries.out, queries.dout) if call.kind.sends_share else None
-    sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], share), number)
+    factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
+    sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], factor), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
 
@@ -111,7 +109,7 @@ class _Saved(NamedTuple):
     lse: Tensor
 
 
-def _forward_of_rank(call: Call, number: int, inputs: Inputs) -> Generator[None, None, tuple[Outputs, _Saved]]:
+def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator[None, None, tuple[Outputs, _Saved]]:
     """A rank's program for its outputs."""
     exchange = call.head_exchange("forward", number)
     given = yield from exchange.to_heads(inputs)
@@ -122,13 +120,13 @@ def _forward_of_rank(call: Call, number: int, inputs: Inputs) -> Generator[None,
     return outputs, _Saved(given, found.out, found.lse)
 
 
-def _backward_of_rank(call: Call, number: int, dout: Tensor, saved: _Saved) -> Generator[None, None, Inputs]:
+def _backward_with_exchange(call: Call, number: int, dout: Tensor, saved: _Saved) -> Generator[None, None, Inputs]:
     """A rank's program for the gradients of its inputs, in their types."""
     given, out, lse = saved
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
-    added_up_at_home = ("k", "v") if call.kind.sharing > 1 else ()
+    added_up_at_home = ("k", "v") if call.kind.ranks_per_kv_head > 1 else ()
     rounded = _rounded(given, grads, but=added_up_at_home)
     home = yield from exchange.grads_home(rounded, call.kind.extras.shared_bias)
     return _rounded(given, home)
@@ -152,7 +150,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [Inputs(*each) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
         with _one_pass(calls, "forward", number):
-            found = lockstep([_forward_of_rank(c, number, each) for c, each in zip(calls, inputs, strict=True)])
+            found = lockstep([_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)])
         ctx.calls, ctx.number = calls, number
         ctx.save_for_backward(*(x for _, saved in found for x in (*saved.given, saved.out, saved.lse)))
         ctx.mark_non_differentiable(*(x for outputs, _ in found for x in outputs[1:] if x is not None))
@@ -165,7 +163,7 @@ class _Attention(torch.autograd.Function):
         calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
         each = zip(calls, mine, saved, strict=True)
-        programs = [_backward_of_rank(call, ctx.number, dout, held) for call, dout, held in each]
+        programs = [_backward_with_exchange(call, ctx.number, dout, held) for call, dout, held in each]
         with _one_pass(calls, "backward", ctx.number):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
@@ -202,8 +200,8 @@ def burst_attention(
     v: Tensor,
     cp: ContextParallel,
     *,
-    mask: Mask = _CAUSAL,
-    scores: Scores = _PLAIN,
+    mask: Mask = Causal(),
+    scores: Scores = Scores(),
     sink: Tensor | None = None,
     bias: Tensor | None = None,
     tokens: Tokens | tuple[Tokens, Tokens] | None = None,

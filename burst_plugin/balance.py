@@ -7,40 +7,39 @@ from torch import Tensor
 from burst_plugin.layout import LAYOUTS, Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
-from burst_plugin.routes import Attending, Routes
+from burst_plugin.routes import Attending, RouteTable
+from burst_plugin.shapes import SIDES
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 
 
-def work_by_rank(routes: Routes, attending: Attending, home: str) -> list[int]:
+def work_by_rank(table: RouteTable, attending: Attending, home: str) -> list[int]:
     """How many (query, key) pairs every rank works on if side `home` stays: those of its queries, or of its keys."""
-    return _shares(routes, attending.of(home), _work(attending, home))
+    return _shares(table, attending.of(home), _work(attending, home))
 
 
-def imbalance(routes: Routes, attending: Attending) -> float:
+def imbalance(table: RouteTable, attending: Attending) -> float:
     """Most over mean of the ranks' work, whichever side travels; 1 is even, and what nobody works on is even."""
-    return max(_uneven(work_by_rank(routes, attending, home)) for home in ("q", "kv"))
+    return max(_uneven(work_by_rank(table, attending, home)) for home in SIDES)
 
 
-def choose_tokens(routes: Routes, length: int, mask: Mask) -> Tokens:
+def choose_tokens(table: RouteTable, length: int, mask: Mask) -> Tokens:
     """The way to deal out a sequence that attends to itself within `mask`.
 
     Of the layouts whose imbalance is good, or else of the most even ones, the one that sends the fewest rows over the
     scarcer link. Documents are also tried one by one.
     """
     plain = Attending(Tokens(length), Tokens(length), mask)
-    work = {home: _work(plain, home) for home in ("q", "kv")}
+    work = {home: _work(plain, home) for home in SIDES}
     splits = (None,) if mask.documents is None else (mask.documents, None)
     candidates = [Tokens(length, split, layout) for layout in LAYOUTS for split in splits]
-    uneven = {
-        tokens: max(_uneven(_shares(routes, tokens, found)) for found in work.values()) for tokens in candidates
-    }
+    uneven = {tokens: max(_uneven(_shares(table, tokens, found)) for found in work.values()) for tokens in candidates}
     limit = max(GOOD, min(uneven.values()))
     return min(
         (tokens for tokens in candidates if uneven[tokens] <= limit),
-        key=lambda tokens: routes.load(Attending(tokens, tokens, mask)),
+        key=lambda tokens: table.most_rows_sent(Attending(tokens, tokens, mask)),
     )
 
 
@@ -48,8 +47,8 @@ def _work(attending: Attending, home: str) -> Tensor:
     return work_by_token(attending.mask, (attending.q.length, attending.kv.length), home)
 
 
-def _shares(routes: Routes, tokens: Tokens, work: Tensor) -> list[int]:
-    return [int(work[positions(runs)].sum()) for runs in routes.runs(tokens)]
+def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
+    return [int(work[positions(runs)].sum()) for runs in table.runs(tokens)]
 
 
 def _uneven(shares: list[int]) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import RankPlan, Schedule, Transfer
+from burst_plugin.transfers import RankSchedule, Schedule, Transfer
 
 __all__ = ["Held", "most_held"]
 
@@ -23,15 +23,17 @@ class Held(NamedTuple):
 
 def most_held(schedule: Schedule) -> Held:
     """The most of either that any rank holds at once; the two need not be at the same time."""
-    found = [held for rank in range(schedule.ranks) for held in _Books(schedule.plan(rank), schedule.reduces).held()]
+    found = [
+        held for rank in range(schedule.ranks) for held in _Books(schedule.of_rank(rank), schedule.reduces).held()
+    ]
     return Held(max(held.operands for held in found), max(held.sums for held in found))
 
 
 class _Books:
     """What one rank has leased: the bookkeeping of `executor.Ring`, without its tensors."""
 
-    def __init__(self, plan: RankPlan, reduces: bool) -> None:
-        self._plan, self._reduces = plan, reduces
+    def __init__(self, schedule: RankSchedule, reduces: bool) -> None:
+        self._schedule, self._reduces = schedule, reduces
         self._blocks: set[int] = set()  # operands that are here, or on their way here
         self._bags: set[int] = set()  # blocks whose sums are here
         self._extra = dict.fromkeys(Traffic, 0)  # sums on their way, and operands of which only rows are sent
@@ -39,17 +41,17 @@ class _Books:
 
     def held(self) -> Iterator[Held]:
         """After everything that leases a buffer."""
-        for number, step in enumerate(self._plan.steps):
+        for number, step in enumerate(self._schedule.steps):
             for traffic in self._until.pop(number, ()):
                 self._extra[traffic] -= 1
             for t in step.due:
-                if t.dst == self._plan.rank and t.traffic is Traffic.REDUCE:
+                if t.dst == self._schedule.rank and t.traffic is Traffic.REDUCE:
                     self._arrive(t.block)
             self._blocks.difference_update(step.drop)
             for t in step.issue:
                 self._post(t)
                 yield self._now()
-            if step.visit is not None and self._reduces and not self._plan.is_own(step.visit):
+            if step.visit is not None and self._reduces and not self._schedule.is_own(step.visit):
                 self._bags.add(step.visit)
                 yield self._now()
         yield self._now()
@@ -57,11 +59,11 @@ class _Books:
     def _arrive(self, block: int) -> None:
         """Sums: either they are what this rank has of the block from now on, or they are added to that."""
         self._extra[Traffic.REDUCE] -= 1
-        if not self._plan.is_own(block):
+        if not self._schedule.is_own(block):
             self._bags.add(block)
 
     def _post(self, t: Transfer) -> None:
-        sends, whole = t.src == self._plan.rank, t.rows is None
+        sends, whole = t.src == self._schedule.rank, t.rows is None
         if t.traffic is Traffic.GATHER and (whole or not sends):
             self._blocks.add(t.block)
             return

@@ -24,7 +24,7 @@ from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Part, PassCargo
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
-from burst_plugin.shapes import DIRECTIONS, Shapes
+from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
 from burst_plugin.sums import OwnSums, TileSums
 from burst_plugin.teams import TeamBlock
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
@@ -62,7 +62,7 @@ class CallKind:
     """Calls of one rank that differ in nothing but the seed of dropout, and what is looked up once for all of them.
 
     `shapes` are those of the ring, after heads have been exchanged, with the lengths of the longest block; `scores`
-    are those of all heads, seed aside; `sharing` ranks of a team work with the same key/value head.
+    are those of all heads, seed aside; `ranks_per_kv_head` ranks of a team work with the same key/value head.
     """
 
     member: Member
@@ -76,7 +76,7 @@ class CallKind:
     deterministic: bool = False
     max_logits: bool = False
     lse: bool = False
-    sharing: int = 1
+    ranks_per_kv_head: int = 1
 
     @property
     def heads(self) -> int:
@@ -86,7 +86,7 @@ class CallKind:
     @cached_property
     def choices(self) -> dict[str, str]:
         """What was chosen, for people to read."""
-        schedules = dict.fromkeys(route.schedule for route in self.routes.values())
+        schedules = dict.fromkeys(route.schedule.name for route in self.routes.values())
         return {**self.travellers, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     # -------------------------------------------------------------------------------------------- visits and tiles
@@ -94,13 +94,11 @@ class CallKind:
     @cached_property
     def routes(self) -> dict[str, Route]:
         """By direction: the visits of this rank, and what it sends."""
-        routes, rank = self.member.routes, self.member.ring_rank
-        return {
-            direction: routes.route(
-                rank, self.attending, away, bool(self.shapes.side(direction, away)[1]), self.parts(direction)
-            )
-            for direction, away in self.travellers.items()
-        }
+        table, rank, found = self.member.route_table, self.member.ring_rank, {}
+        for direction, traveller in self.travellers.items():
+            _, sums = self.shapes.side(direction, traveller)
+            found[direction] = table.route(rank, self.attending, traveller, bool(sums), self.parts(direction))
+        return found
 
     @cached_property
     def tiles(self) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
@@ -108,7 +106,7 @@ class CallKind:
         found = {}
         for direction, route in self.routes.items():
             for owner, tiles in route.tiles.items():
-                turns = in_turns(tiles, route.kept if owner == self.member.ring_rank else 0.0)
+                turns = in_turns(tiles, route.schedule.kept if owner == self.member.ring_rank else 0.0)
                 for turn, mine in enumerate(turns):
                     found[direction, owner, turn] = self._as_the_kernel_has_them(mine)
         return found
@@ -126,7 +124,7 @@ class CallKind:
         if not self._needs_sites:
             return NOWHERE
         runs = self.routes[direction].runs
-        return Site(*(positions(runs[side][owner], self.device) for side in ("q", "kv")))
+        return Site(*(positions(runs[side][owner], self.device) for side in SIDES))
 
     @cached_property
     def _needs_sites(self) -> bool:
@@ -135,9 +133,9 @@ class CallKind:
     # ---------------------------------------------------------------------------------------- blocks, sums, messages
 
     @property
-    def sends_share(self) -> bool:
-        """Whether queries travel backward, with a number per row in place of out (`softmax.row_share`)."""
-        travel = self.travellers["backward"] == "q" and self.member.routes.ranks > 1
+    def sends_row_factor(self) -> bool:
+        """Whether queries travel backward, with a factor per row in place of out (`softmax.row_factor`)."""
+        travel = self.travellers["backward"] == "q" and self.member.route_table.ranks > 1
         return travel and not self.shapes.sends_out
 
     def parts(self, direction: str) -> int:
@@ -153,28 +151,31 @@ class CallKind:
     def _own_specs(self) -> dict[tuple[str, str], Sequence[Spec]]:
         """Of the sums of this rank's block, by direction and side."""
         whole = self._of_block(self.member.ring_rank, None)
-        return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in ("q", "kv")}
+        return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in SIDES}
 
     @cached_property
     def itineraries(self) -> dict[str, Itinerary]:
         """By direction: the steps and messages of a pass."""
         peers = self.member.ring_peers
-        return {d: Itinerary(self.routes[d].plan, peers, cache(partial(self._packing, d))) for d in DIRECTIONS}
+        return {
+            direction: Itinerary(route.schedule, peers, cache(partial(self._packing_of_block, direction)))
+            for direction, route in self.routes.items()
+        }
 
     @cached_property
     def by_link(self) -> frozenset[bool]:
         """Whether the schedules of this call need separate communicators for the two links."""
-        return frozenset(route.plan.by_link for route in self.routes.values())
+        return frozenset(route.schedule.by_link for route in self.routes.values())
 
-    def _packing(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+    def _packing_of_block(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
-        owner = self.routes[direction].plan.owner(block)
+        owner = self.routes[direction].schedule.owner(block)
         part = self._of_block(owner, rows).of_part(self.parts(direction))
         operands, sums = part.side(direction, self.travellers[direction])
-        return self.packed(tuple(operands if traffic is Traffic.GATHER else sums))
+        return self.packing(tuple(operands if traffic is Traffic.GATHER else sums))
 
     @cached_property
-    def packed(self) -> Callable[[tuple[Spec, ...]], Packing]:
+    def packing(self) -> Callable[[tuple[Spec, ...]], Packing]:
         """How tensors travel; blocks of one length, and the parts of their heads, travel alike."""
         return cache(partial(Packing, labelled=self.device.type == "cpu"))
 
@@ -188,14 +189,14 @@ class CallKind:
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """How many tokens of either side every rank holds."""
-        runs = self.member.routes.pairs(self.attending).runs
+        runs = self.member.route_table.pairs(self.attending).runs
         return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
 
     @cached_property
     def team_blocks(self) -> dict[str, TeamBlock]:
         """What the team of this rank holds of either side."""
-        teams, place = self.member.routes.team_blocks, self.member.ring_rank
-        return {side: teams(self.attending.of(side))[place] for side in ("q", "kv")}
+        teams, place = self.member.route_table.team_blocks, self.member.ring_rank
+        return {side: teams(self.attending.of(side))[place] for side in SIDES}
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Call:
         """What has to be the same on every rank."""
         kind = self.kind
         degree = kind.member.team.degree
-        heads = {"q_heads": kind.heads, "kv_heads": kind.shapes.kv_heads * degree // kind.sharing}
+        heads = {"q_heads": kind.heads, "kv_heads": kind.shapes.kv_heads * degree // kind.ranks_per_kv_head}
         named = {**kind.shapes._asdict(), **heads}
         return {
             **{name: named[name] for name in ("batch", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
@@ -228,7 +229,7 @@ class Call:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         kind, parts = self.kind, self.kind.parts(direction)
         heads, found = kind.shapes.q_heads // parts, []
-        first_head = kind.member.team.share(kind.heads).start
+        first_head = kind.member.team.heads_of(kind.heads).start
         for part in range(parts):
             largest = None
             if kind.max_logits and direction == "forward":
@@ -246,14 +247,14 @@ class Call:
         kind, member = self.kind, self.kind.member
         label = self._label(direction, number) if member.team.degree > 1 else None  # no messages in a team of one
         return HeadExchange(
-            member.team,
-            member.team_transport,
-            kind.team_blocks,
-            member.expected_bytes,
-            kind.packed,
-            label,
-            member.profile,
-            kind.sharing,
+            team=member.team,
+            transport=member.team_transport,
+            blocks=kind.team_blocks,
+            expected_bytes=member.expected_bytes,
+            packing=kind.packing,
+            label=label,
+            profile=member.profile,
+            ranks_per_kv_head=kind.ranks_per_kv_head,
         )
 
     def ring(self, parts: Sequence[Part], own: OwnSums, number: int) -> Ring[TileSums]:
@@ -273,7 +274,7 @@ class Call:
     @cached_property
     def _digest(self) -> bytes:
         member = self.kind.member
-        text = repr((member.mark, self.signature, member.topology, member.strategy.compared()))
+        text = repr((member.ring_id, self.signature, member.topology, member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
     def _label(self, direction: str, number: int) -> Tensor | None:

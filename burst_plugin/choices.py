@@ -60,45 +60,40 @@ def _choose(member: Member, inputs: Inputs, request: Request, deterministic: boo
     shapes = local.of_team(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     _check_parts(member.strategy, shapes)
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
-    member.routes.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    member.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
     check_extras(inputs, attending.kv.length)
     extras = _extras(inputs, degree)
     scores = request.scores.resolved(shapes.qk_dim, local.q_heads)
+    features = _features(shapes, scores, deterministic, extras)
     return CallKind(
-        member,
-        shapes,
-        attending,
-        scores,
-        _kernel(
-            member.strategy,
-            q.device,
-            shapes,
-            _features(shapes, scores, deterministic, extras),
-            new_tiles=not request.mask.is_fixed,
-        ),
-        _travellers(member.strategy, shapes, extras),
-        q.device,
-        extras,
-        deterministic,
-        request.max_logits,
-        request.lse,
-        sharing=max(1, degree // local.kv_heads),
+        member=member,
+        shapes=shapes,
+        attending=attending,
+        scores=scores,
+        kernel=_kernel(member.strategy, q.device, shapes, features, new_tiles=not request.mask.is_fixed),
+        travellers=_travellers(member.strategy, shapes, extras),
+        device=q.device,
+        extras=extras,
+        deterministic=deterministic,
+        max_logits=request.max_logits,
+        lse=request.lse,
+        ranks_per_kv_head=max(1, degree // local.kv_heads),
     )
 
 
 def _tokens(member: Member, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """By side: the whole sequence, and the most tokens of it that a rank of the ring holds."""
-    ranks, rank, routes = member.topology.ranks, member.rank, member.routes
+    ranks, rank, table = member.topology.ranks, member.rank, member.route_table
     degree, lengths = member.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
     for side, whole in tokens.items():
-        held = [token_count(runs) for runs in routes.shards(whole)]
+        held = [token_count(runs) for runs in table.shards(whole)]
         longest[side] = max(sum(held[first : first + degree]) for first in range(0, ranks, degree))
         if lengths[side] != held[rank]:
             raise ValueError(
-                f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {routes.layout(whole).name!r}, but "
+                f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {table.layout(whole).name!r}, but "
                 f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
                 "ContextParallel.shard, and pass the same tokens= to it and here"
             )

@@ -22,7 +22,7 @@ from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
 from burst_plugin.profile import Profile
-from burst_plugin.routes import Attending, Routes
+from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
 from burst_plugin.transport import Channel
@@ -71,9 +71,9 @@ class ContextParallel:
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
         topology = self._find_topology(sizes)
-        routes = Routes(topology, self.strategy)
+        table = RouteTable(topology, self.strategy)
         ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # connected at the first call
-        self.member = Member(self.rank, topology, self.strategy, ring, team, routes)
+        self.member = Member(self.rank, topology, self.strategy, ring, team, table)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
@@ -107,7 +107,7 @@ class ContextParallel:
         `tokens=Tokens(length)` to `burst_attention` and `unshard` then. ValueError if `tokens` has another length.
         """
         tokens = tokens or Tokens(x.shape[dim])
-        return self.member.routes.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
+        return self.member.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
@@ -121,8 +121,8 @@ class ContextParallel:
                 "the shard"
             )
         tokens = tokens or Tokens(local.shape[dim] * self.ranks)
-        layout = self.member.routes.layout(tokens)
-        lengths = [sum(run.length for run in runs) for runs in self.member.routes.shards(tokens)]
+        layout = self.member.route_table.layout(tokens)
+        lengths = [sum(run.length for run in runs) for runs in self.member.route_table.shards(tokens)]
         problem = ""
         if local.shape[dim] != lengths[self.rank]:
             problem = (
@@ -144,19 +144,19 @@ class ContextParallel:
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
         """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
-        return positions(self.member.routes.shards(tokens)[self.rank], device)
+        return positions(self.member.route_table.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask) -> Tokens:
         """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
 
         Pass it as `tokens=` to `shard`, `unshard`, `positions` and `burst_attention`.
         """
-        return choose_tokens(self.member.routes, length, mask)
+        return choose_tokens(self.member.route_table, length, mask)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Most over mean of the ranks' attention work; 1 is even."""
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
-        return imbalance(self.member.routes, Attending(tokens, tokens, mask))
+        return imbalance(self.member.route_table, Attending(tokens, tokens, mask))
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
@@ -183,7 +183,7 @@ class ContextParallel:
         return {
             "topology": str(self.topology),
             **({"ulysses_degree": str(degree)} if degree > 1 else {}),
-            "schedule": self.member.routes.schedule,
+            "schedule": self.member.route_table.schedule,
             "layout": self.strategy.layout,
             **self.member.choices,
         }
@@ -201,21 +201,21 @@ class ContextParallel:
         self.member.check_open()
         if self._agreement is None or self.group is None:
             return
-        if not self.member.mark:  # rank 0's
-            self.member.mark = self._agreement.exchange(token_hex(8), "connecting")[0]
-            store = PrefixStore(f"burst_plugin/{self.member.mark}", dist.distributed_c10d._get_default_store())
+        if not self.member.ring_id:  # rank 0's
+            self.member.ring_id = self._agreement.exchange(token_hex(8), "connecting")[0]
+            store = PrefixStore(f"burst_plugin/{self.member.ring_id}", dist.distributed_c10d._get_default_store())
             self._agreement.record_failures_in(store)
             self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
             if self.strategy.ulysses_degree > 1:
                 channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
                 self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
-        if self.member.routes.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+        if self.member.route_table.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
-            by_link = {self.member.routes.dense(True).by_link}
+            by_link = {self.member.route_table.dense(True).by_link}
         for each in sorted(by_link):
             if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
-                self._communicators.connect(self.member.link_peers(each), each, self.member.mark)
+                self._communicators.connect(self.member.link_peers(each), each, self.member.ring_id)
 
     def close(self) -> None:
         """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.
@@ -246,7 +246,7 @@ class ContextParallel:
                 raise ValueError(problem)
         elif always or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
             passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
-            options = {"ring": self.member.mark, "topology": self.topology, **self.strategy.compared()}
+            options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
             compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
             ours = [f"{name}={value}" for name, value in compared.items()]
             agreement.compare(ours, problem, f"the agreement before call {self._call_count}")

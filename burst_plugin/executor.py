@@ -164,7 +164,7 @@ class Ring(Generic[S]):
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self._itinerary, self._plan, self._cargo = itinerary, itinerary.plan, cargo
+        self._itinerary, self._schedule, self._cargo = itinerary, itinerary.schedule, cargo
         self._label = label
         self._direction = direction
         self._step = 0
@@ -180,16 +180,16 @@ class Ring(Generic[S]):
 
     def visits(self) -> Iterator[Visit[S] | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
-        for step in range(self._plan.visit_steps):
+        for step in range(self._schedule.visit_steps):
             self._advance(step)
-            block = self._plan.steps[step].visit
+            block = self._schedule.steps[step].visit
             if block is None:
                 yield None
                 continue
-            is_own = self._plan.is_own(block)
+            is_own = self._schedule.is_own(block)
             operands = () if is_own else self._operands[block]
-            owner, part = self._plan.owner(block), self._plan.part(block)
-            yield Visit(owner, part, self._plan.steps[step].turn, is_own, operands, partial(self._sums_of, block))
+            owner, part = self._schedule.owner(block), self._schedule.part(block)
+            yield Visit(owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._sums_of, block))
 
     def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
@@ -201,7 +201,7 @@ class Ring(Generic[S]):
 
     def homecoming(self) -> Generator[None, None, None]:
         """The steps after the last visit; then the rank's own sums are complete."""
-        for step in range(self._plan.visit_steps, len(self._plan.steps)):
+        for step in range(self._schedule.visit_steps, len(self._schedule.steps)):
             self._advance(step)
             yield
 
@@ -226,7 +226,7 @@ class Ring(Generic[S]):
             self._transport.pool.release(buffer)
         for post, buffer in ending.arriving:
             self._arrive(post, buffer)
-        for block in self._plan.steps[self._step].drop:
+        for block in self._schedule.steps[self._step].drop:
             self._operands.pop(block, None)
             if block in self._buffers:
                 self._transport.pool.release(self._buffers.pop(block))
@@ -270,13 +270,13 @@ class Ring(Generic[S]):
     def _pack(self, post: Post) -> Buffer:
         """Operands of this rank in a leased buffer."""
         buffer = self._lease(post.packing.nbytes)
-        operands = self._cargo.operands(self._plan.part(post.transfer.block), post.transfer.rows)
+        operands = self._cargo.operands(self._schedule.part(post.transfer.block), post.transfer.rows)
         for view, tensor in zip(buffer.views(post.packing), operands, strict=True):
             view.copy_(tensor)
         return buffer
 
     def _arrive(self, post: Post, buffer: Buffer) -> None:
-        if not buffer.bears(self._label):
+        if not buffer.has_label(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(PeerLostError(post.peer, what))
         if post.transfer.traffic is Traffic.REDUCE:
@@ -288,9 +288,9 @@ class Ring(Generic[S]):
     def _sums_arrive(self, post: Post, buffer: Buffer) -> None:
         """Add them to those that are here; where these have no buffer yet, go on in the one that came."""
         block, rows = post.transfer.block, post.transfer.rows
-        arrived = self._cargo.sums(self._plan.part(block), buffer.views(post.packing), True)
+        arrived = self._cargo.sums(self._schedule.part(block), buffer.views(post.packing), True)
         bag = self._bags.get(block)  # none for the rank's own block
-        if self._plan.is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
+        if self._schedule.is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
             self._sums_of(block).join(arrived, rows)
             self._transport.pool.release(buffer)
             return
@@ -300,8 +300,8 @@ class Ring(Generic[S]):
 
     def _sums_of(self, block: int) -> S:
         """The sums of a block that are here; fresh ones if there are none."""
-        part = self._plan.part(block)
-        if self._plan.is_own(block):  # these outlive the ring
+        part = self._schedule.part(block)
+        if self._schedule.is_own(block):  # these outlive the ring
             return self._cargo.own_sums(part)
         if block not in self._bags:
             packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
@@ -312,11 +312,11 @@ class Ring(Generic[S]):
     def _lease(self, nbytes: int) -> Buffer:
         """A buffer to send, with this call's label."""
         buffer = self._transport.pool.lease(nbytes, self._device)
-        buffer.mark(self._label)
+        buffer.put_label(self._label)
         return buffer
 
     def _give_up(self, lost: PeerLostError) -> NoReturn:
-        rank = self._itinerary.peers[self._plan.rank]
+        rank = self._itinerary.peers[self._schedule.rank]
         raise ring_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 

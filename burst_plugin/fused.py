@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["merge_", "row_delta", "row_share", "try_out"]
+__all__ = ["merge_", "row_delta", "row_factor", "try_out"]
 
 _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
@@ -74,7 +74,7 @@ def _row_delta(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
-def _row_share(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
@@ -85,9 +85,9 @@ def _row_share(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr)
     nothing = scale == 0.0
     scale = tl.where(nothing, 1.0, scale)
     unit = dout / scale[:, None]
-    share = tl.sum(out * dout, 1) / tl.where(nothing, 1.0, scale * tl.sum(unit * unit, 1)) / scale
-    share = tl.minimum(tl.maximum(share, -3.4028234e38), 3.4028234e38)
-    tl.store(_at_rows(tensors[2], strides[2], batch, tokens, head), share, mask=there)
+    factor = tl.sum(out * dout, 1) / tl.where(nothing, 1.0, scale * tl.sum(unit * unit, 1)) / scale
+    factor = tl.minimum(tl.maximum(factor, -3.4028234e38), 3.4028234e38)
+    tl.store(_at_rows(tensors[2], strides[2], batch, tokens, head), factor, mask=there)
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -100,9 +100,9 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     return _rows_of(_row_delta, out, dout)
 
 
-def row_share(out: Tensor, dout: Tensor) -> Tensor:
-    """See `softmax.row_share`; float32."""
-    return _rows_of(_row_share, out, dout)
+def row_factor(out: Tensor, dout: Tensor) -> Tensor:
+    """See `softmax.row_factor`; float32."""
+    return _rows_of(_row_factor, out, dout)
 
 
 def try_out(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A rank's way through a schedule: its plan, and every message of it with all that is looked up for it."""
+"""A rank's way through a schedule: its steps, and every message of it with all that is looked up for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from burst_plugin.packing import Packing
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import RankPlan, Rows, Step, Transfer
+from burst_plugin.transfers import RankSchedule, Rows, Step, Transfer
 from burst_plugin.transport import Channel
 
 __all__ = ["Batch", "Itinerary", "Post"]
@@ -36,35 +36,35 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Itinerary:
-    """A rank's plan and its messages, made once for all passes that are alike.
+    """A rank's schedule and its messages, made once for all passes that are alike.
 
     `peers` says by what number a transport knows each rank of the schedule, and `packing` how operands (gather) or
     sums (reduce) of these rows of a block are laid out.
     """
 
-    plan: RankPlan
+    schedule: RankSchedule
     peers: Sequence[int]
     packing: Callable[[Traffic, int, Rows | None], Packing]
 
     @cached_property
     def batches(self) -> tuple[tuple[Batch, ...], ...]:
         """By step: its messages, those that are due together in one batch."""
-        return tuple(self._of_step(step) for step in self.plan.steps)
+        return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
-        plan, found = self.plan, dict[int, tuple[list[Post], list[Post]]]()
+        schedule, found = self.schedule, dict[int, tuple[list[Post], list[Post]]]()
         for t in step.issue:
-            sends = t.src == plan.rank
+            sends = t.src == schedule.rank
             posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
-            channel = Channel(t.traffic, t.link, plan.by_link)
+            channel = Channel(t.traffic, t.link, schedule.by_link)
             peer = self.peers[t.dst if sends else t.src]
             posts.append(Post(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
-        """See `RankPlan.rows`."""
-        return self.plan.rows
+        """See `RankSchedule.rows`."""
+        return self.schedule.rows
 
     @cached_property
     def sent_bytes(self) -> Counter[Channel]:

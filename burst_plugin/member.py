@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 
 from burst_plugin.profile import Profile
-from burst_plugin.routes import Routes
+from burst_plugin.routes import RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.teams import Team
 from burst_plugin.topology import Link, Topology, Traffic
@@ -30,13 +30,13 @@ class Member:
     strategy: Strategy
     transport: Transport
     team_transport: Transport
-    routes: Routes
+    route_table: RouteTable
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
-    mark: str = ""  # tells this ring from others of the same group, once its ranks have met
+    ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
     is_closed: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
     _stream: object = None

@@ -67,12 +67,12 @@ class Buffer:
                 found = self._views[packing] = packing.views(self.data)
         return found
 
-    def mark(self, label: Tensor | None) -> None:
+    def put_label(self, label: Tensor | None) -> None:
         """Put a call's label on the message, at its end."""
         if label is not None:
             self._label.copy_(label)
 
-    def bears(self, label: Tensor | None) -> bool:
+    def has_label(self, label: Tensor | None) -> bool:
         """Whether a message that arrived is of the call of that label, as far as can be told without stalling."""
         return label is None or torch.equal(self._label, label)
 

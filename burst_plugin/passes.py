@@ -1,7 +1,7 @@
 """The two passes of attention: what either side of a visit is, at home and on its way (the table in `shapes`).
 
 A pass goes through one direction of the ring; a `Part` is what it does for one part of the heads, of which there is
-mostly one. Queries that travel backward send a number per row in place of out, `softmax.row_share`; where they
+mostly one. Queries that travel backward send a factor per row in place of out, `softmax.row_factor`; where they
 arrive, `softmax.project` makes of it and of dout an `out` that any kernel takes.
 """
 
@@ -76,26 +76,26 @@ class ForwardPart:
 
 
 class BackwardPart:
-    """dq, dk and dv. `share` [B, H, S] is what travelling queries send in place of out; None if they send that."""
+    """dq, dk and dv. `factor` [B, H, S] is what travelling queries send in place of out; None if they send that."""
 
     direction = "backward"
 
-    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, share: Tensor | None) -> None:
-        self._work, self._queries, self._share = work, queries, share
+    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, factor: Tensor | None) -> None:
+        self._work, self._queries, self._factor = work, queries, factor
         self.operands: dict[str, Tensors] = {"q": queries[:4], "kv": keys}
 
     def outgoing(self, side: str) -> Tensors:
         """See `Part.outgoing`."""
-        if side == "kv" or self._share is None:
+        if side == "kv" or self._factor is None:
             return self.operands[side]
-        return self._queries.q, self._queries.dout, self._share, self._queries.lse
+        return self._queries.q, self._queries.dout, self._factor, self._queries.lse
 
     def incoming(self, side: str, arrived: Tensors) -> Tensors:
         """See `Part.incoming`."""
-        if side == "kv" or self._share is None:
+        if side == "kv" or self._factor is None:
             return arrived
-        q, dout, share, lse = arrived
-        return q, dout, project(dout, share), lse
+        q, dout, factor, lse = arrived
+        return q, dout, project(dout, factor), lse
 
     def sums(self, side: str, place: Place, filled: bool) -> TileSums:
         """See `Part.sums`."""
@@ -133,9 +133,9 @@ def forward_parts(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) ->
     return [ForwardPart(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
 
 
-def backward_parts(works: Sequence[TileWork], queries: Queries, keys: Tensors, share: Tensor | None) -> list[Part]:
-    """One for each part of the heads; `share` [B, H, S] as in `BackwardPart`, of all heads."""
+def backward_parts(works: Sequence[TileWork], queries: Queries, keys: Tensors, factor: Tensor | None) -> list[Part]:
+    """One for each part of the heads; `factor` [B, H, S] as in `BackwardPart`, of all heads."""
     parts = len(works)
-    shares = [None] * parts if share is None else [one for (one,) in in_parts((share,), parts)]
-    each = zip(works, in_parts((*queries[:4], *keys), parts), shares, strict=True)
+    factors = [None] * parts if factor is None else [one for (one,) in in_parts((factor,), parts)]
+    each = zip(works, in_parts((*queries[:4], *keys), parts), factors, strict=True)
     return [BackwardPart(work, Queries(*mine[:4]), mine[4:], own) for work, mine, own in each]

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.shapes import DIRECTIONS, TRAVELLERS, Shapes
+from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
 from burst_plugin.simulation import Links, Load, nic_of, simulate
 from burst_plugin.strategy import Strategy, choose_traveller
 from burst_plugin.topology import Link, Topology
@@ -131,7 +131,7 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
         best = {
             (direction, parts): min(
                 (pass_price(strategy, direction, topology, shapes, each_s, links), traveller)
-                for traveller in TRAVELLERS
+                for traveller in SIDES
                 for strategy in [Strategy(parts=parts, forward=traveller, backward=traveller, **options)]
             )
             for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)

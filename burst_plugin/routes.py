@@ -14,13 +14,14 @@ from typing import NamedTuple
 from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.schedule import SCHEDULES, SPARSE
+from burst_plugin.shapes import SIDES
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.teams import TeamBlock, team_block
 from burst_plugin.tiles import OTHER_SIDE, Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
-from burst_plugin.transfers import Needs, RankPlan, Rows, Schedule
+from burst_plugin.transfers import Needs, RankSchedule, Rows, Schedule
 
-__all__ = ["Attending", "Pairs", "Route", "Routes"]
+__all__ = ["Attending", "Pairs", "Route", "RouteTable"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
 _MOST_PAIRS = 100_000  # runs of all pairs of ranks to look through for what a mask leaves out: about a second
@@ -67,9 +68,9 @@ class Pairs:
             for tile in tiles_of(regions, q_runs, k_runs)
         )
 
-    def of_visit(self, away: str, owner: int, rank: int) -> tuple[Tile, ...]:
-        """The work of side `away` of rank `owner` with the other side of rank `rank`."""
-        return self.of_ranks(owner, rank) if away == "q" else self.of_ranks(rank, owner)
+    def of_visit(self, traveller: str, owner: int, rank: int) -> tuple[Tile, ...]:
+        """The work of side `traveller` of rank `owner` with the other side of rank `rank`."""
+        return self.of_ranks(owner, rank) if traveller == "q" else self.of_ranks(rank, owner)
 
     def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
         """The work of rank q's queries on rank k's keys."""
@@ -77,8 +78,8 @@ class Pairs:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
-    def needs(self, away: str) -> Needs | None:
-        """The rows of every block of side `away` that every rank works on.
+    def needs(self, traveller: str) -> Needs | None:
+        """The rows of every block of side `traveller` that every rank works on.
 
         None if a few ranks that are looked at need most of everything, or if there are too many to look at: then
         blocks go to all.
@@ -87,38 +88,33 @@ class Pairs:
         runs = max(len(held) for side in self.runs.values() for held in side)
         if ranks * ranks * runs > _MOST_PAIRS:
             return None
-        if away not in self._needs:
-            few = {rank: self._needs_of(rank, away) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))}
-            dense = all(self._is_most(needed, away) for needed in few.values())
-            self._needs[away] = None if dense else [self._needs_of(rank, away) for rank in range(ranks)]
-        return self._needs[away]
+        if traveller not in self._needs:
+            few = {rank: self._needs_of(rank, traveller) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))}
+            dense = all(self._is_most(needed, traveller) for needed in few.values())
+            self._needs[traveller] = None if dense else [self._needs_of(rank, traveller) for rank in range(ranks)]
+        return self._needs[traveller]
 
-    def _needs_of(self, rank: int, away: str) -> dict[int, Rows]:
-        found = {owner: self.of_visit(away, owner, rank) for owner in range(len(self.runs[away]))}
-        return {owner: row_spans(tiles, away) for owner, tiles in found.items() if tiles}
+    def _needs_of(self, rank: int, traveller: str) -> dict[int, Rows]:
+        found = {owner: self.of_visit(traveller, owner, rank) for owner in range(len(self.runs[traveller]))}
+        return {owner: row_spans(tiles, traveller) for owner, tiles in found.items() if tiles}
 
-    def _is_most(self, needed: Mapping[int, Rows], away: str) -> bool:
+    def _is_most(self, needed: Mapping[int, Rows], traveller: str) -> bool:
         """Whether these are rows of every block, and most of all rows."""
         rows = sum(stop - start for spans in needed.values() for start, stop in spans)
-        everything = sum(map(token_count, self.runs[away]))
-        return len(needed) == len(self.runs[away]) and rows >= _MOST_ROWS * everything
+        everything = sum(map(token_count, self.runs[traveller]))
+        return len(needed) == len(self.runs[traveller]) and rows >= _MOST_ROWS * everything
 
 
 @dataclass(frozen=True)
 class Route:
-    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner.
+    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner."""
 
-    `kept` is the share of its own tiles that a rank works on at the end (`Schedule.keeping`).
-    """
-
-    schedule: str
-    plan: RankPlan
+    schedule: RankSchedule
     tiles: Mapping[int, tuple[Tile, ...]]
     runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and visit: the tokens that are here
-    kept: float
 
 
-class Routes:
+class RouteTable:
     """The routes under one topology and strategy; ranks of one process may share them.
 
     With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold.
@@ -178,29 +174,28 @@ class Routes:
             if len(self._pairs) >= _KNOWN:
                 for known in (self._pairs, self._schedules, self._routes):
                     known.clear()
-            self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in ("q", "kv")})
+            self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
         return self._pairs[attending]
 
-    def route(self, rank: int, attending: Attending, away: str, reduces: bool, parts: int = 1) -> Route:
-        """One rank's route of a pass in which side `away` travels, and sums come home if it `reduces`."""
+    def route(self, rank: int, attending: Attending, traveller: str, reduces: bool, parts: int = 1) -> Route:
+        """One rank's route of a pass in which side `traveller` travels, and sums come home if it `reduces`."""
         pairs = self.pairs(attending)
-        key = (rank, attending, away, reduces, parts)
+        key = (rank, attending, traveller, reduces, parts)
         if key not in self._routes:
-            schedule = self._schedule(attending, away, reduces)
-            plan = schedule.in_parts(parts).plan(rank)
-            home = OTHER_SIDE[away]
-            owners = list(dict.fromkeys(plan.owner(s.visit) for s in plan.steps if s.visit is not None))
-            rows_of = plan.rows
-            runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), away: {}}
+            schedule = self._schedule(attending, traveller, reduces).in_parts(parts).of_rank(rank)
+            home = OTHER_SIDE[traveller]
+            owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
+            rows_of = schedule.rows
+            runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), traveller: {}}
             tiles = {}
             for owner in owners:
-                rows, block = rows_of.get(owner), pairs.runs[away][owner]
-                runs[away][owner] = block if rows is None else cut_runs(block, rows)
+                rows, block = rows_of.get(owner), pairs.runs[traveller][owner]
+                runs[traveller][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
-                    tiles[owner] = pairs.of_visit(away, owner, rank)
+                    tiles[owner] = pairs.of_visit(traveller, owner, rank)
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
-            self._routes[key] = Route(schedule.name, plan, tiles, runs, schedule.kept)
+            self._routes[key] = Route(schedule, tiles, runs)
         return self._routes[key]
 
     def dense(self, reduces: bool) -> Schedule:
@@ -210,21 +205,22 @@ class Routes:
             self._schedules[key] = SCHEDULES[self.schedule](self._topology, reduces, None)
         return self._schedules[key]
 
-    def load(self, attending: Attending) -> tuple[int, int]:
+    def most_rows_sent(self, attending: Attending) -> tuple[int, int]:
         """The most rows of keys that any rank sends: (between nodes, inside a node)."""
-        return self._schedule(attending, "kv", False).load([token_count(held) for held in self.runs(attending.kv)])
+        lengths = [token_count(held) for held in self.runs(attending.kv)]
+        return self._schedule(attending, "kv", False).most_rows_sent(lengths)
 
-    def _schedule(self, attending: Attending, away: str, reduces: bool) -> Schedule:
+    def _schedule(self, attending: Attending, traveller: str, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending), (attending, away, reduces)
-        needs = pairs.needs(away)
+        pairs, key = self.pairs(attending), (attending, traveller, reduces)
+        needs = pairs.needs(traveller)
         if needs is None:
             return self.dense(reduces)
         if key not in self._schedules:
             chosen = SCHEDULES[self.schedule](self._topology, reduces, needs)
             if self._strategy.schedule == AUTO:
-                lengths = [token_count(held) for held in pairs.runs[away]]
+                lengths = [token_count(held) for held in pairs.runs[traveller]]
                 candidates = [chosen, *(SCHEDULES[name](self._topology, reduces, needs) for name in SPARSE)]
-                chosen = min(candidates, key=lambda schedule: schedule.load(lengths))
+                chosen = min(candidates, key=lambda schedule: schedule.most_rows_sent(lengths))
             self._schedules[key] = chosen
         return self._schedules[key]

@@ -1,10 +1,10 @@
 """The shapes of a call, and what follows from them: what each side of a visit reads and sums, and its bytes.
 
     side   forward operands   forward sums   backward operands                backward sums
-    q      q                  out, lse       q, dout, lse, number per row     dq
+    q      q                  out, lse       q, dout, lse, factor per row     dq
     kv     k, v               -              k, v                             dk, dv
 
-Operands are in the type of the call, sums, lse and the number per row in float32 or wider. Whatever travels is one of
+Operands are in the type of the call, sums, lse and the factor per row in float32 or wider. Whatever travels is one of
 these rows: operands ahead (gather), sums behind (reduce).
 """
 
@@ -16,9 +16,9 @@ import torch
 
 from burst_plugin.packing import Spec
 
-__all__ = ["DIRECTIONS", "TRAVELLERS", "Shapes", "hop_bytes", "hop_bytes_by_traffic"]
+__all__ = ["DIRECTIONS", "SIDES", "Shapes", "hop_bytes", "hop_bytes_by_traffic"]
 
-TRAVELLERS = ("q", "kv")
+SIDES = ("q", "kv")
 DIRECTIONS = ("forward", "backward")
 
 
@@ -56,7 +56,7 @@ class Shapes(NamedTuple):
     def side(self, direction: str, side: str) -> tuple[list[Spec], list[Spec]]:
         """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
 
-        Queries travel backward with a number per row in place of their output, except in float16 (`softmax.project`).
+        Queries travel backward with a factor per row in place of their output, except in float16 (`softmax.project`).
         """
         narrow, wide = self.dtype, self.sum_dtype
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
@@ -75,7 +75,7 @@ class Shapes(NamedTuple):
 
     @property
     def sends_out(self) -> bool:
-        """Whether travelling queries take their output along rather than a number per row (`softmax.row_share`)."""
+        """Whether travelling queries take their output along rather than a factor per row (`softmax.row_factor`)."""
         return self.dtype is torch.float16
 
 

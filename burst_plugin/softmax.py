@@ -3,7 +3,7 @@ a backward pass for queries whose output stayed at home.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
 logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`,
-`row_delta` and `row_share` are one kernel each (`burst_plugin.fused`).
+`row_delta` and `row_factor` are one kernel each (`burst_plugin.fused`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_sink", "merge_", "project", "row_delta", "row_share", "sink_grad"]
+__all__ = ["add_sink", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
@@ -48,35 +48,35 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
     return delta.transpose(1, 2)
 
 
-def row_share(out: Tensor, dout: Tensor) -> Tensor:
+def row_factor(out: Tensor, dout: Tensor) -> Tensor:
     """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
 
     Clamped to the largest finite value, which only rows with negligible gradients reach.
     """
     if fused := _fused(out, dout):
-        share: Tensor = fused.row_share(out, dout)
-        return share
+        factor: Tensor = fused.row_factor(out, dout)
+        return factor
     wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
     norm = _row_norm(wide).transpose(1, 2)
     most = torch.finfo(wide.dtype).max
     return (row_delta(out, wide) / norm).div_(norm).clamp_(-most, most).to(wide.dtype)
 
 
-def project(dout: Tensor, share: Tensor) -> Tensor:
-    """`dout * share`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
+def project(dout: Tensor, factor: Tensor) -> Tensor:
+    """`dout * factor`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
 
-    It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `share`.
+    It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `factor`.
 
     A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
-    output on `dout`: `dout * delta / rowsum(dout**2)`, of which `row_share` is what a row has in common. By
+    output on `dout`: `dout * delta / rowsum(dout**2)`, of which `row_factor` is what a row has in common. By
     Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
     Source: design of this package.
     """
-    share = share.transpose(1, 2).unsqueeze(-1)
+    factor = factor.transpose(1, 2).unsqueeze(-1)
     if dout.is_cuda:  # which multiplies unlike types in one pass
-        return torch.mul(dout, share, out=torch.empty_like(dout))
-    wide = dout.to(share.dtype)
-    return wide * share if wide is dout else wide.mul_(share)
+        return torch.mul(dout, factor, out=torch.empty_like(dout))
+    wide = dout.to(factor.dtype)
+    return wide * factor if wide is dout else wide.mul_(factor)
 
 
 def _row_norm(x: Tensor) -> Tensor:

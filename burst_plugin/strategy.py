@@ -9,7 +9,7 @@ from typing import Any
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES, usual
-from burst_plugin.shapes import DIRECTIONS, TRAVELLERS, Shapes, hop_bytes
+from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes, hop_bytes
 from burst_plugin.topology import Topology
 
 __all__ = ["AUTO", "CHECKS", "Strategy", "choose_traveller"]
@@ -61,8 +61,8 @@ class Strategy:
     def __post_init__(self) -> None:
         _one_of("layout", self.layout, (*LAYOUTS, AUTO))
         _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
-        _one_of("forward", self.forward, (*TRAVELLERS, AUTO))
-        _one_of("backward", self.backward, (*TRAVELLERS, AUTO))
+        _one_of("forward", self.forward, (*SIDES, AUTO))
+        _one_of("backward", self.backward, (*SIDES, AUTO))
         if not isinstance(self.kernel, Kernel):
             _one_of("kernel", self.kernel, (*KERNELS, AUTO))
         _one_of("check", self.check, CHECKS)

@@ -79,14 +79,14 @@ class Team:
         """The members besides this rank."""
         return [member for member in range(self.degree) if member != self.place]
 
-    def share(self, heads: int) -> slice:
+    def heads_of(self, heads: int) -> slice:
         """This rank's, of so many heads."""
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
         """[H] of all heads from [H / degree] of this rank's share."""
         found = mine.new_full((len(mine) * self.degree,), others)
-        found[self.share(len(found))] = mine
+        found[self.heads_of(len(found))] = mine
         return found
 
     @cached_property

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["Needs", "RankPlan", "Rows", "Schedule", "ScheduleError", "Step", "Transfer"]
+__all__ = ["Needs", "RankSchedule", "Rows", "Schedule", "ScheduleError", "Step", "Transfer"]
 
 
 class ScheduleError(ValueError):
@@ -59,14 +59,16 @@ class Step(NamedTuple):
     turn: int = 0  # how often the block was visited before
 
 
-class RankPlan(NamedTuple):
-    """A schedule as one rank sees it."""
+class RankSchedule(NamedTuple):
+    """A schedule as one rank sees it; `name` and `kept` are those of the whole."""
 
+    name: str
     rank: int
     ranks: int
     steps: tuple[Step, ...]
     visit_steps: int  # how many steps there are visits at; those after them bring sums home
     by_link: bool
+    kept: float
 
     def owner(self, block: int) -> int:
         """The rank whose block, or part of one, this is."""
@@ -153,7 +155,7 @@ class Schedule:
             for block, turn in zip(self.visits[rank], self.turns(rank), strict=True)
         ]
 
-    def plan(self, rank: int) -> RankPlan:
+    def of_rank(self, rank: int) -> RankSchedule:
         """The part of `rank`: its visits, and the transfers in which it takes part, step by step."""
         mine = [t for t in self.transfers if rank in (t.src, t.dst)]
         last = max([len(self.visits[rank]) + 1, *(t.due + 1 for t in mine)])
@@ -171,7 +173,7 @@ class Schedule:
         for transfers in issue:  # one order on every rank: ring by ring, what is due first before the rest
             transfers.sort(key=lambda t: (t.due, t.traffic, t.link))
         steps = tuple(Step(visits[s], tuple(due[s]), tuple(issue[s]), drop[s], turns[s]) for s in range(last))
-        return RankPlan(rank, self.ranks, steps, len(self.visits[rank]), self.by_link)
+        return RankSchedule(self.name, rank, self.ranks, steps, len(self.visits[rank]), self.by_link, self.kept)
 
     def keeping(self, share: float) -> Schedule:
         """With a last step at which every rank works on what it kept of its own block, which is visited first.
@@ -253,7 +255,7 @@ class Schedule:
                 summed[t.dst, t.block] = min(t.due, summed.get((t.dst, t.block), t.due))
         return replace(self, visits=visits, gather=tuple(gather), reduce=tuple(reduce))
 
-    def load(self, lengths: Sequence[int]) -> tuple[int, int]:
+    def most_rows_sent(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The most rows that any rank sends to gather blocks of these lengths: (between nodes, inside a node)."""
         sent: Counter[tuple[int, Link]] = Counter()
         for t in self.gather:

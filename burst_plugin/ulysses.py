@@ -45,19 +45,20 @@ __all__ = ["HeadExchange"]
 class _Piece(ABC):
     """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, h, D].
 
-    Each member has h heads, the next ones after those of the member before, or after `sharing` members the same ones.
+    Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
+    (`members_per_head`), the same ones.
     """
 
     local: Tensor
     joint: Tensor
     block: TeamBlock
-    sharing: int
+    members_per_head: int
     traffic: ClassVar[Traffic]
 
-    def share(self, member: int) -> Tensor:
+    def local_heads(self, member: int) -> Tensor:
         """The heads of a member, of the local rows."""
         heads = self.joint.shape[2]
-        return self.local.narrow(2, member // self.sharing * heads, heads)
+        return self.local.narrow(2, member // self.members_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
         """Of a message with the rows of a member."""
@@ -102,7 +103,7 @@ class _ToHeads(_Piece):
 
     def leave(self, receiver: int, message: Tensor) -> None:
         """See `_Piece.leave`."""
-        message.copy_(self.share(receiver))
+        message.copy_(self.local_heads(receiver))
 
     def arrive(self, sender: int, message: Tensor) -> None:
         """See `_Piece.arrive`."""
@@ -111,7 +112,7 @@ class _ToHeads(_Piece):
 
     def stay(self, place: int) -> None:
         """See `_Piece.stay`."""
-        self.arrive(place, self.share(place))
+        self.arrive(place, self.local_heads(place))
 
 
 class _Home(_Piece):
@@ -135,15 +136,15 @@ class _Home(_Piece):
 
     def arrive(self, sender: int, message: Tensor) -> None:
         """See `_Piece.arrive`."""
-        mine = self.share(sender)
-        if self.sharing > 1:
+        mine = self.local_heads(sender)
+        if self.members_per_head > 1:
             mine.add_(message)
         else:
             mine.copy_(message)
 
     def stay(self, place: int) -> None:
         """See `_Piece.stay`."""
-        self.leave(place, self.share(place))
+        self.leave(place, self.local_heads(place))
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class HeadExchange:
 
     `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
     The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out. With more
-    members than key/value heads, as many as `sharing` work with the same one.
+    members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
     """
 
     team: Team
@@ -162,7 +163,7 @@ class HeadExchange:
     packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None
     profile: Profile | None = None
-    sharing: int = 1
+    ranks_per_kv_head: int = 1
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
@@ -200,7 +201,7 @@ class HeadExchange:
             tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, team.degree, -1))
             sides.append("q")
         q, k, v, *bias = yield from self.run(True, tensors, sides)
-        sink = None if inputs.sink is None else inputs.sink[team.share(inputs.q.shape[2])]
+        sink = None if inputs.sink is None else inputs.sink[team.heads_of(inputs.q.shape[2])]
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
     def outputs_home(self, found: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
@@ -242,13 +243,14 @@ class HeadExchange:
         return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
 
     def _piece(self, to_heads: bool, x: Tensor, side: str) -> _Piece:
-        block, sharing = self.blocks[side], self.sharing if side == "kv" else 1
-        different = self.team.degree // sharing
+        block, members_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
+        different = self.team.degree // members_per_head
         batch, _, heads, dim = x.shape
         if to_heads:
-            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, sharing)
+            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, members_per_head)
         shape = (batch, block.counts[self.team.place], heads * different, dim)
-        return _Home(x.new_empty(shape) if sharing == 1 else x.new_zeros(shape), x, block, sharing)
+        local = x.new_empty(shape) if members_per_head == 1 else x.new_zeros(shape)
+        return _Home(local, x, block, members_per_head)
 
     def _begin(
         self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
@@ -266,7 +268,7 @@ class HeadExchange:
             leased.append((leaving, arriving))
             for piece, view in zip(pieces, leaving.views(out), strict=True):
                 piece.leave(member, view)
-            leaving.mark(self.label)
+            leaving.put_label(self.label)
             sends.append(team.message(traffic, member, leaving.data))
             recvs.append(team.message(traffic, member, arriving.data))
             self.expected_bytes[sends[-1].channel] += out.nbytes
@@ -284,7 +286,7 @@ class HeadExchange:
     ) -> None:
         """Put what arrived in its place."""
         for member, (leaving, arrived) in zip(self.team.others, leased, strict=True):
-            if not arrived.bears(self.label):
+            if not arrived.has_label(self.label):
                 raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
             packing = packings[pieces[0].whose_rows(member, self.team.place)]
             for piece, view in zip(pieces, arrived.views(packing), strict=True):

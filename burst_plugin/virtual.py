@@ -24,15 +24,12 @@ from burst_plugin.member import Member
 from burst_plugin.profile import Profile
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Request
-from burst_plugin.routes import Routes
+from burst_plugin.routes import RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
 __all__ = ["VirtualRing"]
-
-_CAUSAL = Causal()
-_PLAIN = Scores()
 
 
 class VirtualRing:
@@ -52,9 +49,9 @@ class VirtualRing:
     ) -> None:
         self.network = network or HostileNetwork(topology.ranks, seed)
         strategy = strategy or Strategy()
-        routes = Routes(topology, strategy)
+        table = RouteTable(topology, strategy)
         wires = zip(self.network.transports(), self.network.transports(), strict=True)  # of the ring, and of teams
-        self.members = [Member(rank, topology, strategy, *ends, routes) for rank, ends in enumerate(wires)]
+        self.members = [Member(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
         self._number = 0
         self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
 
@@ -64,8 +61,8 @@ class VirtualRing:
         k: Tensor,
         v: Tensor,
         *,
-        mask: Mask = _CAUSAL,
-        scores: Scores = _PLAIN,
+        mask: Mask = Causal(),
+        scores: Scores = Scores(),
         sink: Tensor | None = None,
         bias: Tensor | None = None,
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
@@ -88,7 +85,7 @@ class VirtualRing:
         self._number += 1
         with unseen_by_selective_checkpoints():
             found = attention_of(calls, self._number, inputs)
-        layout = self.members[0].routes.layout(tokens[0])
+        layout = self.members[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in found], 1, tokens[0])
         return out, layout.unshard([got.lse for got in found if got.lse is not None], 2, tokens[0])
 
@@ -96,7 +93,7 @@ class VirtualRing:
         """What every rank is given of whole tensors."""
 
         def shards(x: Tensor, tokens: Tokens, dim: int = 1) -> list[Tensor]:
-            layout, ranks = self.members[0].routes.layout(tokens), len(self.members)
+            layout, ranks = self.members[0].route_table.layout(tokens), len(self.members)
             return [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
 
         q, k, v = (shards(x, t) for x, t in zip(inputs[:3], (q_tokens, kv_tokens, kv_tokens), strict=True))

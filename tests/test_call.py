@@ -163,7 +163,7 @@ def test_a_narrow_window_in_a_long_sequence(scores: Scores, topology: Topology) 
 def test_every_rank_chooses_from_the_same_shapes() -> None:
     """Ranks of uneven lengths: one with more queries than keys must not choose another side to send."""
     ring, tokens = VirtualRing(Topology(1, 4), Strategy(forward="auto", layout="contiguous")), (Tokens(6), Tokens(7))
-    routes, inputs = ring.members[0].routes, []
+    routes, inputs = ring.members[0].route_table, []
     for rank in range(4):
         q, k = (sum(run.length for run in routes.runs(t)[rank]) for t in tokens)
         inputs.append(Inputs(torch.zeros(1, q, 2, 4), *(torch.zeros(1, k, 2, 4) for _ in range(2))))

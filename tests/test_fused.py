@@ -82,7 +82,7 @@ for absent.capability in (80, 90, 100):
         steps = [step for step in compiled(fused._merge, out, lse, other, lse) if step]
         assert steps[-2:] == ["barrier", "store"], "lse is written when all threads have read it"
         compiled(fused._row_delta, other, other, lse)
-        compiled(fused._row_share, other, other, lse)
+        compiled(fused._row_factor, other, other, lse)
         print(absent.capability, dtype)
 """
 

@@ -243,7 +243,7 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
             mine = [event for event in events if event.direction == direction and event.kind != "move"]
             assert [e.start_s for e in mine] == sorted(e.start_s for e in mine)
             order = [(e.kind, e.step, e.link) for e in mine]
-            steps, visits = schedule.plan(rank).steps, len(schedule.visits[rank])
+            steps, visits = schedule.of_rank(rank).steps, len(schedule.visits[rank])
             posts = [("post", s, t.link.value) for s, step in enumerate(steps) for t in step.issue]
             waits = [("wait", s, t.link.value) for s, step in enumerate(steps) for t in step.due]
             assert set(order) == {*posts, *waits, *(("kernel", s, "") for s in range(visits))}

@@ -131,7 +131,7 @@ def _forget_to_wait(ring: Ring, step: int) -> None:
 
 def _release_too_early(ring: Ring, step: int) -> None:
     for owner, buffer in ring._buffers.items():
-        if ring._plan.steps[step].visit == owner:
+        if ring._schedule.steps[step].visit == owner:
             buffer.data.fill_(0xFF)  # as releasing does
 
 
@@ -152,7 +152,7 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     monkeypatch.setattr(Ring, "_advance", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
         VirtualRing(Topology(2, 2)).attention(*problem[:3])
-    monkeypatch.setattr(Buffer, "bears", lambda buffer, label: True)
+    monkeypatch.setattr(Buffer, "has_label", lambda buffer, label: True)
     out, _ = VirtualRing(Topology(2, 2)).attention(*problem[:3])
     assert bool(out.isnan().any())
 

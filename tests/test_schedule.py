@@ -134,11 +134,11 @@ def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
 
 def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
     schedule = two_level_ring(Topology(3, 2))
-    issued = Counter(t for rank in range(6) for step in schedule.plan(rank).steps for t in step.issue)
+    issued = Counter(t for rank in range(6) for step in schedule.of_rank(rank).steps for t in step.issue)
     assert set(issued) == set(schedule.transfers)
     assert set(issued.values()) == {2}
     for rank in range(6):
-        steps = schedule.plan(rank).steps
+        steps = schedule.of_rank(rank).steps
         assert tuple(s.visit for s in steps if s.visit is not None) == schedule.visits[rank]
         assert all(t.issue == number for number, s in enumerate(steps) for t in s.issue)
         assert all(t.due == number for number, s in enumerate(steps) for t in s.due)
@@ -151,7 +151,7 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
     schedule = two_level_ring(topology, reduces).in_parts(parts)
     orders = []
     for rank in range(schedule.ranks):
-        steps = schedule.plan(rank).steps
+        steps = schedule.of_rank(rank).steps
         orders.append([list(dict.fromkeys((t.due, t.traffic, t.link) for t in step.issue)) for step in steps])
     assert all(order == orders[0] for order in orders)
     for posted in orders[0]:
@@ -160,8 +160,8 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
 
 def test_load_counts_the_rows_of_the_blocks_that_are_sent() -> None:
     """In a flat ring a rank sends all blocks but that of the rank after it."""
-    assert flat_ring(Topology(1, 4)).load([1, 2, 3, 4]) == (0, 9)
-    assert flat_ring(Topology(4, 1)).load([1, 2, 3, 4]) == (9, 0)
+    assert flat_ring(Topology(1, 4)).most_rows_sent([1, 2, 3, 4]) == (0, 9)
+    assert flat_ring(Topology(4, 1)).most_rows_sent([1, 2, 3, 4]) == (9, 0)
 
 
 def test_links_need_own_communicators_only_with_two_levels() -> None:

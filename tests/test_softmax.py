@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_plugin.softmax import add_sink, merge_, project, row_delta, row_share, sink_grad
+from burst_plugin.softmax import add_sink, merge_, project, row_delta, row_factor, sink_grad
 
 
 def _attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +45,7 @@ def test_projection_keeps_delta_and_is_no_longer_than_the_output(dtype: torch.dt
     out = torch.randn(2, 6, 3, 16, generator=generator).to(dtype)
     dout = (torch.randn(2, 6, 3, 16, generator=generator) * magnitude).to(dtype)
     delta = row_delta(out, dout)
-    shadow = project(dout, row_share(out, dout))
+    shadow = project(dout, row_factor(out, dout))
     assert shadow.dtype == torch.promote_types(dtype, torch.float32)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     scale = out.double().norm(dim=-1) * dout.double().norm(dim=-1)
@@ -57,9 +57,9 @@ def test_projection_keeps_delta_and_is_no_longer_than_the_output(dtype: torch.dt
 def test_projection_on_gradients_too_small_to_divide_by_is_finite() -> None:
     for dtype, tiny in ((torch.float32, 1e-38), (torch.bfloat16, 1e-38), (torch.float64, 1e-307)):
         out, dout = torch.full((1, 1, 1, 4), 1e3, dtype=dtype), torch.full((1, 1, 1, 4), tiny, dtype=dtype)
-        share = row_share(out, dout)
-        assert bool(share.isfinite().all())
-        shadow = project(dout, share)
+        factor = row_factor(out, dout)
+        assert bool(factor.isfinite().all())
+        shadow = project(dout, factor)
         assert bool((shadow.abs() <= out * 1.01).all())
         assert bool((shadow > 0).all())
 
@@ -67,7 +67,7 @@ def test_projection_on_gradients_too_small_to_divide_by_is_finite() -> None:
 def test_projection_on_a_zero_gradient_is_zero() -> None:
     dout = torch.zeros(1, 2, 1, 4)
     dout[:, 1] = 1.0
-    shadow = project(dout, row_share(torch.full((1, 2, 1, 4), 0.5), dout))
+    shadow = project(dout, row_factor(torch.full((1, 2, 1, 4), 0.5), dout))
     assert torch.equal(shadow[:, 0], torch.zeros(1, 1, 4))
     assert torch.equal(shadow[:, 1], torch.full((1, 1, 4), 0.5))
 

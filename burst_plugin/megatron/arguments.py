@@ -16,7 +16,7 @@ from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import REFUSED
 from burst_plugin.rules import Rule, broken, off, one_of
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.shapes import TRAVELLERS
+from burst_plugin.shapes import SIDES
 from burst_plugin.strategy import AUTO, CHECKS, Strategy
 
 __all__ = [
@@ -56,7 +56,7 @@ _LONG = 16384  # tokens, from which on a mask of all pairs takes gigabytes
 FLAGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "backward": {
-            "choices": (AUTO, *TRAVELLERS),
+            "choices": (AUTO, *SIDES),
             "help": "which side travels in the backward pass; auto takes the one with fewer bytes",
         },
         "schedule": {"choices": (AUTO, *SCHEDULES), "help": "auto takes two levels where the topology has two"},

@@ -118,9 +118,9 @@ def _check_delta_and_share(case: _Case) -> None:
         found = fused.row_delta(case.out, scaled)
         size = case.out.double().norm() * scaled.double().norm()
         assert float((found.double() - truth).norm()) <= 1e-6 * float(size)
-        share, wanted = fused.row_share(case.out, scaled), softmax.row_share(case.out.double(), scaled.double())
-        assert float((share.double() - wanted).norm()) <= 2e-6 * float(wanted.norm())
-        assert bool((share.transpose(1, 2)[(scaled == 0).all(-1)] == 0).all())
+        factor, wanted = fused.row_factor(case.out, scaled), softmax.row_factor(case.out.double(), scaled.double())
+        assert float((factor.double() - wanted).norm()) <= 2e-6 * float(wanted.norm())
+        assert bool((factor.transpose(1, 2)[(scaled == 0).all(-1)] == 0).all())
 
 
 if __name__ == "__main__":
