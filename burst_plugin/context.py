@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -68,6 +70,7 @@ class ContextParallel:
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = self._attention_count = 0
+        self._process = os.getpid()
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
         topology = self._find_topology(sizes)
@@ -222,11 +225,15 @@ class ContextParallel:
 
         For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
         RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
-        nothing is left to destroy. RuntimeError in the middle of a pass.
+        nothing is left to destroy. While an exception is handled, as in `finally`, and after a pass that was left
+        half way, the communicators are left alone: destroying them could wait for ranks that do not come, and nobody
+        would see what went wrong. RuntimeError in the middle of a pass.
         """
         self.member.close()
         self.calls.clear()
-        if self.group is not None and self._communicators and not self.member.is_broken and dist.is_initialized():
+        if self.member.is_broken or sys.exc_info()[0] is not None:
+            return
+        if self.group is not None and self._communicators and dist.is_initialized():
             warm_up(self.group)  # no rank is in a pass any more
         self._communicators.destroy()
 
@@ -238,6 +245,12 @@ class ContextParallel:
         what does not come with every layer and has read tensors anyway. Where it is not done, a rank with a problem
         is alone with it: the others may be under way, so this ring ends.
         """
+        self.member.check_open()
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
+                "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"
+            )
         self._call_count += 1
         self._attention_count += not always
         agreement = self._agreement

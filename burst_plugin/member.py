@@ -119,16 +119,16 @@ class Member:
         self.check_open()
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
+        if self.is_closed:
+            raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
         if self._broken:
             raise RuntimeError(
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
-                f"their way; {'restart the processes' if device.type == 'cuda' else 'make a new ContextParallel'}"
+                "their way; restart the processes, or, on CPUs, make a new ContextParallel"
             )
-
-    def check_open(self) -> None:
-        """Raise RuntimeError if this ring is closed."""
-        if self.is_closed:
-            raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
 
     def close(self) -> None:
         """No pass comes any more. RuntimeError in the middle of one."""

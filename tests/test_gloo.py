@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.data import DataLoader
 
 import burst_plugin
 from burst_plugin import (
@@ -27,6 +29,8 @@ from burst_plugin import (
     Strategy,
     Topology,
     burst_attention,
+    context,
+    shard_batch,
     two_level_ring,
 )
 from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
@@ -161,6 +165,71 @@ def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> Non
         assert groups == [1] * 3, "only the world is left"
         assert files[1:] == files[:-1], "and no connections"
         assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
+
+
+def _closed_in_finally(rank: int) -> str:
+    """Rank 1 fails between two calls, and closes its ring on the way out, as a `with` block would."""
+    cp = ContextParallel(dist.group.WORLD)
+    x = torch.randn(1, 16, 4, 8)
+    burst_attention(x, x, x, cp)
+    try:
+        if rank == 1:
+            raise KeyError("of rank 1's own")
+        burst_attention(x, x, x, cp)
+    finally:
+        if rank == 1:
+            with mock.patch.object(context, "warm_up", side_effect=AssertionError("the other does not come")):
+                cp.close()
+    return "done"
+
+
+def test_closing_a_ring_while_an_exception_is_handled_waits_for_nobody() -> None:
+    outcomes = run_ranks_outcomes(_closed_in_finally, 2, timeout_s=30.0)
+    assert "KeyError: " in outcomes[1].error
+    assert "AssertionError" not in outcomes[1].error
+    assert "RingError: rank 1" in outcomes[0].error
+
+
+def _broken_and_on(rank: int) -> list[str]:
+    """Rank 1 runs out of memory in a pass, passes over the batch, and goes on to the next."""
+    cp = ContextParallel(dist.group.WORLD)
+    x, said = torch.randn(1, 16, 4, 8), []
+    burst_attention(x, x, x, cp)
+    with mock.patch.object(TorchCpuKernel, "forward", side_effect=MemoryError("no room")) if rank else nullcontext():
+        for step in (lambda: burst_attention(x, x, x, cp), lambda: cp.agree({}, always=True)):
+            try:
+                step()
+            except (MemoryError, RuntimeError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_a_broken_ring_does_not_come_to_the_next_comparison() -> None:
+    """Where the others wait for its part of the pass, on GPUs without a word."""
+    first, second = run_ranks(_broken_and_on, 2, timeout_s=30.0)
+    assert second[0] == "MemoryError: no room"
+    assert second[1].startswith("RuntimeError: an earlier call on this ring was left half way (MemoryError")
+    assert first[0].startswith("RingError: rank 1 gave up: MemoryError: no room")
+
+
+def _cut_by_a_worker(rank: int) -> str:
+    cp = ContextParallel(dist.group.WORLD)
+    batches = DataLoader([torch.arange(16)] * 2, num_workers=1, collate_fn=lambda rows: _cut(rows, cp), timeout=20)
+    try:
+        next(iter(batches))
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+def _cut(rows: list[Tensor], cp: ContextParallel) -> Tensor:
+    found: Tensor = shard_batch({"input_ids": torch.stack(rows)}, cp)["input_ids"]
+    return found
+
+
+def test_a_data_loaders_worker_is_told_where_batches_are_cut() -> None:
+    for said in run_ranks(_cut_by_a_worker, 2, timeout_s=50.0):
+        assert "cut batches in the training loop" in said
 
 
 # ------------------------------------------------------------------------------------------- bytes on the wire

@@ -164,6 +164,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
         dist_init_required=given.get("dist_init_required"),
     )
+    _use_own_device(given.get("args"))
     block, size = _agreed(config, given)
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)
@@ -181,6 +182,13 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         loader.bind(session)
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
+
+
+def _use_own_device(args: Any) -> None:
+    """Make this rank's device the current one, on which ranks meet; the engine does the same a little later."""
+    found = getattr(args, "device_rank", os.environ.get("LOCAL_RANK"))
+    if found is not None and int(found) >= 0:
+        get_accelerator().set_device(int(found))
 
 
 def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

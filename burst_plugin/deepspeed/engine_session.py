@@ -300,6 +300,10 @@ class ShardedLoader:
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
                 with self._not_at_its_end(left > 0):
                     yield turn
+        if self._exchange:  # else the others would wait for this rank's next batch
+            exchanged(None, cp)
+        else:
+            cp.agree({"batch": "none, since the data loader has ended"}, always=True)
 
     @contextmanager
     def _not_at_its_end(self, more: bool) -> Iterator[None]:
@@ -314,13 +318,25 @@ class ShardedLoader:
             self.loader.end_of_dataloader = True  # type: ignore[attr-defined]
 
 
-def exchanged(batch: Mapping[str, Any], cp: ContextParallel) -> list[Mapping[str, Any]]:
-    """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective."""
+def exchanged(batch: Mapping[str, Any] | None, cp: ContextParallel) -> list[Mapping[str, Any]]:
+    """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective.
+
+    None says that there are no more, and gives []. ValueError on every rank if only some say so.
+    """
+    cp.member.check_open()
     if cp.group is None:
-        return [batch]
+        return [] if batch is None else [batch]
     everyone: list[Any] = [None] * cp.ranks
-    mine = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in batch.items()}
+    mine = None if batch is None else {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     dist.all_gather_object(everyone, mine, group=cp.group)
+    ended = [rank for rank, each in enumerate(everyone) if each is None]
+    if batch is None and len(ended) == cp.ranks:
+        return []
+    if batch is None or ended:
+        raise ValueError(
+            f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, and goes on "
+            "on the others; give all of them as many batches, or set drop_last=True"
+        )
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
     return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
 

@@ -108,6 +108,11 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     if session is None or not batches or not all(KEY in batch for batch in batches):
         return batches, items
     _check_loss_is_the_models(trainer)
+    if getattr(getattr(trainer, "args", None), "auto_find_batch_size", False):
+        raise ValueError(
+            f"auto_find_batch_size is not supported with {BLOCK}: a rank that runs out of memory in the middle of a "
+            "ring cannot try again while the others wait for it; set per_device_train_batch_size"
+        )
     if getattr(trainer, "neftune_noise_alpha", None) is not None:
         raise ValueError(
             f"neftune_noise_alpha={trainer.neftune_noise_alpha} is not supported with {BLOCK}: its noise is scaled "

@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
+from deepspeed.accelerator import get_accelerator
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
@@ -100,6 +102,53 @@ def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:
     cp = burst.context(engine)
     assert all(torch.equal(cp.unshard(x), BATCHES[i // 2]["input_ids"] + i % 2) for i, x in enumerate(turns))
     return burst.gather_logits(logits, local["burst"], engine), positions, local["burst"].valid_tokens
+
+
+def _uneven_loaders(rank: int, exchange: bool) -> list[str]:
+    engine = start(Run(cp=2), 2)
+    loader, said = burst.sharded_loader(BATCHES[: 2 - rank], engine, exchange=exchange), []
+    try:
+        for number, _ in enumerate(loader):
+            said.append(str(number))
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("exchange", "batches", "message"),
+    [
+        (True, 2, "the data loader has ended on ranks [1] of the 2 of a context-parallel group"),
+        (False, 1, "rank 1: batch=none, since the data loader has ended"),
+    ],
+)
+def test_a_loader_that_ends_on_one_rank_is_one_error_on_every_rank(
+    exchange: bool, batches: int, message: str
+) -> None:
+    for *numbers, said in run_ranks(_uneven_loaders, 2, exchange):
+        assert len(numbers) == batches
+        assert message in said
+
+
+def _where_ranks_meet(rank: int) -> list[str]:
+    order: list[str] = []
+    set_device, all_gather_object = type(get_accelerator()).set_device, dist.all_gather_object
+
+    def note(name: str, original: Any) -> Any:
+        return lambda *args, **kwargs: (order.append(name), original(*args, **kwargs))[1]
+
+    with (
+        mock.patch.object(type(get_accelerator()), "set_device", note("set_device", set_device)),
+        mock.patch.object(dist, "all_gather_object", note("all_gather_object", all_gather_object)),
+    ):
+        start(Run(cp=2), 2)
+    return order
+
+
+def test_every_rank_takes_its_own_device_before_ranks_meet_on_it() -> None:
+    """A script that sets none leaves that to the engine, which comes later."""
+    for order in run_ranks(_where_ranks_meet, 2):
+        assert order[:2] == ["set_device", "all_gather_object"]
 
 
 def positions_of(local: dict[str, Any]) -> torch.Tensor:

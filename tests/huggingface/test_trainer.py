@@ -147,9 +147,10 @@ def _refused(rank: int, setup: Setup, options: dict[str, Any]) -> None:
     [
         ({"label_smoothing_factor": 0.1}, "Trainer's label_smoother"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )
-def test_what_changes_the_loss_by_rank_is_refused(tmp_path: Path, options: dict[str, Any], name: str) -> None:
+def test_what_cannot_be_had_on_a_ring_is_refused(tmp_path: Path, options: dict[str, Any], name: str) -> None:
     setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
     with pytest.raises(RuntimeError, match=f"{name} is not supported with burst_attention"):
         run_ranks(_refused, 2, setup, options)
