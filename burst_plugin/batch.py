@@ -170,8 +170,8 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
 def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id: int) -> Tensor:
     missing = padded - x.shape[1]
     if missing:
-        if name == "position_ids":  # goes on counting, so that padding starts no new document
-            tail = x[:, -1:] + torch.arange(1, missing + 1, device=x.device)
+        if name == "position_ids":  # the last one: a table of learned positions may end there
+            tail = x[:, -1:].expand(-1, missing)
         else:
             fill = {"shift_labels": IGNORE, "input_ids": pad_token_id}.get(name, 0)
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)

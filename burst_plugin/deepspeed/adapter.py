@@ -84,10 +84,11 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Leave `model` alone, if an earlier engine ran it."""
-        session = self.watched.pop(model, None) if isinstance(model, torch.nn.Module) else None
-        if session is not None:
-            session.detach()
+        """Leave `model`, and what is in it, alone, if an earlier engine ran it."""
+        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+            session = self.watched.pop(module, None)
+            if session is not None:
+                session.detach()
 
     def __str__(self) -> str:
         return "burst_plugin in DeepSpeed:\n" + "\n".join(f"  - {line}" for line in self.report)

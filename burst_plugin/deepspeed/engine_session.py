@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from burst_plugin.batch import IGNORE, KEY, SequenceShard, shard_batch
 from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
+from burst_plugin.member import Member
 
 __all__ = ["Session", "ShardedLoader", "exchanged"]
 
@@ -149,13 +150,20 @@ class Session:
                 f"{self.only_caller} calls the model itself, but labels are shifted already and every rank has its "
                 "shard of them: call super().compute_loss(...), and go on from the loss that it returns"
             )
-        self._calls_before = self.cp.member.calls_made
+        self._calls_before = self._ring_of(kwargs).calls_made
         if not self.whole_batches:
             return None
         if KEY not in kwargs:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
-            kwargs = self.shard_batch(_by_name(model, args, kwargs))
+            kwargs = _by_name(model, args, kwargs)
+            if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+                raise ValueError(
+                    f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on "
+                    "what this rank has of it be made whole by nobody. Give labels; or cut it with "
+                    "burst_plugin.deepspeed.shard_batch, and compute a loss on a rank's tokens, as token_mean_loss"
+                )
+            kwargs = self.shard_batch(kwargs)
             if kwargs.get("num_items_in_batch") is not None:  # of whole batches; DeepSpeed divides by ranks again
                 kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.cp.ranks
         kwargs = dict(kwargs)
@@ -171,17 +179,18 @@ class Session:
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
 
+    def _ring_of(self, kwargs: Mapping[str, Any]) -> Member:
+        """The ring of the batch: another engine's, if that has cut it."""
+        return (kwargs[KEY].cp if kwargs.get(KEY) is not None else self.cp).member
+
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = KEY in kwargs
-        if self.whole_batches and sharded and isinstance(output, tuple) and kwargs.get("labels") is not None:
-            raise ValueError(
-                f"{type(model).__name__} returns a tuple, in which the loss of this rank's tokens cannot be told and "
-                "made whole: leave out return_dict=False"
-            )
+        if self.whole_batches and sharded and kwargs.get("labels") is not None:
+            _check_form_of_loss(type(model).__name__, output)
         if self.whole_batches and not sharded and torch.is_grad_enabled():
             _refuse_backward(output)
         expected = sharded or (model.training and torch.is_grad_enabled())
-        if expected and self.cp.member.calls_made == self._calls_before:
+        if expected and self._ring_of(kwargs).calls_made == self._calls_before:
             raise ValueError(
                 f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
                 'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '
@@ -222,6 +231,23 @@ class Session:
                 "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
         self.cp.agree({"loss": "checked"}, problem, always=True)
+
+
+def _check_form_of_loss(name: str, output: Any) -> None:
+    """Raise ValueError for losses that cannot be told, and made whole, in what a model returns."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    form = ""
+    if isinstance(output, tuple):
+        form = "a tuple"
+    elif loss is not None and getattr(output, "loss", None) is None:
+        form = f"a {type(output).__name__}"
+    elif isinstance(loss, Tensor) and loss.dim():
+        form = f"losses of shape {list(loss.shape)}"
+    if form:
+        raise ValueError(
+            f"{name} returns {form}, in which the loss of this rank's tokens cannot be told and made whole: have it "
+            "return a ModelOutput with a scalar loss (in transformers: leave out return_dict=False)"
+        )
 
 
 def _refuse_backward(output: Any) -> None:

@@ -105,8 +105,25 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     """`Trainer.get_batch_samples`: the batches of one step, whose loss is one mean over all of its tokens."""
     batches, items = original(trainer, *args, **kwargs)
     session = _of(adapter, trainer)
-    if session is None or not batches or not all(KEY in batch for batch in batches):
+    if session is None:
         return batches, items
+    _check_options(trainer)
+    if not batches or not all(KEY in batch for batch in batches):
+        return batches, items
+    session.only_caller = f"{type(trainer).__name__}.compute_loss"
+    # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = trainer.model_accepts_loss_kwargs and items is not None
+    divided = 1 if scaled else len(batches)
+    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / divided
+    for batch in batches:
+        batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
+    return batches, items
+
+
+def _check_options(trainer: Any) -> None:
+    """Raise ValueError for options of a Trainer that train wrongly on a ring, or hang."""
     _check_loss_is_the_models(trainer)
     if getattr(getattr(trainer, "args", None), "auto_find_batch_size", False):
         raise ValueError(
@@ -118,16 +135,6 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
             f"neftune_noise_alpha={trainer.neftune_noise_alpha} is not supported with {BLOCK}: its noise is scaled "
             "by the length of a rank's shard; leave it out"
         )
-    session.only_caller = f"{type(trainer).__name__}.compute_loss"
-    # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if scaled is None:
-        scaled = trainer.model_accepts_loss_kwargs and items is not None
-    divided = 1 if scaled else len(batches)
-    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / divided
-    for batch in batches:
-        batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
-    return batches, items
 
 
 def _check_loss_is_the_models(trainer: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
 from operator import and_
 from typing import Any
 
@@ -15,6 +15,7 @@ from burst_plugin.batch import KEY, SequenceShard
 from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe
 from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
 from burst_plugin.scores import Scores
+from burst_plugin.wrapping import wrap
 
 __all__ = ["EXAMINED", "NAME", "forward", "register_attention"]
 
@@ -48,7 +49,28 @@ def register_attention() -> str:
 
     AttentionInterface.register(NAME, forward)
     AttentionMaskInterface.register(NAME, mask_recipe)
+    if not hasattr(AttentionInterface.get_interface, "__wrapped__"):
+        wrap(AttentionInterface, "get_interface", _refusing_shards)
     return f'transformers knows attn_implementation="{NAME}"'
+
+
+def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`AttentionInterface.get_interface`: what knows nothing of a ring must not be given a shard."""
+    found = original(*args, **kwargs)
+    return found if found is forward else partial(_on_whole_batches, found)
+
+
+def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+    """An attention function that attends to what this rank has."""
+    if options.get(KEY) is None:
+        return attention(module, *args, **options)
+    instead = "call burst_plugin.huggingface.prepare(model) first, on every model that is given shards"
+    if hasattr(module, EXAMINED):
+        instead = f"its attn_implementation is another one now; switch it back to {NAME!r}"
+    raise ValueError(
+        f"{type(module).__name__} got a sharded batch, but computes without the ring, so that ranks would attend to "
+        f"their own tokens only: {instead}"
+    )
 
 
 def forward(

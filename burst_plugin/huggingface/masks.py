@@ -7,7 +7,8 @@ layers are given is the recipe of a mask, made into a tensor only where a rank h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -21,17 +22,17 @@ __all__ = ["MaskRecipe", "mask_recipe"]
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
+_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # which transformers makes of positions, then always
+_IN_DOCUMENTS = "remap_positions_for_packed_sequence.<locals>.inner_mask"  # with this; a model, of ids of its own
 _KNOWN = frozenset(
     {
         _CAUSAL,
         "bidirectional_mask_function",
         _WINDOW,
         _WINDOW_BOTH_WAYS,
-        "packed_sequence_mask_function.<locals>.inner_mask",
-        "remap_positions_for_packed_sequence.<locals>.inner_mask",
+        _DOCUMENTS,
+        _IN_DOCUMENTS,
         "packed_sequence_compatibility_function.<locals>.inner_mask",
-        "padding_mask_function.<locals>.inner_mask",
-        "add_offsets_to_mask_function.<locals>.inner_mask",
         "and_masks.<locals>.and_mask",
     }
 )
@@ -66,18 +67,19 @@ class MaskRecipe:
         return self._made[always]
 
     @cached_property
-    def _rules(self) -> set[str]:
-        return _names(self._asked["mask_function"])
+    def _rules(self) -> Counter[str]:
+        return Counter(_names(self._asked["mask_function"]))
 
     def unknown(self) -> list[str]:
         """The rules in this mask, by their name in transformers, that a ring does not know."""
-        unsized = self._rules & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
-        return sorted((self._rules - _KNOWN) | unsized)
+        unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
+        own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > self._rules[_IN_DOCUMENTS] else set()
+        return sorted((self._rules.keys() - _KNOWN) | unsized | own)
 
     @property
     def window(self) -> int | None:
         """How many keys back a query sees, itself included; for windows both ways, how many to either side."""
-        return self._asked.get("local_size") if self._rules & {_WINDOW, _WINDOW_BOTH_WAYS} else None
+        return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
 
     @property
     def mask(self) -> Mask:
@@ -97,12 +99,11 @@ def mask_recipe(**asked: Any) -> Any:
     return MaskRecipe(**asked)
 
 
-def _names(rule: Callable[..., Any] | Any) -> set[str]:
-    """The names of all functions that a rule is made of."""
-    found = {rule.__qualname__}
-    for cell in rule.__closure__ or ():
+def _names(rule: Callable[..., Any]) -> Iterator[str]:
+    """The names of all functions that a rule is made of, and of whatever else is called in it."""
+    yield getattr(rule, "__qualname__", type(rule).__qualname__)
+    for cell in getattr(rule, "__closure__", None) or ():
         inner = cell.cell_contents
         for part in inner if isinstance(inner, tuple | list) else (inner,):
-            if callable(part) and hasattr(part, "__closure__") and not isinstance(part, torch.nn.Module):
-                found |= _names(part)
-    return found
+            if callable(part) and not isinstance(part, torch.nn.Module):
+                yield from _names(part)

@@ -64,13 +64,10 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     shard = kwargs.get(KEY)
     if shard is None or shard.cp.member.calls_made != getattr(model, _CALLS):
         return
-    asked = model.config._attn_implementation
-    why = "its layers do not hand on the keyword arguments that they are given; have them do so"
-    if asked != NAME:
-        why = f"its attn_implementation is {asked!r}; switch it back to {NAME!r}"
     raise ValueError(
         f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
-        f"attended to their own tokens only: {why}"
+        "attended to their own tokens only: its layers do not hand on the keyword arguments that they are given; "
+        "have them do so"
     )
 
 
@@ -127,6 +124,12 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
         found.append(
             f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
+        )
+    elif getattr(pretrained, "loss_type", None) not in (None, _LOSS) or hasattr(pretrained, "_loss_function"):
+        asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
+        found.append(
+            f"its loss has been set to {asked!r}, but labels are shifted by one token as {_LOSS} has them; leave "
+            "labels out of the batch, and compute a loss of your own from its logits"
         )
     if not pretrained._can_set_attn_implementation():
         found.append(

@@ -209,7 +209,10 @@ def _switched_back(rank: int) -> None:
     ("fn", "message"),
     [
         (_without_the_ring, "burst_attention is enabled, but _Own has computed a forward without it"),
-        (_switched_back, "without the ring, .*: its attn_implementation is 'sdpa'; switch it back to 'burst'"),
+        (
+            _switched_back,
+            "without the ring, .*: its attn_implementation is another one now; switch it back to 'burst'",
+        ),
     ],
 )
 def test_a_model_that_does_not_use_the_ring_is_told_at_the_first_step(
@@ -287,6 +290,25 @@ def _tuples(rank: int) -> None:
     start(RUN, 2)(**BATCH, return_dict=False)
 
 
+def _dicts(rank: int) -> None:
+    _returning(lambda output: {"loss": output.loss, "logits": output.logits})
+
+
+def _losses(rank: int) -> None:
+    _returning(lambda output: type(output)(loss=output.loss[None], logits=output.logits))
+
+
+def _returning(change: Callable[[Any], Any]) -> None:
+    """A step of a model that returns its output in another form."""
+    burst.install()
+    model = build(RUN)
+    plain = type(model).forward
+    model.forward = types.MethodType(lambda self, *args, **kwargs: change(plain(self, *args, **kwargs)), model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    engine(**BATCH)
+
+
 def _own_loss(rank: int) -> None:
     """A model whose loss adds something that is not a sum over tokens."""
     burst.install()
@@ -336,10 +358,22 @@ def _wrapped(rank: int, kind: Callable[[], torch.nn.Module]) -> float:
     return float(engine(**BATCH).detach())
 
 
-def test_a_loss_of_ones_own_around_a_model_fits_whole_labels_only() -> None:
-    """It was computed on labels that were shifted and cut already, and wrong by a token."""
-    for line in _errors(_wrapped, 2, _OwnHead):
-        assert "Expected input batch_size (30) to match target batch_size (62)" in line
+class _Pooling(_OwnHead):
+    """A head on the last token: of the sequence, as it is meant, not of each rank's shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.llm = self.llm.model
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.llm(input_ids=input_ids).last_hidden_state[:, -1].sum()
+        return found
+
+
+@pytest.mark.parametrize("kind", [_OwnHead, _Pooling])
+def test_a_batch_without_labels_is_not_cut_unasked(kind: Callable[[], torch.nn.Module]) -> None:
+    for line in _errors(_wrapped, 2, kind):
+        assert "got a batch without labels in training: it would be cut" in line
 
 
 def test_a_module_around_a_model_may_leave_the_loss_to_it() -> None:
@@ -378,6 +412,8 @@ def test_losses_are_compared_again_and_again_in_training() -> None:
         (_not_sharded, "LlamaAttention got a batch that is not sharded: pass what burst_plugin.shard_batch"),
         (_backward_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
         (_tuples, "LlamaForCausalLM returns a tuple, in which the loss of this rank's tokens cannot be told"),
+        (_dicts, "LlamaForCausalLM returns a dict, in which the loss of this rank's tokens cannot be told"),
+        (_losses, "LlamaForCausalLM returns losses of shape [1], in which the loss of this rank's tokens cannot"),
         (_own_loss, "the mean over shift_labels: it does not honour shift_labels and num_items_in_batch, or adds"),
     ],
 )

@@ -6,6 +6,7 @@ import pickle
 import re
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers.masking_utils import (
+    and_masks,
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
+    packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -265,6 +268,8 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_under_recomputation() ->
 
 
 CHUNKED = chunked_causal_mask_function(4, torch.zeros(1))
+CHAINS = packed_sequence_mask_function(torch.zeros(1, 8))  # by ids of a model's own, which a ring is not told
+PARTIAL = and_masks(causal_mask_function, partial(causal_mask_function))
 WINDOW = sliding_window_causal_mask_function(4)  # without its size beside it
 BLOCKS = or_masks(causal_mask_function, blockwise_overlay(torch.zeros(1)))
 
@@ -304,6 +309,37 @@ def test_tokens_that_an_adapter_adds_to_a_shard_are_refused() -> None:
         prepare(tuned)
     with pytest.raises(ValueError, match=r"LlamaAttention got 34 tokens, but a rank's share of the batch is 32"):
         tuned(**local, use_cache=False)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_second_model_that_was_not_prepared_takes_no_shards(attention: str) -> None:
+    """A teacher, say: its logits would have the right shape, and be those of a shard that attends to itself alone."""
+    prepare(build(Run(model=FAMILIES["llama"])))
+    teacher = build(Run(model=FAMILIES["llama"]), attention=attention).eval()
+    local = shard_batch(BATCH, ContextParallel())
+    with torch.no_grad(), pytest.raises(ValueError, match=r"computes without the ring, .*prepare\(model\) first"):
+        teacher(**local)
+    with torch.no_grad():
+        teacher(input_ids=BATCH["input_ids"])  # whole
+
+
+def test_a_loss_that_does_not_shift_is_refused() -> None:
+    """Labels are shifted already, so that it would train every token on the one after the next."""
+    for change in ({"loss_type": "ForMaskedLM"}, {"loss_function": torch.nn.functional.cross_entropy}):
+        model = build(Run(model=FAMILIES["llama"]))
+        for name, value in change.items():
+            setattr(model, name, value)
+        with pytest.raises(ValueError, match=r"its loss has been set to .*labels are shifted by one token"):
+            prepare(model)
+
+
+def test_padding_needs_no_positions_of_its_own() -> None:
+    """A table of learned positions may end with the sequence."""
+    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=27)
+    model = prepare(transformers.GPT2LMHeadModel(config))
+    ring = [shard_batch({"input_ids": BATCH["input_ids"][:, :27]}, cp) for cp in [ContextParallel()]]
+    assert int(ring[0]["position_ids"].max()) == 26
+    model(**ring[0])
 
 
 @pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
@@ -390,6 +426,8 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "got an attention_mask of its own, a Tensor"),
         ({"attention_mask": MaskRecipe(mask_function=CHUNKED)}, "chunked_overlay.<locals>.inner_mask"),
+        ({"attention_mask": MaskRecipe(mask_function=CHAINS)}, "packed_sequence_mask_function.<locals>.inner_mask"),
+        ({"attention_mask": MaskRecipe(mask_function=PARTIAL)}, "know: partial"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
         ({"attention_mask": MaskRecipe(mask_function=WINDOW)}, "sliding_window_overlay.<locals>.inner_mask"),
         ({"indices": torch.zeros(1)}, "_Layer passes indices, which attn_implementation"),
