@@ -15,12 +15,14 @@ from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import add_arguments, may_ring, mend_help, refuse_flags
-from burst_plugin.megatron.config import rings
+from burst_plugin.megatron.arguments import add_arguments, asked_for, may_ring, mend_help, refuse_flags
+from burst_plugin.megatron.config import is_hybrid, rings
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
@@ -31,6 +33,10 @@ from burst_plugin.wrapping import wrap
 __all__ = ["Adapter", "install_adapter"]
 
 _MARK = "_burst_plugin_adapter"
+_OTHER_MIXER = (
+    "{kind} layers are not supported with hybrid_context_parallel: they take a rank's tokens for consecutive ones; "
+    "use context_parallel_size"
+)
 
 
 class Adapter:
@@ -66,6 +72,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report += [about(version), *apply_repairs(version)]
     setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
+    wrap(MambaLayer, "__init__", _refuse_mamba)
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
@@ -95,13 +102,36 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
+    if not _asks_for_burst(config) and rings(config) and config.cp_comm_type is None and asked_for():
+        warnings.warn(
+            "--cp-comm-type burst did not reach a model's TransformerConfig, so that Megatron's own context "
+            "parallelism runs in its layers; set cp_comm_type='burst' there",
+            stacklevel=2,
+        )
     if _asks_for_burst(config):
         submodules = copy.copy(submodules)
+        _refuse_other_mixers(config, submodules)
         for name in ("self_attention", "cross_attention"):
             setattr(submodules, name, _with_choice(getattr(submodules, name), adapter.registry))
     original(layer, config, submodules, *args, **kwargs)
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+
+
+def _refuse_other_mixers(config: Any, submodules: Any) -> None:
+    """Raise ValueError for layers that take a rank's tokens for consecutive ones where microbatches bring groups."""
+    mixer = submodules.self_attention
+    kind = getattr(mixer, "module", mixer)
+    core = getattr(getattr(mixer, "submodules", None), "core_attention", None)
+    if is_hybrid(config) and core is None and kind not in (IdentityOp, None):
+        raise ValueError(_OTHER_MIXER.format(kind=getattr(kind, "__name__", kind)))
+
+
+def _refuse_mamba(original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    """`MambaLayer.__init__`."""
+    if is_hybrid(config) and _asks_for_burst(config):
+        raise ValueError(_OTHER_MIXER.format(kind="MambaLayer"))
+    original(layer, config, *args, **kwargs)
 
 
 def _asks_for_burst(config: Any) -> bool:

@@ -44,6 +44,8 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
             off,
             f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
         ),
+        "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
+        "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`, and the recipe's cost model"),
         "use_legacy_models": Rule(off, "legacy models know no core attention; drop it"),
         "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
@@ -159,6 +161,11 @@ def may_ring() -> bool:
     """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
     args = _parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
+
+
+def asked_for() -> bool:
+    """Whether Megatron's parsed arguments ask for burst attention."""
+    return _parsed_arguments() is not None and may_ring()
 
 
 def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:

@@ -38,6 +38,9 @@ __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]
 _KNOWN_OPTIONS = ("attention_dropout", "softmax_scale", "cp_comm_type", "k_channels", "v_channels")
 
 
+_REPLACEABLE = ("DotProductAttention", "TEDotProductAttention")  # which compute what TransformerConfig says
+
+
 class ChosenCoreAttention:
     """Built in place of a layer's core attention: the ring where `cp_comm_type` is "burst", else the original.
 
@@ -59,13 +62,14 @@ class ChosenCoreAttention:
 
 
 def _check_replaceable(original: Any, layer_number: int | None) -> None:
-    """Raise ValueError for a core attention that is not Megatron's own: what it does besides is not known."""
+    """Raise ValueError for a core attention that is not Megatron's usual one: what it does besides is not known."""
     kind = original.module if isinstance(original, ModuleSpec) else original
     while isinstance(kind, partial):
         kind = kind.func
     kind = import_module(kind) if isinstance(kind, tuple) else kind
     module, name = kind.__module__, getattr(kind, "__name__", type(kind).__name__)
-    if not module.startswith("megatron.core.") and not getattr(kind, "burst_may_replace", False):
+    usual = module.startswith("megatron.core.") and name in _REPLACEABLE
+    if not usual and not getattr(kind, "burst_may_replace", False):
         raise ValueError(
             f"layer {layer_number} has a core attention of its own, {module}.{name}, in whose place burst attention "
             "would compute what TransformerConfig says; give this layer another cp_comm_type or, if that is the "
@@ -195,6 +199,7 @@ class BurstCoreAttention(MegatronModule):
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
         mask, tokens = self._mask(kind, q.shape[1] == k.shape[1]), None
         if packed:
+            self._check_packed_group(cp)
             documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, (q.shape[1], k.shape[1]))
             mask = documents & mask
         elif attention_mask is not None and kind == "arbitrary":
@@ -223,6 +228,16 @@ class BurstCoreAttention(MegatronModule):
             known = self.current_max_attn_logits
             self.current_max_attn_logits = largest if known is None else largest.maximum(known)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _check_packed_group(self, cp: ContextParallel) -> None:
+        """Raise ValueError for packed sequences on other ranks than the layer's, rotated as on these."""
+        usual = getattr(self._pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        if (usual.size(), usual.rank()) != (cp.ranks, cp.rank):
+            raise ValueError(
+                f"packed_seq_params has a cp_group of {cp.ranks} ranks for packed sequences (thd), which Megatron "
+                f"rotates as those of the layer's own group, of {usual.size()}; hybrid_context_parallel needs "
+                "qkv_format='sbhd'"
+            )
 
     def _mask(self, kind: str, square: bool) -> Mask:
         """What mask type and window ask for."""

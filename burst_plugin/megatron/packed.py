@@ -57,6 +57,11 @@ def packed_documents(
     q, q_lengths = _side(params, "q", ranks, read)
     kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", ranks, read)
     for name, offsets, length in (("q", q, lengths[0]), ("kv", kv, lengths[1])):
+        if ranks > 1 and offsets[-1] == length:
+            raise ValueError(
+                f"packed_seq_params end at token {offsets[-1]}, and this rank has all of them: the batch is not cut "
+                f"over the {ranks} context-parallel ranks; cut it by burst_plugin.megatron.packed_indices"
+            )
         if offsets[-1] != length * ranks:
             raise ValueError(
                 f"packed_seq_params end at token {offsets[-1]}, but there are {length * ranks}, {length} on each of "

@@ -346,6 +346,9 @@ def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     )
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, functools\.lru_cache"):
         _check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)
+    other = ("megatron.core.transformer.multi_latent_attention", "MLASelfAttention")  # DSAttention, in later releases
+    with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, megatron\.core\."):
+        _check_replaceable(ModuleSpec(module=other), 1)
 
 
 def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() -> None:
@@ -358,3 +361,36 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
     own = ModuleSpec(module=("functools", "lru_cache"))
     with pytest.raises(ValueError, match="layer 1 has a core attention of its own"):
         ChosenCoreAttention(original=own, registry=None, config=config, layer_number=1)
+
+
+def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from burst_plugin.megatron.adapter import _refuse_mamba, _refuse_other_mixers
+
+    config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
+    plain = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
+    delta_net = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
+    with pytest.raises(ValueError, match="Linear layers are not supported with hybrid_context_parallel"):
+        _refuse_other_mixers(config, delta_net)
+    _refuse_other_mixers(config, types.SimpleNamespace(self_attention=IdentityOp))
+    _refuse_other_mixers(plain, delta_net)
+    with pytest.raises(ValueError, match="MambaLayer layers are not supported with hybrid_context_parallel"):
+        _refuse_mamba(lambda layer, config: None, None, config)
+    _refuse_mamba(lambda layer, config: None, None, plain)
+
+
+def test_packed_sequences_on_other_ranks_than_the_layers_are_refused() -> None:
+    """Megatron rotates them by the layer's own group, to wrong positions."""
+    from burst_plugin.megatron.core_attention import BurstCoreAttention
+
+    def group(size: int) -> Any:
+        return types.SimpleNamespace(size=lambda: size, rank=lambda: 0)
+
+    layer = types.SimpleNamespace(_pg_collection=types.SimpleNamespace(cp=group(1)))
+    ring = types.SimpleNamespace(ranks=2, rank=0)
+    with pytest.raises(ValueError, match="hybrid_context_parallel needs qkv_format='sbhd'"):
+        BurstCoreAttention._check_packed_group(layer, ring)  # type: ignore[arg-type]
+    layer._pg_collection.cp = group(2)
+    BurstCoreAttention._check_packed_group(layer, ring)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from burst_plugin.megatron.adapter import _choose_core_attention
 from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
@@ -68,6 +69,8 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
         ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
         ({"sft": True}, "--sft is not supported: the script's way of packing documents changes by release"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
+        ({"perform_rl_step": True}, "--perform-rl-step is not supported: before 0.20 it gives all ranks whole"),
+        ({"fake_process_group": True}, "--fake-process-group is not supported: ranks cannot meet in it"),
         ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models know no core attention"),
         (
             {"flash_attention_version": 3},
@@ -172,3 +175,20 @@ def test_help_works_where_megatrons_own_is_broken() -> None:
     shown = mend_help(parser).format_help()
     assert "3 by default" in shown
     assert "half (50%) of it" in shown
+
+
+def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
+    """Where a script builds its own TransformerConfig, Megatron's own context parallelism would run unseen."""
+    config = argparse.Namespace(context_parallel_size=2, cp_comm_type=None, hybrid_context_parallel=False)
+    layer = argparse.Namespace(modules=list)
+
+    def build(cp_comm_type: list[str]) -> list[warnings.WarningMessage]:
+        _parse(cp_comm_type=cp_comm_type)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _choose_core_attention(argparse.Namespace(), lambda *args: None, layer, config, None)  # type: ignore[arg-type]
+        return said
+
+    (said,) = build(["burst"])
+    assert "did not reach a model's TransformerConfig" in str(said.message)
+    assert build(["p2p"]) == []

@@ -57,6 +57,12 @@ def test_packed_sequences_that_do_not_fit_are_refused(params: PackedSeqParams, p
         packed_documents(params, 2, (2, 2), lambda tensor: tensor.tolist())
 
 
+def test_a_packed_batch_that_is_not_cut_is_told_so() -> None:
+    """Not to end the offsets at twice as many tokens: every rank would then have the same half."""
+    with pytest.raises(ValueError, match="the batch is not cut over the 2 context-parallel ranks"):
+        packed_documents(_packed(cu_seqlens_q=[0, 4, 8]), 2, (8, 8), lambda tensor: tensor.tolist())
+
+
 def test_documents_of_queries_and_keys() -> None:
     params = _packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 4, 8], cu_seqlens_kv=[0, 8, 12])
     (q, kv), documents = packed_documents(params, 2, (4, 6), lambda tensor: tensor.tolist())
