@@ -26,6 +26,11 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         self._given, self._global_ranks = given, global_ranks
         self.created: list[dist.ProcessGroup] = []
 
+    @property
+    def whole(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
+        return self._given[0]
+
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
         """Add the channels of either link, between these ranks of the group; all of them call this together.
 
@@ -35,7 +40,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         for group in self._given:
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
-        whole = self._given[0]
+        whole = self.whole
         for traffic in Traffic:
             for link in Link:
                 key = (traffic, members[link])

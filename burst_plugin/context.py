@@ -18,16 +18,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
-from burst_plugin.communicators import Communicators, group_device, warm_up
+from burst_plugin.communicators import Communicators, group_device, launches_batches, warm_up
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.layout import Tokens, positions
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
+from burst_plugin.packing import LABEL_BYTES
 from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel
+from burst_plugin.transport import Channel, Message
+from burst_plugin.watch import FailureWatch
 
 __all__ = ["ContextParallel"]
 
@@ -71,6 +73,7 @@ class ContextParallel:
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
         self._call_count = self._attention_count = 0
         self._process = os.getpid()
+        self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
         topology = self._find_topology(sizes)
@@ -212,6 +215,8 @@ class ContextParallel:
             if self.strategy.ulysses_degree > 1:
                 channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
                 self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
+            if launches_batches(self.group):  # elsewhere ranks hear of it from the messages that they miss
+                self._watch = FailureWatch(store, self.rank)
         if self.member.route_table.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
@@ -219,6 +224,24 @@ class ContextParallel:
         for each in sorted(by_link):
             if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
                 self._communicators.connect(self.member.link_peers(each), each, self.member.ring_id)
+                if launches_batches(self.group):
+                    self._meet_neighbours(each)
+
+    def _meet_neighbours(self, by_link: bool) -> None:
+        """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
+
+        NCCL connects two ranks at their first message, and would wait for one that is lost by then for ever.
+        """
+        transport = DistributedTransport(self._communicators, self._global_ranks)  # counts for itself
+        sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self._communicators.whole))
+        for traffic in Traffic:
+            for link, peers in self.member.link_peers(by_link).items():
+                if len(peers) > 1:
+                    channel, place = Channel(traffic, link, by_link), peers.index(self.rank)
+                    to = Message(peers[(place + 1) % len(peers)], channel, sent)
+                    of = Message(peers[place - 1], channel, torch.empty_like(sent))
+                    for pending in transport.post([to], [of]):
+                        pending.wait()
 
     def close(self) -> None:
         """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.
@@ -231,6 +254,7 @@ class ContextParallel:
         """
         self.member.close()
         self.calls.clear()
+        self._watch = None
         if self.member.is_broken or sys.exc_info()[0] is not None:
             return
         if self.group is not None and self._communicators and dist.is_initialized():

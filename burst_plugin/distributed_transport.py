@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from burst_plugin.communicators import launches_batches
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport, Waited
+from burst_plugin.watch import FIRST_FAILURE
 
 __all__ = ["DistributedTransport"]
 
@@ -130,7 +131,7 @@ class DistributedTransport(Transport):
         if self.store is None:
             return text
         try:
-            first: bytes = self.store.compare_set("first_failure", "", text)
+            first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
         except RuntimeError:  # the store went with the rank that hosted it
             return text
         return first.decode()

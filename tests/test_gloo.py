@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -165,6 +166,25 @@ def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> Non
         assert groups == [1] * 3, "only the world is left"
         assert files[1:] == files[:-1], "and no connections"
         assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
+
+
+def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str, int]) -> tuple[float, bool]:
+    """What a ring does besides where the backend launches batches of messages as one."""
+    with mock.patch.object(context, "launches_batches", return_value=True):
+        cp = ContextParallel(dist.group.WORLD, **options)
+        worst = max(errors(_train_step(cp, problem), truth).values())
+    assert cp.traffic() == cp.expected_traffic()
+    there = any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
+    cp.close()
+    return worst, there
+
+
+@pytest.mark.parametrize("options", [{"ranks_per_node": 2}, {"ranks_per_node": 4}, {"ulysses_degree": 2}], ids=str)
+def test_ranks_connect_while_all_are_there_and_watch_for_one_that_gives_up(options: dict[str, int]) -> None:
+    problem = Problem.draw(32, (4, 2))
+    for worst, there in run_ranks(_as_with_nccl, 4, problem, reference(problem, Causal()), options):
+        assert worst < 2e-6
+        assert there
 
 
 def _closed_in_finally(rank: int) -> str:

@@ -1,0 +1,49 @@
+"""Why ranks wait: a thread that reads what the first rank to give up has left in the store."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from torch._C._distributed_c10d import Store
+
+__all__ = ["FIRST_FAILURE", "FailureWatch"]
+
+FIRST_FAILURE = "first_failure"  # the key in a ring's store
+_PERIOD_S = 10.0
+
+_LOG = logging.getLogger(__name__)
+
+
+class FailureWatch:
+    """Logs, within seconds, that another rank has given up, and why; until it is closed or collected.
+
+    With NCCL ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, and what is
+    said then names neither the rank nor its reason. Ending the processes is left to the time-out and the launcher.
+    """
+
+    def __init__(self, store: Store, rank: int, period_s: float = _PERIOD_S) -> None:
+        self._closed = threading.Event()
+        own: Store = store.clone()  # type: ignore[attr-defined]  # a connection: on one, threads wait for each other
+        arguments = (own, f"rank {rank} ", period_s, self._closed)
+        threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _watch(store: Store, own: str, period_s: float, closed: threading.Event) -> None:
+    while not closed.wait(period_s):
+        try:
+            if not store.check([FIRST_FAILURE]):
+                continue
+            text = store.get(FIRST_FAILURE).decode()
+        except RuntimeError:  # the store went with the rank that hosted it
+            return
+        if not text.startswith(own):
+            _LOG.error("%sof a ring waits in vain, until PyTorch's time-out ends it: %s", own, text)
+        return

@@ -1,0 +1,51 @@
+"""The thread that says why a ring waits."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from burst_plugin.watch import FIRST_FAILURE, FailureWatch
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "burst_plugin watch"]
+
+
+def _wait_for_the_end() -> None:
+    for thread in _threads():
+        thread.join(20.0)
+    assert _threads() == []
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.PrefixStore("ring", dist.HashStore())
+
+
+def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
+    watches = [FailureWatch(store, rank, period_s=0.05) for rank in range(3)]
+    with caplog.at_level(logging.ERROR):
+        time.sleep(0.2)
+        assert caplog.records == []
+        store.set(FIRST_FAILURE, "rank 1 gave up: OutOfMemoryError: no room")
+        _wait_for_the_end()
+    said = sorted(record.getMessage() for record in caplog.records)
+    assert len(said) == 2, "rank 1 raises the error itself"
+    assert said[0].startswith("rank 0 of a ring waits in vain")
+    assert said[0].endswith("rank 1 gave up: OutOfMemoryError: no room")
+    del watches
+
+
+def test_it_ends_with_its_ring(store: dist.Store) -> None:
+    closed, collected = (FailureWatch(store, rank, period_s=0.05) for rank in range(2))
+    assert len(_threads()) == 2
+    closed.close()
+    del collected
+    gc.collect()
+    _wait_for_the_end()
