@@ -93,7 +93,7 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
-    """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for what is not."""
+    """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for absent ones."""
     works = call.tile_works("backward", inputs.bias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
     sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], factor), number)
@@ -158,7 +158,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True: what is missing in that graph would not be missed
+        if torch.is_grad_enabled():  # create_graph=True: nobody would notice what that graph lacks
             raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
         calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]

@@ -36,7 +36,7 @@ from burst_plugin.ulysses import HeadExchange
 
 __all__ = ["Call", "CallKind", "Extras"]
 
-_LARGEST_BATCH = 2**16 - 1  # that CUDA kernels are launched for: pieces of a tile are batch rows to them
+_LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces of a tile count as batch rows
 
 
 class Extras(NamedTuple):
@@ -149,7 +149,7 @@ class CallKind:
 
     @cached_property
     def _own_specs(self) -> dict[tuple[str, str], Sequence[Spec]]:
-        """Of the sums of this rank's block, by direction and side."""
+        """Shapes and types of the sums of this rank's block, by direction and side."""
         whole = self._of_block(self.member.ring_rank, None)
         return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in SIDES}
 
@@ -243,7 +243,7 @@ class Call:
         return found
 
     def head_exchange(self, direction: str, number: int) -> HeadExchange:
-        """That before and after the ring, in one pass."""
+        """The exchange of heads before and after the ring, in one pass."""
         kind, member = self.kind, self.kind.member
         label = self._label(direction, number) if member.team.degree > 1 else None  # no messages in a team of one
         return HeadExchange(

@@ -72,7 +72,7 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
     backend, existing = original.name(), original.options  # the group may have another one for other devices
     options = None
     if backend == "nccl":  # a copy: torch writes into what it is given
-        # Of what waits for the same event, a message and the next kernel, the message has to get on the GPU first.
+        # A message and the next kernel wait for the same event: high priority lets the message start first.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
     with _created_by_members_alone(name):

@@ -266,8 +266,8 @@ class ContextParallel:
 
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
         by name, or in their options. Done at the same calls on every rank (see `Strategy.check`), or `always`, for
-        what does not come with every layer and has read tensors anyway. Where it is not done, a rank with a problem
-        is alone with it: the others may be under way, so this ring ends.
+        rare calls that wait for the device anyway. At a call at which ranks do not compare, only this rank knows of
+        its problem, and the others may be sending already: so this ring ends.
         """
         self.member.check_open()
         if os.getpid() != self._process:

@@ -113,7 +113,7 @@ class DistributedTransport(Transport):
         return found
 
     def _communicator(self, channel: Channel) -> _Communicator:
-        """That of a channel, which may share it with others."""
+        """The communicator of a channel, which may share it with others."""
         group = self._groups[channel]
         if group not in self._communicators:
             self._communicators[group] = _Communicator(group, self._global_ranks)
@@ -138,7 +138,7 @@ class DistributedTransport(Transport):
 
 
 def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:
-    """Of a communicator's batch; no two communicators of a ring share one."""
+    """The first channel of a communicator's batch; no two communicators of a ring share one."""
     return min(message.channel for messages in batch[1] for message in messages)
 
 

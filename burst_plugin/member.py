@@ -1,4 +1,7 @@
-"""One rank's place in a ring: what stays the same from call to call."""
+"""One rank's place in a ring: what stays the same from call to call.
+
+A `ContextParallel` is a member and process groups; a `VirtualRing` is all members of a ring in one process.
+"""
 
 from __future__ import annotations
 
@@ -109,8 +112,8 @@ class Member:
     def note_pass(self, direction: str, number: int) -> None:
         """Remember that this pass of that call is the next one of this rank.
 
-        Messages of passes that ranks make in unlike orders have the same sizes: where they have no labels, on GPUs,
-        nothing else tells.
+        If ranks make passes in unlike orders, the sizes of their messages match all the same. On CPUs labels tell, on
+        GPUs, where there are none, only this digest does.
         """
         self.passes_digest = hash((self.passes_digest, number, direction == "backward"))
 

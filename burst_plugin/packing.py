@@ -16,8 +16,8 @@ __all__ = ["LABEL_BYTES", "Buffer", "BufferPool", "Memory", "Packing", "Spec"]
 Spec = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 
 LABEL_BYTES = 16  # a multiple of every type's size
-_ALIGNMENT = 64  # of a CPU's widest vector: kernels read a block that came by 3 % slower at other places
-_KEPT = 16  # of what is looked up in a buffer, and of the lengths it was lent in
+_ALIGNMENT = 64  # a CPU's widest vector: kernels read a received block 3 % more slowly at other alignments
+_KEPT = 16  # entries of a look-up table before it is cleared
 
 
 class Packing:
@@ -80,7 +80,7 @@ class Buffer:
 class Memory:
     """One allocation, [nbytes], uint8.
 
-    Made outside of inference mode, as are views of it: nothing but inference could write to an inference tensor.
+    Made outside of inference mode, as are views of it: what is made inside cannot be written to outside.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:

@@ -69,14 +69,14 @@ class Plan(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Of a forward and a backward pass together."""
+        """Parts of a forward and a backward pass together."""
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
 def pass_price(
     strategy: Strategy, direction: str, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> Price:
-    """That of one pass by `strategy`; `visit_s` is the seconds of work on a whole block where no heads are exchanged.
+    """The price of one pass by `strategy`; `visit_s`: seconds of work on a whole block where no heads are exchanged.
 
     With such an exchange a visit is that of a longer block with fewer heads, and the exchange, which nothing hides,
     is added: all operands on their way to their heads, all results on their way back.
@@ -104,7 +104,7 @@ def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links
 
 
 def _exchanged_bytes(shapes: Shapes, degree: int, direction: str) -> int:
-    """Of one member's share of a rank's q, k, v and out, or of their gradients.
+    """Bytes of one member's share of a rank's q, k, v and out, or of their gradients.
 
     They are exchanged in the type of the inputs, but for gradients of key/value heads that members share.
     """

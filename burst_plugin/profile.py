@@ -71,7 +71,7 @@ class _StreamClock:
 
 
 class _Span(NamedTuple):
-    """An event whose times are marks yet."""
+    """An event whose start and stop are still marks of a clock, not seconds."""
 
     blank: Event
     fields: dict[str, Any]
@@ -171,7 +171,7 @@ class Profile:
         self._batches = iter(range(2**62))
         self._passes = iter(range(2**62))
         self._start_s, self._stop_s = time.perf_counter(), 0.0
-        self.epoch_s = time.time() - self._start_s  # what to add to times for those of the calendar
+        self.epoch_s = time.time() - self._start_s  # added to an event's times, it gives seconds since 1970
 
     def begin_pass(self, direction: str, device: torch.device) -> PassLog:
         """What a pass on `device` is noted in."""

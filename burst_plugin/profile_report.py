@@ -61,7 +61,7 @@ class StepCost:
 
     @staticmethod
     def of(events: Sequence[Event], step: int, passes: int) -> StepCost:
-        """Of events in one direction, one at least."""
+        """The cost of a step, from its events in one direction, one at least."""
         spent_s: dict[str, float] = defaultdict(float)
         sent = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
         for event in events:
@@ -107,17 +107,17 @@ class Summary:
 
     @property
     def compute_s(self) -> float:
-        """In all."""
+        """Seconds of kernels and merging, in all passes."""
         return sum(total.compute_s for total in self.totals.values())
 
     @property
     def wait_s(self) -> float:
-        """In all."""
+        """Seconds of communication that was not hidden, in all passes."""
         return sum(total.wait_s for total in self.totals.values())
 
     @property
     def other_s(self) -> float:
-        """In all."""
+        """Seconds of everything else, in all passes."""
         return sum(total.other_s for total in self.totals.values())
 
     @property

@@ -128,7 +128,7 @@ class Both(Mask):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Those of either."""
+        """The documents of either."""
         return self.one.documents or self.other.documents
 
     def of_row(self, row: int) -> Mask:

@@ -24,7 +24,7 @@ from burst_plugin.transfers import Needs, RankSchedule, Rows, Schedule
 __all__ = ["Attending", "Pairs", "Route", "RouteTable"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
-_MOST_PAIRS = 100_000  # runs of all pairs of ranks to look through for what a mask leaves out: about a second
+_MOST_PAIRS = 100_000  # ranks x ranks x runs above which empty visits are not looked for; this many take a second
 _MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
 
 
@@ -81,8 +81,8 @@ class Pairs:
     def needs(self, traveller: str) -> Needs | None:
         """The rows of every block of side `traveller` that every rank works on.
 
-        None if a few ranks that are looked at need most of everything, or if there are too many to look at: then
-        blocks go to all.
+        None if three ranks, looked at for all, need most rows, or if there are too many pairs to look at: then blocks
+        go to all.
         """
         ranks = len(self.runs["q"])
         runs = max(len(held) for side in self.runs.values() for held in side)

@@ -36,8 +36,8 @@ a line at the end.
              rank 2   2   1       nothing is passed on, so that what many ranks of a node need crosses many times
              rank 3   3   2
 
-Wherever sums come home over several nodes the own block is visited in two turns like that; inside one node the last
-hop is short, and one tile is faster than two.
+Wherever sums come home over several nodes a rank visits its own block in two turns like that; inside one node the
+last hop is short, and one tile is faster than two.
 
 Sources: RingAttention (arXiv 2310.01889); the two-level ring of BurstAttention (2403.09347, section 3.1)
 and LoongTrain's double ring (2406.18485, section 4.4).

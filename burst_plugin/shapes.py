@@ -35,7 +35,7 @@ class Shapes(NamedTuple):
     dtype: torch.dtype
 
     def of_part(self, parts: int) -> Shapes:
-        """Those of one part of the heads."""
+        """The shapes of one part of the heads."""
         return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     @property
@@ -45,7 +45,7 @@ class Shapes(NamedTuple):
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
     def of_team(self, degree: int) -> Shapes:
-        """Of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
+        """The shapes of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
         return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     @property

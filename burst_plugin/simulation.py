@@ -54,7 +54,7 @@ class Load:
 
     @classmethod
     def of(cls, shapes: Shapes, direction: str, traveller: str, visit_s: float) -> Load:
-        """That of a "forward" or "backward" pass in which side `traveller`, "q" or "kv", travels."""
+        """The load of a "forward" or "backward" pass in which side `traveller`, "q" or "kv", travels."""
         return cls(*hop_bytes_by_traffic(shapes, direction, traveller), visit_s)
 
     def bytes_of(self, traffic: Traffic) -> float:

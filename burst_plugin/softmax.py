@@ -32,7 +32,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     if fused := _fused(out, other_out):
         fused.merge_(out, lse, other_out, other_lse)
         return
-    other_lse = other_lse.contiguous()  # where it is [B, S, H] in memory, exp and log would run one by one
+    other_lse = other_lse.contiguous()  # exp and log are not vectorised over strided rows
     weight = torch.sigmoid_(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))  # -inf less -inf would be NaN
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
     torch.logaddexp(lse, other_lse, out=lse)
@@ -85,7 +85,7 @@ def _row_norm(x: Tensor) -> Tensor:
     1 for rows of zeros.
     """
     norm: Tensor
-    if x.is_cpu and x.dtype != torch.float64:  # where it takes a quarter of the time, and a look at what it gave none
+    if x.is_cpu and x.dtype != torch.float64:  # a quarter of the time of float64; checking the range costs nothing
         norm = torch.linalg.vector_norm(x, dim=-1)
         if not norm.numel():
             return norm

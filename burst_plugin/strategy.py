@@ -82,7 +82,7 @@ class Strategy:
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """A strategy given whole, or by keywords; ValueError for both at once, or a keyword that is none of its."""
+        """A strategy given whole, or by keywords; ValueError for both at once, or an unknown keyword."""
         known = [field.name for field in fields(cls)]
         for name in options:
             _one_of("option", name, known)
@@ -93,7 +93,7 @@ class Strategy:
         return strategy if strategy is not None else cls(**options)
 
     def compared(self) -> dict[str, object]:
-        """Every option as ranks compare it; a kernel object is no two times the same, but its name is."""
+        """Every option as ranks compare it: kernel objects by their names."""
         options = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 

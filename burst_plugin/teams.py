@@ -80,7 +80,7 @@ class Team:
         return [member for member in range(self.degree) if member != self.place]
 
     def heads_of(self, heads: int) -> slice:
-        """This rank's, of so many heads."""
+        """Which of so many heads this rank works on."""
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
@@ -91,10 +91,10 @@ class Team:
 
     @cached_property
     def _channels(self) -> dict[Traffic, list[Channel]]:
-        """To every member."""
+        """The channel to every member, by traffic."""
         links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
-        """To or from a member."""
+        """A message to or from a member."""
         return Message(self.peers[member], self._channels[traffic][member], data)

@@ -117,7 +117,7 @@ class Regions:
         self._stops = list(accumulate((region.q_stop for region in self._regions), max))
 
     def at(self, first: int, last: int) -> Iterator[Region]:
-        """Those that hold any of the queries `first ... last`."""
+        """The regions that hold any of the queries `first ... last`."""
         for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
             if self._regions[number].q_stop > first:
                 yield self._regions[number]

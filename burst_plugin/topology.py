@@ -90,7 +90,7 @@ class Topology:
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
     def of_teams(self, degree: int) -> Topology:
-        """That of teams of `degree` consecutive ranks, each inside a node or of whole nodes.
+        """The topology of teams of `degree` consecutive ranks, each inside a node or of whole nodes.
 
         ValueError for other degrees.
         """
@@ -114,7 +114,7 @@ class Topology:
     def from_sizes(
         cls, ranks: int, hierarchy: Sequence[int] | None = None, ranks_per_node: int | None = None
     ) -> Topology:
-        """From the number of ranks and Megatron's hierarchical sizes (innermost first) or ranks per node.
+        """A topology from the number of ranks and Megatron's hierarchical sizes (innermost first) or ranks per node.
 
         `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels the outer two are merged.
         Raises ValueError if sizes do not multiply to `ranks`, or if the two options contradict each other.

@@ -31,6 +31,8 @@ class ScheduleError(ValueError):
     """A schedule that would lose, repeat or read ahead of data."""
 
 
+_NEVER = 1 << 62  # a step that does not come
+
 Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
 # needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
 Needs = Sequence[Mapping[int, Rows | None]]
@@ -139,7 +141,7 @@ class Schedule:
         return {link: {traffic: sent[link, traffic] for traffic in Traffic} for link in Link}
 
     def turns(self, rank: int) -> list[int]:
-        """How often the block of each visit was visited before: 0, and 1 for what was kept of the own block."""
+        """How often the block of each visit was visited before: 0, and 1 for what was kept of its own block."""
         seen: Counter[int | None] = Counter()
         found = []
         for block in self.visits[rank]:
@@ -241,18 +243,24 @@ class Schedule:
             tuple(block if block in needs[rank] else None for block in visits)
             for rank, visits in enumerate(self.visits)
         )
-        useful = {(rank, block) for rank, found in enumerate(visits) for block in found if block is not None}
-        at = {(rank, block): step for rank, found in enumerate(visits) for step, block in enumerate(found)}
+        sums_from = {
+            (rank, block): step + 1
+            for rank, found in enumerate(visits)
+            for step, block in enumerate(found)
+            if block is not None
+        }
         gather, reduce = [], []
+        # Backwards in time: a block is needed where it is worked on, and where it is passed on from.
+        needed = set(sums_from)
         for t in sorted(self.gather, key=lambda t: -t.due):
-            if (t.dst, t.block) in useful:
+            if (t.dst, t.block) in needed:
                 gather.append(t)
-                useful.add((t.src, t.block))
-        summed: dict[tuple[int, int | None], int] = {key: step + 1 for key, step in at.items()}
+                needed.add((t.src, t.block))
+        # Forwards in time: a rank has a sum to send once it has worked on the block, or been sent a sum of it.
         for t in sorted(self.reduce, key=lambda t: (t.issue, t.due)):
-            if summed.get((t.src, t.block), t.issue + 1) <= t.issue:
+            if sums_from.get((t.src, t.block), _NEVER) <= t.issue:
                 reduce.append(t)
-                summed[t.dst, t.block] = min(t.due, summed.get((t.dst, t.block), t.due))
+                sums_from[t.dst, t.block] = min(t.due, sums_from.get((t.dst, t.block), _NEVER))
         return replace(self, visits=visits, gather=tuple(gather), reduce=tuple(reduce))
 
     def most_rows_sent(self, lengths: Sequence[int]) -> tuple[int, int]:
@@ -303,14 +311,14 @@ class Schedule:
     def _validate_gather(self) -> None:
         held_from = {(self.owner(block), block): 0 for block in range(self.ranks * self.parts)}
         for t in sorted(self.gather, key=lambda t: (t.issue, t.due)):
-            if held_from.get((t.src, t.block), t.issue + 1) > t.issue:
+            if held_from.get((t.src, t.block), _NEVER) > t.issue:
                 raise ScheduleError(f"{self.name}: rank {t.src} sends block {t.block} before it has it: {t}")
             if (t.dst, t.block) in held_from:
                 raise ScheduleError(f"{self.name}: rank {t.dst} is sent block {t.block} twice: {t}")
             held_from[t.dst, t.block] = t.due
         for rank, visits in enumerate(self.visits):
             for step, block in enumerate(visits):
-                if block is not None and held_from.get((rank, block), step + 1) > step:
+                if block is not None and held_from.get((rank, block), _NEVER) > step:
                     raise ScheduleError(f"{self.name}: rank {rank} visits block {block} at step {step} without it")
 
     def _validate_reduce(self) -> None:

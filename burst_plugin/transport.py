@@ -20,7 +20,7 @@ __all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Trans
 
 
 class Channel(NamedTuple):
-    """What is carried, over which link; `by_link` where either link needs a communicator of its own."""
+    """What is carried, over which link; `by_link`: each link has communicators of its own."""
 
     traffic: Traffic
     link: Link

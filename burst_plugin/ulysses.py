@@ -61,7 +61,7 @@ class _Piece(ABC):
         return self.local.narrow(2, member // self.members_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
-        """Of a message with the rows of a member."""
+        """Shape and type of a message with the rows of a member."""
         batch, _, heads, dim = self.joint.shape
         return (batch, self.block.counts[member], heads, dim), self.joint.dtype
 
