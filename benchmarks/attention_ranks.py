@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.attention_rounds import Entry, Group, OneProcess, Times, World, kernel_entries, rounds
 from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.burst import Burst
+from benchmarks.memory import PeakMemory
 from benchmarks.one_rank import Gradients, Whole, fastest
-from benchmarks.peak_memory import PeakMemory
 from benchmarks.silent import SilentTransport, silenced
 from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
 from burst_plugin.attention import backward_program, forward_program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
+from benchmarks.memory import keep_freed_memory
 from benchmarks.netns import interface_bytes
 from burst_plugin.planner import Links, plans
 from burst_plugin.shapes import DIRECTIONS
@@ -27,8 +27,6 @@ from burst_plugin.topology import Topology
 
 __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-_KEPT_BYTES = 16 << 20
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
 _TRIALS = 3  # of each configuration, if there are several
@@ -74,17 +72,13 @@ class Work:
 
 
 def _settle_memory() -> None:
-    """Keep two things of this process out of the times: they are not any contender's, and GPUs have neither.
+    """Keep out of the times what no contender has a part in, and GPUs do not know.
 
-    Python's collector would look through all imported libraries in the middle of a pass, for 0.1 s; and the C library
-    would give freed tensors back to the system, to fetch them anew page by page.
+    Python's collector would look through all imported libraries in the middle of a pass, for 0.1 s.
     """
     gc.collect()
     gc.freeze()
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 64 * _KEPT_BYTES)
+    keep_freed_memory()
 
 
 def _defer_transfers() -> None:

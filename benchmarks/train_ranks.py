@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.flops import cpu_peak_flops_per_s, gpu_peak_flops_per_s
-from benchmarks.peak_memory import PeakMemory
+from benchmarks.memory import PeakMemory, keep_freed_memory
 from benchmarks.results import ROOT, cpus
 
 EXAMPLES = ROOT / "examples"
@@ -147,7 +147,7 @@ def prepare(device: str) -> None:
             sys.path.append(str(folder))
     if device == "cpu":
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
-        _keep_memory()
+        keep_freed_memory()
 
 
 def ring_bytes(context: Any) -> int:
@@ -158,15 +158,3 @@ def ring_bytes(context: Any) -> int:
 def multiplying(model: nn.Module) -> int:
     """The number of parameters, without the table of input embeddings, which is only looked up in."""
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
-
-
-def _keep_memory() -> None:
-    """Have glibc keep what is freed, as the quickstart has. It would hand large tensors back to the system each time
-    and clear their pages again, which costs longer sequences, with larger tensors, more."""
-    import ctypes
-
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)

@@ -22,8 +22,8 @@ from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess,
 from benchmarks.attention_rows import Found, attention_flops
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
+from benchmarks.memory import PeakMemory
 from benchmarks.one_rank import Whole
-from benchmarks.peak_memory import PeakMemory
 from benchmarks.results import load
 from benchmarks.silent import SilentTransport
 from burst_plugin import Strategy, Topology, VirtualRing
