@@ -19,6 +19,7 @@ from burst_plugin import Causal, Full
 from burst_plugin.shapes import DIRECTIONS
 from tests.support.ranks import RankError, run_ranks
 from tests.support.reference import Problem, Result, errors, reference
+from tests.support.speed import slowness
 
 T = TypeVar("T")
 SEQ, DIM = 16, 16
@@ -172,7 +173,8 @@ def _passes(rank: int, contender: Contender, case: Case) -> dict[str, list[_Pass
 def test_a_slept_session_takes_the_time_of_its_visits(contender: Contender) -> None:
     """Its kernels sleep for just that long, and what it does besides takes a tenth of it at most.
 
-    The clock only says that nothing is early: how late a process wakes up and is heard is the machine's affair.
+    The clock only says that nothing is early: how late a process wakes up and is heard is the machine's affair, as is
+    how fast it runs Python.
     """
     case, least_s = _case(2, HEADS[0], torch.bfloat16, True), dict.fromkeys(DIRECTIONS, float("inf"))
     visits = case.ranks / 2  # a causal one is half a full one
@@ -183,6 +185,6 @@ def test_a_slept_session_takes_the_time_of_its_visits(contender: Contender) -> N
                 assert all(one.took_s >= due_s[direction] for one in each)
                 assert max(one.slept_s for one in each) == pytest.approx(due_s[direction], rel=0.02)
                 least_s[direction] = min(least_s[direction], *(one.own_s for one in each))
-        if all(least_s[direction] <= 0.1 * due_s[direction] for direction in DIRECTIONS):
+        if all(least_s[direction] <= 0.1 * due_s[direction] * slowness() for direction in DIRECTIONS):
             return
     pytest.fail(f"it took {least_s} s of the processor beside {due_s} s of sleep")
