@@ -249,15 +249,19 @@ class ContextParallel:
         For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
         RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
         nothing is left to destroy. While an exception is handled, as in `finally`, and after a pass that was left
-        half way, the communicators are left alone: destroying them could wait for ranks that do not come, and nobody
-        would see what went wrong. RuntimeError in the middle of a pass.
+        half way, no rank waits for others; with NCCL communicators are left alone then, since destroying them could
+        wait. RuntimeError in the middle of a pass.
         """
         self.member.close()
         self.calls.clear()
         self._watch = None
-        if self.member.is_broken or sys.exc_info()[0] is not None:
+        if self.group is None or not dist.is_initialized():
+            self._communicators.clear()
             return
-        if self.group is not None and self._communicators and dist.is_initialized():
+        if self.member.is_broken or sys.exc_info()[0] is not None:
+            if launches_batches(self.group):
+                return
+        elif self._communicators:
             warm_up(self.group)  # no rank is in a pass any more
         self._communicators.destroy()
 
@@ -270,7 +274,7 @@ class ContextParallel:
         its problem, and the others may be sending already: so this ring ends.
         """
         self.member.check_open()
-        if os.getpid() != self._process:
+        if self.group is not None and os.getpid() != self._process:
             raise RuntimeError(
                 "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
                 "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"

@@ -168,11 +168,16 @@ def test_closed_rings_leave_nothing_behind_and_say_that_they_are_closed() -> Non
         assert [text.split(";")[0] for text in said] == ["this ContextParallel is closed"] * 2
 
 
+_meet_neighbours = ContextParallel._meet_neighbours
+
+
 def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str, int]) -> tuple[float, bool]:
     """What a ring does besides where the backend launches batches of messages as one."""
-    with mock.patch.object(context, "launches_batches", return_value=True):
+    meet = mock.patch.object(ContextParallel, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
+    with mock.patch.object(context, "launches_batches", return_value=True), meet as met:
         cp = ContextParallel(dist.group.WORLD, **options)
         worst = max(errors(_train_step(cp, problem), truth).values())
+    assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp._communicators})
     assert cp.traffic() == cp.expected_traffic()
     there = any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
     cp.close()

@@ -132,7 +132,7 @@ def test_at_most_one_block_per_step_leaves_through_each_link() -> None:
     assert set(sent.values()) == {1}
 
 
-def test_plan_holds_each_transfer_at_both_ends_and_nothing_else() -> None:
+def test_ranks_have_each_transfer_at_both_ends_and_nothing_else() -> None:
     schedule = two_level_ring(Topology(3, 2))
     issued = Counter(t for rank in range(6) for step in schedule.of_rank(rank).steps for t in step.issue)
     assert set(issued) == set(schedule.transfers)
@@ -158,7 +158,7 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
         assert [due for due, *_ in posted] == sorted(due for due, *_ in posted), "what is needed first goes first"
 
 
-def test_load_counts_the_rows_of_the_blocks_that_are_sent() -> None:
+def test_most_rows_counts_the_rows_of_the_blocks_that_are_sent() -> None:
     """In a flat ring a rank sends all blocks but that of the rank after it."""
     assert flat_ring(Topology(1, 4)).most_rows_sent([1, 2, 3, 4]) == (0, 9)
     assert flat_ring(Topology(4, 1)).most_rows_sent([1, 2, 3, 4]) == (9, 0)

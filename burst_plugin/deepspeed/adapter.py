@@ -53,7 +53,6 @@ class Adapter:
         self.latest: Session | None = None
         self.waiting: list[ShardedLoader] = []  # made for the engine to come
         self.report: list[str] = []
-        self.calls = 0  # of `initialize`
 
     def session(self, engine: Any = None) -> Session:
         """That of an engine, or of the only one. Raises ValueError if there is none, or more than one."""
@@ -158,16 +157,14 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     """`deepspeed.initialize`."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     config = _configuration(given)
-    deepspeed.init_distributed(  # as `initialize` does first
+    if config is None or BLOCK not in config:
+        warn_of_near_misses(config or {})
+        return _without_rings(adapter, original, *args, **kwargs)
+    deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         distributed_port=given.get("distributed_port", deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT),
         dist_init_required=given.get("dist_init_required"),
     )
-    adapter.calls += 1
-    _check_all_have_it(config is not None and BLOCK in config, adapter.calls)
-    if config is None or BLOCK not in config:
-        warn_of_near_misses(config or {})
-        return _without_rings(adapter, original, *args, **kwargs)
     _use_own_device(given.get("args"))
     block, size = _agreed(config, given)
     if not block.enabled:
@@ -186,20 +183,6 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         loader.bind(session)
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
-
-
-def _check_all_have_it(has_block: bool, call: int) -> None:
-    """Raise ValueError on the ranks that have the block if others have none; these go on, without a ring."""
-    store: Any = dist.distributed_c10d._get_default_store()
-    keys = [f"burst_plugin/initialize/{call}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], "block" if has_block else "none")
-    if has_block:
-        store.wait(keys)
-        without = [rank for rank, said in enumerate(store.multi_get(keys)) if said == b"none"]
-        if without:
-            raise ValueError(
-                f'ranks {without} have no "{BLOCK}" in their configuration, and this one has: give all the same'
-            )
 
 
 def _use_own_device(args: Any) -> None:

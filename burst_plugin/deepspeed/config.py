@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.rules import Rule, broken, off, one_of
+from burst_plugin.rules import Rule, broken, off
 from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["BLOCK", "REFUSED", "Block", "conflicts", "near_misses", "warn_of_near_misses"]
@@ -111,7 +111,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         "gradient_allreduce_op": Rule(
             lambda op: str(op).lower() != "sum", 'use "average": losses are scaled for gradients that are averaged'
         ),
-        "data_parallel_size": Rule(one_of(None), "it makes a mesh; leave it out, it follows from the ranks"),
+        "data_parallel_size": Rule(_one_at_most, "it makes a mesh; leave it out, it follows from the ranks"),
         "tensor_parallel.autotp_size": Rule(_one_at_most, "tensor parallelism has not been tried; leave it out"),
         "expert_parallel.enabled": Rule(off, "expert parallelism has not been tried; switch it off"),
         "compile.passes": Rule(
@@ -147,6 +147,11 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
         found.append(
             f"sequence_parallel_size={ulysses!r} (Ulysses) contradicts context_parallel_size={size} of {BLOCK}: "
             "leave it out"
+        )
+    if ulysses is not None and config.get("data_parallel_size") == 1:
+        found.append(
+            "data_parallel_size=1 beside sequence_parallel_size makes a mesh, which does not go together with "
+            f"{BLOCK}: leave both out"
         )
     return found
 

@@ -157,7 +157,7 @@ class Session:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
             kwargs = _by_name(model, args, kwargs)
-            if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            if self.cp.ranks > 1 and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
                 raise ValueError(
                     f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on "
                     "what this rank has of it be made whole by nobody. Give labels; or cut it with "
@@ -181,7 +181,15 @@ class Session:
 
     def _ring_of(self, kwargs: Mapping[str, Any]) -> Member:
         """The ring of the batch: another engine's, if that has cut it."""
-        return (kwargs[KEY].cp if kwargs.get(KEY) is not None else self.cp).member
+        shard = kwargs.get(KEY)
+        if not isinstance(shard, SequenceShard):
+            return self.cp.member
+        if shard.cp.ranks != self.cp.ranks:
+            raise ValueError(
+                f"got shards of a ring of {shard.cp.ranks} ranks in an engine with rings of {self.cp.ranks}, whose "
+                "losses are scaled for these; give both engines the same context_parallel_size"
+            )
+        return shard.cp.member
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = KEY in kwargs

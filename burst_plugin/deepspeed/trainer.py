@@ -107,7 +107,8 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     session = _of(adapter, trainer)
     if session is None:
         return batches, items
-    _check_options(trainer)
+    if session.cp.ranks > 1:
+        _check_options(trainer)
     if not batches or not all(KEY in batch for batch in batches):
         return batches, items
     session.only_caller = f"{type(trainer).__name__}.compute_loss"

@@ -23,6 +23,8 @@ NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers l
 # What the modules of models that were found to meet in attention only have: their number in the model.
 EXAMINED = "_burst_plugin_examined"
 
+_MARK = "_burst_plugin_wrapped"
+
 # Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
 _KNOWN_TENSORS = frozenset(
     {
@@ -49,8 +51,9 @@ def register_attention() -> str:
 
     AttentionInterface.register(NAME, forward)
     AttentionMaskInterface.register(NAME, mask_recipe)
-    if not hasattr(AttentionInterface.get_interface, "__wrapped__"):
-        wrap(AttentionInterface, "get_interface", _refusing_shards)
+    usual = getattr(AttentionInterface, "get_interface", None)  # none in transformers 4
+    if usual is not None and not hasattr(usual, _MARK):
+        setattr(wrap(AttentionInterface, "get_interface", _refusing_shards), _MARK, True)
     return f'transformers knows attn_implementation="{NAME}"'
 
 
@@ -60,7 +63,7 @@ def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return found if found is forward else partial(_on_whole_batches, found)
 
 
-def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, *args: Any, **options: Any) -> Any:
+def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **options: Any) -> Any:
     """An attention function that attends to what this rank has."""
     if options.get(KEY) is None:
         return attention(module, *args, **options)

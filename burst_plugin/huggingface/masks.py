@@ -73,7 +73,10 @@ class MaskRecipe:
     def unknown(self) -> list[str]:
         """The rules in this mask, by their name in transformers, that a ring does not know."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
-        own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > self._rules[_IN_DOCUMENTS] else set()
+        from transformers import masking_utils
+
+        remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # earlier releases do not
+        own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > (self._rules[_IN_DOCUMENTS] if remaps else 1) else set()
         return sorted((self._rules.keys() - _KNOWN) | unsized | own)
 
     @property

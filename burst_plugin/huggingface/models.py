@@ -125,11 +125,11 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
             f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
         )
-    elif getattr(pretrained, "loss_type", None) not in (None, _LOSS) or hasattr(pretrained, "_loss_function"):
+    elif not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
         found.append(
-            f"its loss has been set to {asked!r}, but labels are shifted by one token as {_LOSS} has them; leave "
-            "labels out of the batch, and compute a loss of your own from its logits"
+            f"its loss has been set to {asked!r}, which has no shift_labels, and labels are shifted already by one "
+            f"token; set one that takes them, as that of {_LOSS} does"
         )
     if not pretrained._can_set_attn_implementation():
         found.append(
@@ -149,6 +149,14 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
     return found
+
+
+def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
+    """Whether a model's loss is that of causal language models, or one that is given labels in their places."""
+    if getattr(pretrained, "loss_type", None) in (None, _LOSS) and not hasattr(pretrained, "_loss_function"):
+        return True
+    loss: Any = pretrained.loss_function
+    return "shift_labels" in inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss).parameters
 
 
 def _problems_of_config(config: Any) -> list[str]:

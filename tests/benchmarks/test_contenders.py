@@ -185,6 +185,6 @@ def test_a_slept_session_takes_the_time_of_its_visits(contender: Contender) -> N
                 assert all(one.took_s >= due_s[direction] for one in each)
                 assert max(one.slept_s for one in each) == pytest.approx(due_s[direction], rel=0.02)
                 least_s[direction] = min(least_s[direction], *(one.own_s for one in each))
-        if all(least_s[direction] <= 0.1 * due_s[direction] * slowness() for direction in DIRECTIONS):
+        if all(least_s[direction] <= 0.1 * due_s[direction] * min(slowness(), 4) for direction in DIRECTIONS):
             return
     pytest.fail(f"it took {least_s} s of the processor beside {due_s} s of sleep")

@@ -8,7 +8,6 @@ import types
 import warnings
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import pytest
@@ -154,23 +153,6 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_only_rank_1(_block(layout="striped")), 'all ranks must have the same "burst_attention"'),
     (_only_rank_1(_block(context_parallel_size=1)), 'all ranks must have the same "burst_attention"'),
 ]
-
-
-def _without_block(rank: int) -> None:
-    """Rank 1's file is another one: its engine has no rings; what it does instead is left out."""
-    burst.install()
-    config = configuration(RUN, 2)
-    if rank == 1:
-        del config["burst_attention"]
-    model = build(RUN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mock.patch.object(adapter, "_without_rings"):
-        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-
-
-def test_a_block_that_some_ranks_lack_is_an_error_on_those_that_have_it() -> None:
-    outcomes = run_ranks_outcomes(_without_block, 2, timeout_s=40.0)
-    assert 'ranks [1] have no "burst_attention" in their configuration, and this one has' in (outcomes[0].error or "")
 
 
 def _initialize_all(rank: int) -> list[str]:

@@ -103,7 +103,7 @@ def test_other_names_do_not_warn() -> None:
         ),
         ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op='SUM'"),
         ({"data_parallel_size": 2, "sequence_parallel_size": 2}, "data_parallel_size=2"),
-        ({"data_parallel_size": 1, "sequence_parallel_size": 2}, "data_parallel_size=1"),
+        ({"data_parallel_size": 1, "sequence_parallel_size": 4}, "data_parallel_size=1 beside"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size=2 (Ulysses) contradicts context_parallel_size=4"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size=2"),
         ({"compile": {"deepcompile": True, "passes": ["autosp"]}}, "compile.passes=['autosp']"),

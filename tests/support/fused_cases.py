@@ -82,7 +82,7 @@ def check_all(device: str) -> int:
     """Raise AssertionError for the first case that is wrong; returns how many there were."""
     count = 0
     for case in _cases(device):
-        for check in (_check_merge, _check_delta_and_share):
+        for check in (_check_merge, _check_delta_and_factor):
             try:
                 check(case)
             except AssertionError as error:
@@ -108,7 +108,7 @@ def _check_merge(case: _Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip((case.other_out, case.other_lse), kept, strict=True))
 
 
-def _check_delta_and_share(case: _Case) -> None:
+def _check_delta_and_factor(case: _Case) -> None:
     from burst_plugin import fused
 
     dout = case.other_out
