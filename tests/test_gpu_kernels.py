@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Mask, PerRow, Scores, SlidingWindow, Strategy, Topology, VirtualRing
-from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, choose_kernel, library, torch_cudnn
+from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, _tell_once, choose_kernel, library, torch_cudnn
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
@@ -184,24 +184,34 @@ def test_the_switch_for_determinism_is_put_back_as_it_was(calls: Calls) -> None:
 def test_what_cudnn_has_no_kernel_for_is_left_to_flash_attention(
     kernel: Kernel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Single queries and keys; and on Hopper, before it was mended, keys that do not fill its blocks."""
+    """Single queries and keys; and on Hopper the backward pass of tiles that do not fill its blocks."""
     for rows in ((1, 5), (5, 1), (1, 1)):
         agree(kernel, Problem.draw(rows, (2, 1), 8, torch.float64), How(FULL, SCALED))
     assert {call["by"] for call in calls} == {"torch_flash"}
-    for mended, keys, by in ((True, 2, "torch_cudnn"), (False, 2, "torch_flash"), (False, 128, "torch_cudnn")):
-        monkeypatch.setattr(torch_cudnn, "_reads_behind_keys", lambda device, mended=mended: not mended)
+    for faulty, noted in ((False, ["torch_cudnn"]), (True, ["torch_cudnn", "torch_flash"])):
+        monkeypatch.setattr(torch_cudnn, "_may_be_nan", lambda rows, keys, device, faulty=faulty: faulty)
         calls.clear()
-        agree(kernel, Problem.draw((5, keys), (2, 1), 8, torch.float64), How(FULL, SCALED))
-        assert {call["by"] for call in calls} == {by}
+        agree(kernel, Problem.draw((5, 2), (2, 1), 8, torch.float64), How(FULL, SCALED))
+        assert [call["by"] for call in calls] == noted, "of cuDNN forward passes are noted, of flash backward ones"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "cudnn", "faulty"), [("H100", 92000, True), ("H100", 92600, False), ("B200", 92000, False)]
+    ("gpu", "cudnn", "shape", "faulty"),
+    [
+        ("H100", 92000, (128, 64), True),
+        ("H100", 92600, (128, 64), False),
+        ("H100", 92600, (64, 128), True),
+        ("H100", 92000, (256, 128), False),
+        ("B200", 92000, (64, 64), False),
+    ],
 )
-def test_which_cudnn_reads_behind_keys(gpu: str, cudnn: int, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_cudnn_may_give_nan(
+    gpu: str, cudnn: int, shape: tuple[int, int], faulty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(monkeypatch, gpu, cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU[gpu])
-    assert torch_cudnn._reads_behind_keys.__wrapped__(torch.device("cuda", 0)) == faulty
+    monkeypatch.setattr(torch_cudnn, "_is_hopper", torch_cudnn._is_hopper.__wrapped__)
+    assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
 
 
 @pytest.mark.parametrize("kernel", ["torch_flash", "flash_attn_2"], indirect=True)
@@ -341,7 +351,9 @@ def test_cudnn_is_not_used_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatc
     pretend(monkeypatch, "H100")
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
-        assert "enable_cudnn_sdp(False) has switched it off" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
+        assert "it is switched off; torch.backends.cuda.enable_cudnn_sdp(True)" in str(
+            KERNELS["torch_cudnn"].refuse(PLAIN)
+        )
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
     assert KERNELS["torch_cudnn"].refuse(PLAIN) is None
@@ -476,6 +488,24 @@ def test_old_libraries_are_refused(monkeypatch: pytest.MonkeyPatch, calls: Calls
     with INSTALL["flash_attn_4"][1](calls):
         monkeypatch.setattr(sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd", lambda q, k, v, causal: None)
         assert "_flash_attn_bwd does not take softcap" in str(KERNELS["flash_attn_4"].refuse(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cudnn", "told"), [("H100", 91002, True), ("H100", 92000, False), ("A100", 92000, False)]
+)
+def test_a_kernel_for_earlier_gpus_says_so_once(
+    gpu: str, cudnn: int, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where PyTorch comes with an older cuDNN, flash-attention 2 would run on Hopper unseen."""
+    pretend(monkeypatch, gpu, cudnn)
+    _tell_once.cache_clear()
+    for _ in range(2):
+        choose_kernel("auto", PLAIN)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == told
+    if told:
+        assert said[0].startswith("attention runs on torch_flash, which is slower than kernels made for this GPU (")
+        assert "torch_cudnn: it needs cuDNN 91501 or newer, not 91002" in said[0]
 
 
 def test_without_a_gpu_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from the top left corner. cuDNN makes a plan for every new shape of a tile, whic
 keeps them all, for every thread (`MHAGraphCache`): where tiles may be new with every batch "auto" takes another.
 
 On Hopper backward kernels before 9.26 take what fills up a last half block of 128 keys for keys, and dq becomes NaN
-where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678): tiles whose keys do not divide by 128 are left to
-PyTorch's flash-attention there.
+where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678); with a single query dk and dv do so in 9.26, too
+(cudnn-frontend#1072), and whether other incomplete blocks of queries do is not known. So the backward pass of tiles
+that do not fill such blocks is left to PyTorch's flash-attention there.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["TorchCudnnKernel"]
 
 _OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for keys that do not divide by 128 are faulty
 _WHOLE_KEYS = 92600  # the first whose backward kernels on Hopper mask what is behind the last key
-_KEYS = 128  # that its kernels work on at a time
+_BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
 
 
@@ -49,10 +50,10 @@ class TorchCudnnKernel:
             return found
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") == "1":
             return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 wants another layout of the lse; unset it"
-        if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
-            return "torch.backends.cuda.enable_cudnn_sdp(False) has switched it off"
         if _version() < _OLDEST:
             return f"it needs cuDNN {_OLDEST} or newer, not {_version()}"
+        if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+            return "it is switched off; torch.backends.cuda.enable_cudnn_sdp(True) switches it on"
         flash = TorchFlashKernel().refuse(case)
         return None if flash is None else f"it leaves some tiles to torch_flash, and {flash}"
 
@@ -60,7 +61,7 @@ class TorchCudnnKernel:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
-        if _is_left_to_flash(q, k):
+        if min(q.shape[1], k.shape[1]) == 1:
             return TorchFlashKernel().forward(q, k, v, how)
         v_dim, dims = v.shape[-1], _dims(k, v)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -75,7 +76,7 @@ class TorchCudnnKernel:
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         rows, keys, qk_dim, v_dim = queries.q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]
-        if _is_left_to_flash(queries.q, k):
+        if min(rows, keys) == 1 or _may_be_nan(rows, keys, k.device):
             return TorchFlashKernel().backward(queries, k, v, how)
         dims, dtype = _dims(k, v), k.dtype
         q, k = _heads_first(queries.q, dims[0]), _heads_first(k, dims[0])
@@ -97,15 +98,14 @@ def _version() -> int:
     return torch.backends.cudnn.version() or 0  # type: ignore[no-untyped-call]
 
 
-def _is_left_to_flash(q: Tensor, k: Tensor) -> bool:
-    """See the top of this file, and of the class."""
-    rows, keys = q.shape[1], k.shape[1]
-    return min(rows, keys) == 1 or (keys % _KEYS > 0 and _reads_behind_keys(q.device))
+def _may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
+    """Whether gradients of such a tile may be, see the top of this file."""
+    return _is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
 
 
 @cache
-def _reads_behind_keys(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0) and _version() < _WHOLE_KEYS
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _dims(k: Tensor, v: Tensor) -> tuple[int, int, int]:
