@@ -13,7 +13,7 @@ from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_k
 from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
-from tests.support.reference import Problem, Result, errors, reference
+from tests.support.reference import Problem, Result, errors, reference, relative
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 GPU_BOUNDS = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
@@ -76,6 +76,27 @@ def test_kernels_are_exact(where: Run, dtype: torch.dtype, band: Band, heads: tu
     result = run(where, problem, How(band, SCALED))
     for what, error in errors(result, reference(problem, BANDS[band])).items():
         assert error < where.bound(dtype), what
+
+
+@pytest.mark.parametrize("where", runs())
+@pytest.mark.parametrize("shape", [(128, 256), (256, 128), (384, 384), (192, 256), (256, 192)])
+def test_large_tiles_with_low_scores(where: Run, shape: tuple[int, int]) -> None:
+    """Where all scores are below the logarithm of float32's range, cuDNN's faults show (see its kernel)."""
+    low = Problem.draw(shape, (8, 2), 64, where.dtypes[0])
+    low.q[..., 0], low.k[..., 0] = 16.0, -60.0
+    scores = Scores(scale=64**-0.5)
+    found, truth = run(where, low, How(FULL, scores)), reference(low, Full(), scores)
+    assert float(attention_scores(low, scores).amax()) < -88.7
+    assert all(bool(x.isfinite().all()) for x in found[:4])
+    # All queries and all keys are alike in their first dim, where gradients are differences of large numbers.
+    for name, got, expected in zip(("out", "dq", "dk", "dv"), found[:4], truth[:4], strict=True):
+        assert relative(got[..., 1:], expected[..., 1:]) < where.bound(where.dtypes[0]), name
+
+
+def attention_scores(problem: Problem, scores: Scores) -> torch.Tensor:
+    """Of the first head and batch row."""
+    found: torch.Tensor = problem.q[0, :, 0].double() @ problem.k[0, :, 0].double().T * scores.scale
+    return found
 
 
 FEATURE_CASES = {
