@@ -254,15 +254,13 @@ class ContextParallel:
         """
         self.member.close()
         self.calls.clear()
-        self._watch = None
-        if self.group is None or not dist.is_initialized():
-            self._communicators.clear()
-            return
-        if self.member.is_broken or sys.exc_info()[0] is not None:
-            if launches_batches(self.group):
+        if self._watch is not None:
+            self._watch.close()
+        if self.group is not None and self._communicators and dist.is_initialized():
+            if not self.member.is_broken and sys.exc_info()[0] is None:
+                warm_up(self.group)  # no rank is in a pass any more
+            elif launches_batches(self.group):
                 return
-        elif self._communicators:
-            warm_up(self.group)  # no rank is in a pass any more
         self._communicators.destroy()
 
     def agree(self, signature: Mapping[str, object], problem: str = "", *, always: bool = False) -> int:

@@ -364,13 +364,14 @@ def exchanged(batch: Mapping[str, Any] | None, cp: ContextParallel) -> list[Mapp
     mine = None if batch is None else {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     dist.all_gather_object(everyone, mine, group=cp.group)
     ended = [rank for rank, each in enumerate(everyone) if each is None]
-    if batch is None and len(ended) == cp.ranks:
+    if len(ended) == cp.ranks:
         return []
-    if batch is None or ended:
+    if ended:
         raise ValueError(
             f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, and goes on "
             "on the others; give all of them as many batches, or set drop_last=True"
         )
+    assert batch is not None, "nobody has ended"
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
     return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
 

@@ -149,7 +149,7 @@ def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str,
     if options.get("output_attentions"):
         return f'{name}: output_attentions=True is not supported by attn_implementation="{NAME}"; leave it out'
     if isinstance(attention_mask, MaskRecipe):
-        unknown = attention_mask.unknown()
+        unknown = attention_mask.unknown
         if unknown:
             return f'{name} uses masks that attn_implementation="{NAME}" does not know: {", ".join(unknown)}'
         window, seen = options.get("sliding_window"), attention_mask.window

@@ -70,6 +70,7 @@ class MaskRecipe:
     def _rules(self) -> Counter[str]:
         return Counter(_names(self._asked["mask_function"]))
 
+    @cached_property
     def unknown(self) -> list[str]:
         """The rules in this mask, by their name in transformers, that a ring does not know."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
