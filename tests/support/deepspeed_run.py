@@ -7,11 +7,13 @@ Both give the mean loss of every step and every parameter's gradient, and its ch
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -24,6 +26,15 @@ Batch = dict[str, torch.Tensor]
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled at first use; gloo does without
 VOCAB = 96
+
+
+@pytest.fixture(autouse=True)
+def quiet_ranks() -> Iterator[None]:
+    """Ranks that a test forks keep their warnings, which are many, to themselves; other tests' are as ever."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(before)
 
 
 def llama(**changes: Any) -> PretrainedConfig:
