@@ -18,7 +18,6 @@ from burst_plugin.kernels import KERNELS, Case
 __all__ = ["framework_report", "report"]
 
 _PACKAGES = (
-    "torch",
     "triton",
     "megatron-core",
     "transformer-engine",
@@ -61,6 +60,7 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _versions() -> Iterator[str]:
     yield f"{'python':20} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    yield f"{'torch':20} {torch.__version__}"  # with what it is built for, which its package does not always say
     for name in _PACKAGES:
         try:
             yield f"{name:20} {importlib.metadata.version(name)}"

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +192,13 @@ def train_step(
 
 def forward_step(batches: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
     """One sequence: Megatron cuts it, and this rank's part goes through the model."""
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     batch = {key: value.cuda(non_blocking=True) for key, value in next(batches).items()}
-    part = get_batch_on_this_cp_rank(batch)
+    since_0_18 = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    group = parallel_state.get_context_parallel_group()
+    part = get_batch_on_this_cp_rank(batch, cp_group=group, **since_0_18)
     losses = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
     return losses, partial(loss_of_part, part["loss_mask"])
 

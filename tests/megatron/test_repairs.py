@@ -177,6 +177,8 @@ def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padd
 @pytest.mark.parametrize("name", repairs._WANT_TE)
 def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(utils, "tex", None, raising=False)
+    for each in repairs._WANT_TE:
+        monkeypatch.delattr(utils, each, raising=False)
     assert status("packed_batch_without_te", VERSION) == "not needed here"
     monkeypatch.setattr(utils, name, None, raising=False)
     assert status("packed_batch_without_te", VERSION) == "applied"

@@ -9,7 +9,15 @@ import torch
 
 from tests.megatron.test_core_attention import RUN, SK, B, S, _cut
 from tests.support.core_attentions import allowed_pairs
-from tests.support.megatron_gpt import build, leave, loss_of, random_tokens, set_weights, transformer_config
+from tests.support.megatron_gpt import (
+    build,
+    cut_batch,
+    leave,
+    loss_of,
+    random_tokens,
+    set_weights,
+    transformer_config,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -77,7 +85,7 @@ HYBRID = (((0, 1, 2, 3), 4), ((0, 1), 2), ((2, 3), 2), ((0,), 1), ((1,), 1), ((2
 def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Gradients of all samples, each run by the ranks that `HYBRID` says."""
     from megatron.core import parallel_state
-    from megatron.core.utils import get_batch_on_this_hybrid_cp_rank
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     spread = world > 1
     config = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16} if spread else {}
@@ -89,10 +97,14 @@ def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
     assert used == {"BurstCoreAttention" if spread else "DotProductAttention"}
     for number, (length, (ranks, size)) in enumerate(zip(LENGTHS, HYBRID, strict=True)):
         ids = random_tokens(replace(run, seq_length=length, microbatch_size=1), 1, seed=number)[0, 0]
-        batch = {"tokens": ids[:-1], "labels": ids[1:], "position_ids": torch.arange(length)}
+        batch = {"tokens": ids[None, :-1], "labels": ids[None, 1:], "position_ids": torch.arange(length)[None]}
         if rank in ranks or not spread:
-            batch, params = get_batch_on_this_hybrid_cp_rank(batch, size if spread else 1)
-            params = params if spread else None
+            group, params = None, None
+            if spread and size > 1:
+                group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
+                batch = cut_batch(batch, group)
+            if spread:
+                params = PackedSeqParams("sbhd", local_cp_size=size, cp_group=group)
             out = model(
                 batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
             )

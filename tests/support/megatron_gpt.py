@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -158,11 +159,19 @@ def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor, step: Any = 
 
 def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
     """What Megatron's schedules call for each microbatch: cut a batch by Megatron's zigzag, run the model."""
-    from megatron.core.utils import get_batch_on_this_cp_rank
-
-    batch = get_batch_on_this_cp_rank(next(data))
+    batch = cut_batch(next(data))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
+
+
+def cut_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
+    """This rank's part of a batch, by Megatron; of all the ranks of context parallelism, or of `group`."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    group = group or parallel_state.get_context_parallel_group()  # newer releases take the world for None
+    since_0_18 = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+    return get_batch_on_this_cp_rank(batch, cp_group=group, **since_0_18)
 
 
 def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
