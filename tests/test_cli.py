@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,10 +38,10 @@ def test_doctor_says_what_is_there_changed_and_refused() -> None:
     assert "CPU cores" in sections["Devices"]
     assert "torch_cpu" in sections["Kernels, fastest first, for plain attention in bfloat16 with heads of 128"]
     megatron = sections["Megatron"]
-    assert "Megatron 0.16" in megatron
-    for name in ("layer_cp_comm_type", "hierarchical_groups", "packed_batch"):
-        assert f"repaired {name}: " in megatron
-    assert "repair packed_batch_without_te: not needed here" in megatron
+    assert re.search(r"Megatron 0\.1\d\.\d: tested", megatron)
+    assert "repaired hierarchical_groups: " in megatron
+    for name in ("layer_cp_comm_type", "packed_batch", "packed_batch_without_te"):  # in some releases
+        assert re.search(rf"(repaired {name}: |repair {name}: not needed )", megatron)
     assert 'layers with cp_comm_type="burst"' in megatron
     assert "cuda_graph_impl: use cuda_graph_impl='none'" in megatron
     assert "reset_attention_mask: documents would attend to each other" in megatron

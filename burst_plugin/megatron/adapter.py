@@ -79,17 +79,20 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
-    if _has_argument_parser():
-        from megatron.training import arguments
-
-        wrap(arguments, "add_megatron_arguments", partial(_add_flags, adapter))
-        adapter.report.append("Megatron's argument parser knows --burst-backward, --burst-kernel and others")
+    adapter.report.append(_extend_argument_parser(adapter))
     return adapter
 
 
-def _has_argument_parser() -> bool:
-    """Whether this is a Megatron-LM checkout; the megatron-core package has no megatron.training."""
-    return importlib.util.find_spec("megatron.training") is not None
+def _extend_argument_parser(adapter: Adapter) -> str:
+    """Add flags to the parser of Megatron's scripts, if it is there; what became of it."""
+    if importlib.util.find_spec("megatron.training") is None:  # megatron-core from PyPI until 0.16
+        return "Megatron's argument parser is not here: options are those of install()"
+    try:
+        from megatron.training import arguments
+    except ImportError as error:  # what only scripts need may be missing: they will say so themselves
+        return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
+    wrap(arguments, "add_megatron_arguments", partial(_add_flags, adapter))
+    return "Megatron's argument parser knows --burst-backward, --burst-kernel and others"
 
 
 def _choose_core_attention(

@@ -18,7 +18,7 @@ class Release:
     """A release of Megatron-LM that burst_plugin was tried with.
 
     tag: of the repository, or "main" for the commit of August 2026.
-    versions: what its megatron.core calls itself; the tag core_v0.19.0 says 0.19.1.
+    versions: what its megatron.core calls itself, there and in PyPI; the tag core_v0.19.0 says 0.19.1.
     """
 
     tag: str
@@ -29,7 +29,7 @@ RELEASES = (
     Release("core_v0.16.1", ((0, 16, 1),)),
     Release("core_v0.17.1", ((0, 17, 1),)),
     Release("core_v0.18.2", ((0, 18, 2),)),
-    Release("core_v0.19.0", ((0, 19, 0), (0, 19, 1))),
+    Release("core_v0.19.0", ((0, 19, 0), (0, 19, 1), (0, 19, 2))),
     Release("main", ((0, 20, 0),)),
 )
 

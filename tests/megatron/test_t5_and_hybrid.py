@@ -104,7 +104,9 @@ def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
                 group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
                 batch = cut_batch(batch, group)
             if spread:
-                params = PackedSeqParams("sbhd", local_cp_size=size, cp_group=group)
+                params = PackedSeqParams(
+                    "sbhd", max_seqlen_q=length, max_seqlen_kv=length, local_cp_size=size, cp_group=group
+                )
             out = model(
                 batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
             )
