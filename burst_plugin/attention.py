@@ -91,14 +91,15 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 
 
 def backward_program(
-    call: Call, number: int, inputs: Inputs, queries: Queries
+    call: Call, number: int, inputs: Inputs, queries: Queries, wants_dbias: bool = True
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for absent ones."""
-    works = call.tile_works("backward", inputs.bias)
+    works = call.tile_works("backward", inputs.bias, wants_dbias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
     sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], factor), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
-    return (*sums["q"], *sums["kv"], dsink, None if inputs.bias is None else bias_grad(inputs.bias, works))
+    dbias = bias_grad(inputs.bias, works) if inputs.bias is not None and wants_dbias else None
+    return (*sums["q"], *sums["kv"], dsink, dbias)
 
 
 class _Saved(NamedTuple):
@@ -120,12 +121,15 @@ def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator
     return outputs, _Saved(given, found.out, found.lse)
 
 
-def _backward_with_exchange(call: Call, number: int, dout: Tensor, saved: _Saved) -> Generator[None, None, Inputs]:
+def _backward_with_exchange(
+    call: Call, number: int, dout: Tensor, saved: _Saved, wants_dbias: bool
+) -> Generator[None, None, Inputs]:
     """A rank's program for the gradients of its inputs, in their types."""
     given, out, lse = saved
+    wants_dbias = wants_dbias or call.kind.extras.exchanged_bias != ""  # then that of other ranks as well
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
-    grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse))
+    grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse), wants_dbias)
     added_up_at_home = ("k", "v") if call.kind.ranks_per_kv_head > 1 else ()
     rounded = _rounded(given, grads, but=added_up_at_home)
     home = yield from exchange.grads_home(rounded, call.kind.extras.shared_bias)
@@ -162,8 +166,9 @@ class _Attention(torch.autograd.Function):
             raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
         calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
-        each = zip(calls, mine, saved, strict=True)
-        programs = [_backward_with_exchange(call, ctx.number, dout, held) for call, dout, held in each]
+        wants_dbias = [Inputs(*each).bias for each in _by_rank(ctx.needs_input_grad[2:], len(calls))]
+        each = zip(calls, mine, saved, wants_dbias, strict=True)
+        programs = [_backward_with_exchange(call, ctx.number, *of_rank) for call, *of_rank in each]  # type: ignore[arg-type]
         with _one_pass(calls, "backward", ctx.number):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))

@@ -225,7 +225,7 @@ class Call:
             "scores": self.scores,
         }
 
-    def tile_works(self, direction: str, bias: Tensor | None) -> list[TileWork]:
+    def tile_works(self, direction: str, bias: Tensor | None, wants_dbias: bool = True) -> list[TileWork]:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         kind, parts = self.kind, self.kind.parts(direction)
         heads, found = kind.shapes.q_heads // parts, []
@@ -237,7 +237,7 @@ class Call:
             mine = slice(part * heads, (part + 1) * heads)
             first = first_head + mine.start
             how = How(FULL, self.scores.of_heads(slice(first, first + heads)), first_head=first)
-            how = how._replace(deterministic=kind.deterministic)
+            how = how._replace(deterministic=kind.deterministic, bias_has_grad=wants_dbias)
             bias_of_part = bias if bias is None or bias.shape[1] == 1 else bias[:, mine]
             found.append(TileWork(kind.kernel, how, bias_of_part, largest))
         return found

@@ -21,6 +21,7 @@ from burst_plugin.strategy import Strategy, choose_traveller
 __all__ = ["prepare"]
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
+_FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 
 
 def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
@@ -70,7 +71,7 @@ def _choose(member: Member, inputs: Inputs, request: Request, deterministic: boo
         shapes=shapes,
         attending=attending,
         scores=scores,
-        kernel=_kernel(member.strategy, q.device, shapes, features, new_tiles=not request.mask.is_fixed),
+        kernel=_kernel(member.strategy, q.device, shapes, features, new_tiles=_new_tiles(member, attending)),
         travellers=_travellers(member.strategy, shapes, extras),
         device=q.device,
         extras=extras,
@@ -140,6 +141,13 @@ def _extras(inputs: Inputs, degree: int) -> Extras:
         return Extras(sink=inputs.sink is not None)
     exchanged = f"bias of {bias.shape[0]} batch rows in {bias.dtype}" if degree > 1 else ""
     return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged)
+
+
+def _new_tiles(member: Member, attending: Attending) -> bool:
+    """Whether batches may bring tiles of new shapes: by their masks, or by lengths, where many were unlike."""
+    if len(member.lengths) <= _FEW_LENGTHS:
+        member.lengths.add((attending.q.length, attending.kv.length))
+    return not attending.mask.is_fixed or len(member.lengths) > _FEW_LENGTHS
 
 
 def _kernel(

@@ -44,15 +44,15 @@ class ContextParallel:
     creates the communicators that `group` and `hierarchy` do not supply already.
 
     Args:
-        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank
-            without torch.distributed.
+        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank,
+            which among several has to be said by `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
         strategy: all options at once.
         options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
 
     Raises:
         ValueError: an option that is not valid, sizes that do not multiply to the group's, or a group that
-            this rank is not in.
+            this rank is not in; no group, where there are several ranks.
     """
 
     def __init__(
@@ -65,6 +65,11 @@ class ContextParallel:
     ) -> None:
         self.strategy = Strategy.of(strategy, **options)
         group = _as_group(group)
+        if group is None and hierarchy is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
+                "pass their process group, torch.distributed.group.WORLD for all, hierarchy=[1] for this rank alone"
+            )
         self.rank, self._global_ranks = _place(group)
         self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
         self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
@@ -126,7 +131,7 @@ class ContextParallel:
                 "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
                 "the shard"
             )
-        tokens = tokens or Tokens(local.shape[dim] * self.ranks)
+        tokens = tokens or Tokens(max(1, local.shape[dim] * self.ranks))  # a rank without any has to say so, below
         layout = self.member.route_table.layout(tokens)
         lengths = [sum(run.length for run in runs) for runs in self.member.route_table.shards(tokens)]
         problem = ""

@@ -37,6 +37,7 @@ class Member:
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
+    lengths: set[tuple[int, int]] = field(default_factory=set)  # (queries, keys) of sequences, the first few
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met

@@ -112,7 +112,7 @@ class Regions:
     """The regions of a mask, found by query position."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
-        self._regions = sorted(regions)
+        self._regions = sorted(regions, key=lambda region: region[:4])  # bands may be None
         self._starts = [region.q_start for region in self._regions]
         self._stops = list(accumulate((region.q_stop for region in self._regions), max))
 

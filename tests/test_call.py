@@ -26,10 +26,11 @@ from burst_plugin import (
 )
 from burst_plugin.call import Call, Extras
 from burst_plugin.choices import _features, prepare
-from burst_plugin.kernels import FEATURES, KERNELS, Kernel
+from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.request import Inputs, Request
 from burst_plugin.shapes import Shapes
+from burst_plugin.tile_work import TileWork
 from tests.support.reference import Problem, Result, errors, reference
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
@@ -212,6 +213,40 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
         assert labels[0] is not None
         assert labels[1] is not None
         assert not torch.equal(*labels)
+
+
+def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For which a kernel that plans ahead would make plan after plan."""
+    asked: list[bool] = []
+
+    def choose(name: str, case: Case) -> Kernel:
+        asked.append(case.new_tiles)
+        return KERNELS["reference"]
+
+    monkeypatch.setattr("burst_plugin.choices.choose_kernel", choose)
+    ring = VirtualRing(Topology(1, 1))
+    for length in [*range(1, 9), *range(1, 12)]:
+        ring.attention(*(torch.zeros(1, length, 1, 4) for _ in range(3)))
+    assert asked == [False] * 8 + [True] * 3
+    ring.attention(*(torch.zeros(1, 12, 1, 4) for _ in range(3)))
+    assert asked[-1]
+
+
+@pytest.mark.parametrize(("degree", "computed"), [(1, False), (2, True)])
+def test_a_bias_without_a_gradient_is_given_none(
+    degree: int, computed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless heads are exchanged, among ranks of which others may want theirs."""
+    done: list[int] = []
+    monkeypatch.setattr(TileWork, "_add_to_dbias", lambda *arguments: done.append(1))
+    problem = Problem.draw(16, (4, 2)).with_bias((1, 4))
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    ring = VirtualRing(Topology(1, 2), Strategy(ulysses_degree=degree))
+    out, _ = ring.attention(q, k, v, bias=problem.bias)
+    grads = torch.autograd.grad(out, (q, k, v), problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, Causal()))
+    assert max(error for name, error in found.items() if name != "dbias") < 1e-6
+    assert bool(done) == computed
 
 
 def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:

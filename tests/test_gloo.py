@@ -606,6 +606,28 @@ def test_unlike_shards_are_refused_on_every_rank(tokens: Tokens | None, message:
         assert message in line
 
 
+def _shard_without_tokens(rank: int) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, layout="contiguous")
+    cp.unshard(torch.zeros(1, 1 if rank < 2 else 0, 2))
+
+
+def test_a_rank_that_has_none_of_the_rows_says_so_to_all() -> None:
+    for line in _last_lines(_shard_without_tokens, 4):
+        assert "rank 3 holds 1 of 1 tokens, but local [1, 0, 2] has 0 along dim 1" in line
+
+
+def _no_group(rank: int) -> int:
+    with pytest.raises(
+        ValueError, match=r"there are 2 ranks, and no group says .* hierarchy=\[1\] for this rank alone"
+    ):
+        ContextParallel()
+    return ContextParallel(hierarchy=[1]).ranks
+
+
+def test_among_several_ranks_a_group_is_asked_for() -> None:
+    assert run_ranks(_no_group, 2) == [1, 1]
+
+
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
     agreement = Agreement(dist.group.WORLD, rank, [0, 1])
     agreement._in_one = in_one  # as with NCCL

@@ -17,7 +17,18 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Mask, PerRow, Scores, SlidingWindow, Strategy, Topology, VirtualRing
-from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries, _tell_once, choose_kernel, library, torch_cudnn
+from burst_plugin.kernels import (
+    KERNELS,
+    Case,
+    How,
+    Kernel,
+    Queries,
+    _tell_once,
+    choose_kernel,
+    library,
+    torch_cudnn,
+    torch_efficient,
+)
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
@@ -225,6 +236,12 @@ def test_more_than_can_be_addressed_is_worked_on_in_slices(
         calls.clear()
         agree(kernel, problem, How(CAUSAL, SCALED))
         assert len(calls) == passes
+    problem = Problem.draw(5, (6, 3), 8, torch.float64)
+    for largest, passes in ((6 * 128 * 64, 2), (6 * 128 * 64 - 1, 4), (4 * 128 * 64 - 1, 6), (1, 6)):
+        monkeypatch.setattr(type(kernel), "largest_dq", largest)  # of a row, of two groups of heads, of one
+        calls.clear()
+        agree(kernel, problem, How(CAUSAL, SCALED))
+        assert len(calls) == passes
 
 
 @every_kernel
@@ -258,6 +275,38 @@ def test_a_query_whose_bias_is_minus_infinity_attends_to_nothing(kernel: Kernel)
         how = How(band, SCALED, problem.bias)
         agree(kernel, problem, how)
         assert bool(torch.isneginf(kernel.forward(*problem[:3], how)[1][:, :, 3]).all())
+
+
+@pytest.mark.parametrize("kernel", ["torch_efficient"], indirect=True)
+def test_a_bias_of_more_than_can_be_addressed_is_worked_on_in_slices(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shape in ((1, 1), (2, 4)):
+        problem = Problem.draw(19, (4, 2), dtype=torch.float64).with_bias(shape)
+        for band, mask in BANDS.items():
+            how = How(band, SCALED, problem.bias)
+            for rows, parts in ((19, 0), (7, 3)):
+                monkeypatch.setattr(torch_efficient, "_LARGEST_BIAS", 32 * rows)
+                assert len(torch_efficient._slices(problem.q, problem.k, how)) == parts
+                found = errors(run(kernel.name, problem, how), reference(problem, mask))
+                assert all(error < 1e-13 for error in found.values()), (band, found)
+
+
+@every_biased
+@pytest.mark.parametrize("band", BANDS, ids=["full", "causal", "anticausal"])
+def test_a_bias_without_a_gradient_gets_none(kernel: Kernel, band: Band) -> None:
+    """Which would be as large as all scores."""
+    problem = Problem.draw(19, (4, 2), dtype=torch.float64).with_bias((1, 4))
+    how = How(band, SCALED, problem.bias)
+    out, lse = kernel.forward(*problem[:3], how)
+    wanted, without = (
+        kernel.backward(Queries(problem.q, problem.dout, out, lse), *problem[1:3], how._replace(bias_has_grad=has))
+        for has in (True, False)
+    )
+    assert wanted.dbias is not None
+    assert without.dbias is None
+    for one, other in zip(wanted[:3], without[:3], strict=True):
+        assert torch.equal(one, other)
 
 
 @every_biased
@@ -508,6 +557,14 @@ def test_a_kernel_for_earlier_gpus_says_so_once(
     if told:
         assert said[0].startswith("attention runs on torch_flash, which is slower than kernels made for this GPU (")
         assert "torch_cudnn: it needs cuDNN 91501 or newer, not 91002" in said[0]
+
+
+def test_flash_attention_is_refused_where_another_is_activated_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "H100", 92000)
+    assert KERNELS["torch_flash"].refuse(PLAIN) is None
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    for name in ("torch_flash", "torch_cudnn"):
+        assert "FA4 is activated in its place" in str(KERNELS[name].refuse(PLAIN))
 
 
 def test_without_a_gpu_kernels_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from burst_plugin import Causal, Full, Mask, Scores, SlidingWindow
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel
+from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
@@ -66,6 +67,15 @@ def run(where: Run | str, problem: Problem, how: How) -> Result:
     assert lse.dtype == torch.promote_types(problem.q.dtype, torch.float32)
     grads = kernel.backward(Queries(problem.q, problem.dout, out.to(problem.q.dtype), lse), *problem[1:3], how)
     return Result(*(None if x is None else x.cpu() for x in (out, *grads[:3], None, grads.dbias)))
+
+
+def test_the_reference_works_on_as_few_rows_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, how = Problem.draw(19, (4, 2), dtype=torch.float64), How(CAUSAL, SCALED)
+    expected = run("reference", problem, how)
+    monkeypatch.setattr(reference_kernel, "_SCORES", 2 * 4 * 19 * 5)
+    assert len(list(reference_kernel._row_slices(problem.q, problem.k))) == 4
+    for one, other in zip(run("reference", problem, how), expected, strict=True):
+        assert one is other is None or (one is not None and torch.allclose(one, other, rtol=1e-12))
 
 
 @pytest.mark.parametrize(("where", "dtype"), runs(dtypes=True))

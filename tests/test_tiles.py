@@ -157,6 +157,14 @@ def test_documents_give_a_tile_each_and_nothing_between_them() -> None:
     assert tiles(mask, (24, 24), runs[0], runs[1]) == (Tile(2, 4, 0, 4), Tile(8, 12, 4, 12))
 
 
+def test_bands_over_one_rectangle() -> None:
+    """Of a mask of one's own: near keys, and far ones."""
+    near, far = Region(0, 8, 0, 8, -1, 0), Region(0, 8, 0, 8, None, -4)
+    for regions in ((near, far), (far, near)):
+        tiles = tiles_of(Regions(regions), [Run(0, 8)], [Run(0, 8)])
+        assert sum(tile.work for tile in tiles) == 8 + 7 + 4 + 3 + 2 + 1
+
+
 def test_full_rectangles_join() -> None:
     mask = Documents((0, 8, 16)) & Keys(((0, 6), (6, 16)))
     assert tiles(mask, (16, 16), (Run(0, 16),), (Run(0, 16),)) == (Tile(0, 8, 0, 8), Tile(8, 16, 8, 16))

@@ -127,15 +127,28 @@ class FlashKernel(ABC):
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
-        """`_backward`, of so many batch rows at a time as `largest_dq` allows."""
+        """`_backward`, of so many batch rows at a time as `largest_dq` allows, or of so many heads of one."""
         batch, rows, heads, dim = queries.q.shape
-        each = round_up(rows, _DQ_ROWS) * heads * round_up(dim, _DQ_DIMS)
-        some = batch if self.largest_dq is None else max(1, self.largest_dq // each)
-        if some >= batch:
+        head = round_up(rows, _DQ_ROWS) * round_up(dim, _DQ_DIMS)
+        some = batch if self.largest_dq is None else max(1, self.largest_dq // (head * heads))
+        if some < batch:
+            parts = [slice(first, first + some) for first in range(0, batch, some)]
+            grads = [
+                self._backward_in_slices(Queries(*(x[part] for x in queries)), k[part], v[part], ask)
+                for part in parts
+            ]
+            return tuple(torch.cat(found) for found in zip(*grads, strict=True))
+        kv_heads, group = k.shape[2], heads // k.shape[2]
+        some = kv_heads if self.largest_dq is None else max(1, self.largest_dq // (head * group * batch))
+        if some >= kv_heads:
             return self._backward(queries, k, v, ask)
-        parts = [slice(first, first + some) for first in range(0, batch, some)]
-        grads = [self._backward(Queries(*(x[part] for x in queries)), k[part], v[part], ask) for part in parts]
-        return tuple(torch.cat(found) for found in zip(*grads, strict=True))
+        grads = []
+        for first in range(0, kv_heads, some):
+            mine, keys = slice(first * group, (first + some) * group), slice(first, first + some)
+            q, dout, out = (x[:, :, mine] for x in queries[:3])
+            few = Queries(q, dout, out, queries.lse[:, mine].contiguous())
+            grads.append(self._backward(few, k[:, :, keys], v[:, :, keys], ask))
+        return tuple(torch.cat(found, 2) for found in zip(*grads, strict=True))
 
 
 def _ask(how: How, part: Piece) -> Ask:

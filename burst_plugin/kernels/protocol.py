@@ -43,9 +43,10 @@ class Case(NamedTuple):
 class How(NamedTuple):
     """How the scores of a tile become probabilities.
 
-    `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk]; `q_positions` [Sq] and `k_positions` [Sk], int64, are there if
-    `scores` needs them; `first_batch_row` and `first_head` are the numbers of the first batch row and query head;
-    with `deterministic` two runs have to give the same bits.
+    `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk], and its gradient is wanted if `bias_has_grad`; `q_positions` [Sq]
+    and `k_positions` [Sk], int64, are there if `scores` needs them, or with a bias; `first_batch_row` and
+    `first_head` are the numbers of the first batch row and query head; with `deterministic` two runs have to give
+    the same bits.
     """
 
     band: Band
@@ -56,6 +57,12 @@ class How(NamedTuple):
     first_batch_row: int = 0
     first_head: int = 0
     deterministic: bool = False
+    bias_has_grad: bool = True
+
+    @property
+    def wants_dbias(self) -> bool:
+        """Whether there is a bias, and its gradient is wanted."""
+        return self.bias is not None and self.bias_has_grad
 
     @property
     def scale(self) -> float:
@@ -77,7 +84,7 @@ class Queries(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What a tile contributes to dq, dk, dv, in their shapes, and to the gradient of its bias if it has one."""
+    """What a tile contributes to dq, dk, dv, in their shapes, and to the gradient of its bias if that is wanted."""
 
     dq: Tensor
     dk: Tensor

@@ -14,7 +14,9 @@ from burst_plugin.tiles import FULL
 
 __all__ = ["ReferenceKernel", "largest_scores"]
 
-_ROWS = 512  # query rows at a time, so that memory does not grow with the square of the sequence
+# As many query rows at a time as have so many scores, so that memory does not grow with the square of the sequence.
+_SCORES = 2**26
+_ROWS = 512  # the most
 
 
 class ReferenceKernel:
@@ -34,7 +36,7 @@ class ReferenceKernel:
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)
-        for rows in _row_slices(q):
+        for rows in _row_slices(q, k):
             part = _rows_of(how, rows)
             scores = _scores(q[:, rows], keys, part, rows.start)[0]
             lse[:, :, rows] = torch.logsumexp(scores, -1)
@@ -49,8 +51,8 @@ class ReferenceKernel:
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)
         dq = torch.empty_like(q, dtype=dtype)
         dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-        dbias = None if how.bias is None else torch.zeros_like(how.bias, dtype=dtype)
-        for rows in _row_slices(q):
+        dbias = torch.zeros_like(how.bias, dtype=dtype) if how.bias is not None and how.wants_dbias else None
+        for rows in _row_slices(q, k):
             part = _rows_of(how, rows)
             q_rows, dout, out = (x[:, rows].to(dtype) for x in queries[:3])
             scores, slope = _scores(q_rows, keys, part, rows.start)
@@ -74,15 +76,17 @@ def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = _by_query_head(k, q, dtype)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
-    for rows in _row_slices(q):
+    for rows in _row_slices(q, k):
         scores, _ = _scores(q[:, rows], keys, _rows_of(how, rows), rows.start)
         largest = largest.maximum(scores.amax((0, 2, 3)))
     return largest
 
 
-def _row_slices(q: Tensor) -> Iterator[slice]:
-    for start in range(0, q.shape[1], _ROWS):
-        yield slice(start, min(start + _ROWS, q.shape[1]))
+def _row_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
+    batch, length, heads, _ = q.shape
+    rows = max(1, min(_ROWS, _SCORES // max(1, batch * heads * k.shape[1])))
+    for start in range(0, length, rows):
+        yield slice(start, min(start + rows, length))
 
 
 def _rows_of(how: How, rows: slice) -> How:

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed, round_up, sum_heads
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL
 
 __all__ = ["TorchEfficientKernel"]
 
@@ -23,6 +23,7 @@ _ALIGN_BYTES = 16
 _LSE_ROWS = 32
 _BIAS_COLUMNS = 16
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # sdp::CustomMaskType
+_LARGEST_BIAS = 2**32 - 1  # of one head: kernel_forward.h counts them in uint32 (pytorch#187227)
 
 
 class TorchEfficientKernel:
@@ -47,6 +48,9 @@ class TorchEfficientKernel:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
+        if parts := _slices(q, k, how):
+            found = [self.forward(q[:, rows], k, v, part) for rows, part in parts]
+            return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
         v_dim, rows, bias = v.shape[-1], q.shape[1], _masked_bias(q, how)
         q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
@@ -71,7 +75,7 @@ class TorchEfficientKernel:
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv, dbias = torch.ops.aten._efficient_attention_backward(
             *(dout, q, k, v, bias, out, None, None, rows, k.shape[1], lse, 0.0, *state, _mask(how)),
-            bias is not None,
+            how.wants_dbias,
             scale=how.scale,
             num_splits_key=1 if how.deterministic else None,
         )
@@ -80,7 +84,7 @@ class TorchEfficientKernel:
             dq[..., :qk_dim],
             dk[..., :qk_dim],
             dv[..., :v_dim],
-            None if how.bias is None else _like(dbias, how.bias),
+            _like(dbias, how.bias) if how.bias is not None and how.wants_dbias else None,
         )
 
 
@@ -92,6 +96,17 @@ def _whole(x: Tensor, query_heads: int) -> Tensor:
 
 def _mask(how: How) -> int:
     return _CAUSAL_FROM_TOP_LEFT if how.band == CAUSAL and how.bias is None else _NO_MASK
+
+
+def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
+    """Query rows to work on one after another where a bias is too large, with its mask in it; else none."""
+    columns = round_up(k.shape[1], _BIAS_COLUMNS)
+    if how.bias is None or q.shape[1] * columns <= _LARGEST_BIAS:
+        return []
+    bias, some = _masked_bias(q, how), max(1, _LARGEST_BIAS // columns)
+    assert bias is not None
+    parts = [slice(first, first + some) for first in range(0, q.shape[1], some)]
+    return [(rows, how._replace(band=FULL, bias=bias[:, :, rows])) for rows in parts]
 
 
 def _masked_bias(q: Tensor, how: How) -> Tensor | None:

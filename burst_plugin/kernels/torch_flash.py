@@ -37,6 +37,11 @@ class TorchFlashKernel(FlashKernel):
     largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
     def _refuse_library(self, case: Case) -> str | None:
+        activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # not in older ones
+        if activated is not None:  # in whichever version, and its kernel here would not know
+            return (
+                f"{activated} is activated in its place; torch.nn.attention.restore_flash_attention_impl() ends that"
+            )
         built = torch.backends.cuda.is_flash_attention_available()
         return None if built else "this PyTorch was built without flash-attention"
 

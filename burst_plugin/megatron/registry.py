@@ -80,7 +80,7 @@ class Registry:
         size = 1 if group is None else group.size()
         if part and isinstance(strategy.ranks_per_node, int):
             strategy = replace(strategy, ranks_per_node=min(size, strategy.ranks_per_node))
-        cp = ContextParallel(group, hierarchy=hierarchy, strategy=strategy)
+        cp = ContextParallel(group, hierarchy=[1] if group is None else hierarchy, strategy=strategy)
         cp.connect()
         listed = parallel_state._global_process_group_list
         if listed is not None:  # for --distributed-timeout-seconds-after-init

@@ -381,7 +381,6 @@ def torch_efficient(calls: Calls) -> Iterator[None]:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert out.is_contiguous()
         assert dout.is_contiguous()
-        assert bias_requires_grad == (bias is not None)
         checked_bias(q, k, bias)
         rows = q.shape[1]
         assert lse.shape[2] % 32 == 0
@@ -389,7 +388,8 @@ def torch_efficient(calls: Calls) -> Iterator[None]:
         assert bool(torch.isposinf(lse[:, :, rows:]).all())
         terms = Terms(from_top_left(q, k, {0: False, 1: True}[mask]), scale, bias=bias)
         dq, dk, dv, dbias = gradients((dout, q, out, lse[:, :, :rows]), k, v, terms)
-        return dq, dk, dv, dbias.masked_fill(~terms.allowed, torch.nan)  # blocks that are skipped are never written
+        dbias = dbias.masked_fill(~terms.allowed, torch.nan)  # blocks that are skipped are never written
+        return dq, dk, dv, dbias if bias_requires_grad else torch.empty(0)
 
     with _operators(_efficient_attention_forward=forward, _efficient_attention_backward=backward):
         yield
