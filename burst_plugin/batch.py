@@ -26,12 +26,13 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.layout import even_length
 from burst_plugin.mask import Documents, Mask, PerRow, key_padding
 
-__all__ = ["IGNORE", "KEY", "SequenceShard", "shard_batch", "shifted"]
+__all__ = ["IGNORE", "KEY", "SequenceShard", "check_shard", "shard_batch", "shifted"]
 
 KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 IGNORE = -100  # label of a token that has no part in the loss
 _PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 _SEEDS = 2**31 - 1
+_MARK = "_burst_plugin_shard"  # what ids that were cut have
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +101,31 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
     valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
     shard = SequenceShard(cp, length, padded, mask, valid, (checksum + number) % _SEEDS)
+    if cp.ranks > 1:
+        for name in ("input_ids", "inputs_embeds"):
+            if name in local:
+                setattr(local[name], _MARK, True)
     passed_on = {k: v for k, v in batch.items() if k not in whole and k not in _PACKING and k != "labels"}
     return {**passed_on, **local, KEY: shard}
+
+
+def check_shard(batch: Mapping[str, Any]) -> None:
+    """Raise ValueError for parts of a shard that do not fit together, as a model is about to get them.
+
+    Ids that were cut, without the entry that says so, would be taken for a whole sequence; labels of a shard, under
+    the name of those that models shift, would be shifted twice.
+    """
+    if KEY not in batch and any(hasattr(batch.get(name), _MARK) for name in ("input_ids", "inputs_embeds")):
+        raise ValueError(
+            f"got the ids of a shard without its entry {KEY!r}, as if they were a whole sequence; pass all that "
+            "shard_batch returned: model(**batch)"
+        )
+    labels = batch.get("labels")
+    if KEY in batch and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
+        raise ValueError(
+            "got labels with a shard, which models would shift, but labels of a shard are shifted already; pass them "
+            "as shift_labels"
+        )
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -111,6 +135,8 @@ def shifted(labels: Tensor) -> Tensor:
 
 def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """All tensors [B, S, ...] of a batch that are to be cut, with positions and with labels shifted."""
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"a batch has to be a dict of tensors by name, got a {type(batch).__name__}")
     ids = batch.get("input_ids", batch.get("inputs_embeds"))
     if not isinstance(ids, Tensor) or ids.dim() < 2 or 0 in ids.shape:
         got = f"shape {list(ids.shape)}" if isinstance(ids, Tensor) else ", ".join(map(str, batch)) or "nothing"

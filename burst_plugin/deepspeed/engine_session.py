@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from burst_plugin.batch import IGNORE, KEY, SequenceShard, shard_batch
+from burst_plugin.batch import IGNORE, KEY, SequenceShard, check_shard, shard_batch
 from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.member import Member
@@ -38,6 +38,7 @@ class Session:
         self.whole_batches = False
         self.only_caller = ""
         self._permitted = False
+        self._cut_now = False  # whether the batch of this forward came whole
         self._calls_before = 0  # of attention, when the model's forward began
         self._losses = 0  # of forwards in training
         self._warned = False
@@ -151,9 +152,13 @@ class Session:
                 "shard of them: call super().compute_loss(...), and go on from the loss that it returns"
             )
         self._calls_before = self._ring_of(kwargs).calls_made
+        self._cut_now = False
         if not self.whole_batches:
             return None
-        if KEY not in kwargs:
+        check_shard(kwargs)
+        if KEY in kwargs:
+            self._check_count(kwargs)
+        else:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
             kwargs = _by_name(model, args, kwargs)
@@ -164,6 +169,7 @@ class Session:
                     "burst_plugin.deepspeed.shard_batch, and compute a loss on a rank's tokens, as token_mean_loss"
                 )
             kwargs = self.shard_batch(kwargs)
+            self._cut_now = self.cp.ranks > 1
             if kwargs.get("num_items_in_batch") is not None:  # of whole batches; DeepSpeed divides by ranks again
                 kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.cp.ranks
         kwargs = dict(kwargs)
@@ -178,6 +184,15 @@ class Session:
             over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
+
+    def _check_count(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a number of tokens with a batch that was cut before, unless it is from our Trainer."""
+        if self.cp.ranks > 1 and kwargs.get("num_items_in_batch") is not None and not self._permitted:
+            raise ValueError(
+                "num_items_in_batch came with a batch that is cut already, and whether it counts the tokens of all "
+                "ranks cannot be told: leave it out, for the mean over this batch, or leave labels out and use "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels, valid_tokens=...)"
+            )
 
     def _ring_of(self, kwargs: Mapping[str, Any]) -> Member:
         """The ring of the batch: another engine's, if that has cut it."""
@@ -204,6 +219,9 @@ class Session:
                 'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '
                 "burst_plugin.burst_attention(q, k, v, burst_plugin.deepspeed.context()) in the model's attention"
             )
+        if self._cut_now and torch.is_grad_enabled() and isinstance(output, Mapping):
+            for name in [name for name in output if name != "loss"]:
+                output[name] = _to_look_at(output[name])  # type: ignore[index]
         loss = getattr(output, "loss", None)
         if not sharded or not isinstance(loss, Tensor) or loss.dim():
             return None
@@ -256,6 +274,29 @@ def _check_form_of_loss(name: str, output: Any) -> None:
             f"{name} returns {form}, in which the loss of this rank's tokens cannot be told and made whole: have it "
             "return a ModelOutput with a scalar loss (in transformers: leave out return_dict=False)"
         )
+
+
+class _ToLookAt(torch.autograd.Function):
+    """The same tensor, of which nobody may ask for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ValueError(
+            "a loss was computed from what a model returned for a batch that was cut in its forward: that is of this "
+            "rank's tokens, and only the model's own loss is made whole. Cut the batch before, with "
+            "burst_plugin.deepspeed.shard_batch, and compute the loss on a rank's tokens, as token_mean_loss"
+        )
+
+
+def _to_look_at(x: Any) -> Any:
+    """Logits and hidden states of this rank's tokens, which their user takes for those of all."""
+    if isinstance(x, tuple | list):
+        return type(x)(map(_to_look_at, x)) if type(x) in (tuple, list) else x
+    return _ToLookAt.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
 def _refuse_backward(output: Any) -> None:
@@ -329,8 +370,14 @@ class ShardedLoader:
 
     def _whole(self) -> Iterator[Any]:
         cp = self._found().cp
-        for batch in self.loader:
+        for number, batch in enumerate(self.loader):
             turns = exchanged(batch, cp) if self._exchange else [batch]
+            if number == 0 and len(turns) > 1 and all(_equal(turn, turns[0]) for turn in turns[1:]):
+                warnings.warn(
+                    f"the {len(turns)} ranks of a context-parallel group drew the same batch, and take turns, so "
+                    "that each is trained on as often: samplers have to count all ranks, as Trainer's do",
+                    stacklevel=3,
+                )
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
                 with self._not_at_its_end(left > 0):
                     yield turn
@@ -374,6 +421,14 @@ def exchanged(batch: Mapping[str, Any] | None, cp: ContextParallel) -> list[Mapp
     assert batch is not None, "nobody has ended"
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
     return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
+
+
+def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two batches hold the same tensors."""
+    tensors = [{name: x for name, x in batch.items() if isinstance(x, Tensor)} for batch in (one, other)]
+    return tensors[0].keys() == tensors[1].keys() and all(
+        torch.equal(x, tensors[1][n]) for n, x in tensors[0].items()
+    )
 
 
 def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

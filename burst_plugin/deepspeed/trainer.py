@@ -159,6 +159,10 @@ def _compute_loss(
     session = adapter.sessions[model]
     with session.permitted():
         outputs = model(**inputs)
+    if outputs.loss is None:
+        raise ValueError(
+            f"{type(model).__name__} computed no loss: the batch has no labels, only {', '.join(inputs)}"
+        )
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 

@@ -112,6 +112,11 @@ def forward(
             f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is "
             f"{shard.padded // shard.cp.ranks}: something in the model adds or drops tokens, as prompt tuning does"
         )
+    if key.shape[2] != query.shape[2]:
+        problem = (
+            f"{type(module).__name__} got {query.shape[2]} queries on {key.shape[2]} keys: past_key_values, of what "
+            "came before, are not spread over ranks; give whole sequences, without past_key_values"
+        )
     if problem:
         raise ValueError(problem)
     dropout = float(options.get("dropout") or 0.0) if module.training else 0.0

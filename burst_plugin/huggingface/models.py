@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import KEY
+from burst_plugin.batch import KEY, check_shard
 from burst_plugin.huggingface.attention import EXAMINED, NAME, register_attention
 
 __all__ = ["entry", "prepare_model", "problems", "use_burst"]
@@ -54,6 +54,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a forward: how many calls of attention there have been; 0 where the batch is yet to be cut."""
+    check_shard(kwargs)
     shard = kwargs.get(KEY)
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
 

@@ -381,6 +381,74 @@ def test_a_module_around_a_model_may_leave_the_loss_to_it() -> None:
     assert run_ranks(_wrapped, 2, _Around) == [pytest.approx(truth, rel=1e-6)] * 2
 
 
+def _engine() -> Any:
+    burst.install()
+    model = build(RUN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(RUN, 2))
+    return engine
+
+
+def _parts_of_shards(rank: int) -> list[str]:
+    engine = _engine()
+    local = burst.shard_batch(BATCH)
+    labels = local.pop("shift_labels")
+    found = [
+        _said(lambda: engine(**local, labels=labels)),
+        _said(lambda: engine(**local, shift_labels=labels, num_items_in_batch=6.0)),
+        _said(lambda: engine(input_ids=local["input_ids"], labels=labels)),
+    ]
+    with torch.no_grad():
+        engine.eval()
+        found.append(_said(lambda: engine(input_ids=local["input_ids"])))
+        cache = engine(input_ids=BATCH["input_ids"], use_cache=True).past_key_values
+        engine.train()
+    found.append(_said(lambda: engine(**BATCH, past_key_values=cache)))
+    return found
+
+
+def test_parts_of_a_shard_that_do_not_fit_together_are_refused() -> None:
+    expected = [
+        "labels of a shard are shifted already; pass them as shift_labels",
+        "num_items_in_batch came with a batch that is cut already",
+        "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
+        "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
+        "past_key_values, of what came before, are not spread over ranks",
+    ]
+    for found in run_ranks(_parts_of_shards, 2):
+        for said, message in zip(found, expected, strict=True):
+            assert message in said
+
+
+def _from_hidden_states(rank: int) -> list[str]:
+    """A score on the last token, beside the loss of a batch that the model cuts."""
+    engine = _engine()
+    outputs = [engine(**BATCH, output_hidden_states=True) for _ in range(2)]
+    scored = outputs[0].loss + outputs[0].hidden_states[-1][:, -1].square().sum()
+    return [_said(lambda: engine.backward(scored)), _said(lambda: engine.backward(outputs[1].loss))]
+
+
+def test_of_a_batch_that_is_cut_unseen_only_the_loss_has_a_gradient() -> None:
+    for scored, plain in run_ranks(_from_hidden_states, 2):
+        assert "a loss was computed from what a model returned for a batch that was cut in its forward" in scored
+        assert plain == ""
+
+
+def _turns_that_are_alike(rank: int, batches: list[dict[str, torch.Tensor]]) -> list[str]:
+    engine = _engine()
+    loader = burst.sharded_loader([batches[rank]], engine, exchange=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(list(loader)) == 2
+    return [str(each.message) for each in caught if "drew the same batch" in str(each.message)]
+
+
+def test_ranks_that_take_turns_with_one_batch_are_told() -> None:
+    other = {**BATCH, "input_ids": BATCH["input_ids"].flip(1)}
+    assert [len(found) for found in run_ranks(_turns_that_are_alike, 2, [BATCH, BATCH])] == [1, 1]
+    assert run_ranks(_turns_that_are_alike, 2, [BATCH, other]) == [[], []]
+
+
 def _later_loss(rank: int) -> list[str]:
     """A loss that is another one from the second step on."""
     burst.install()
