@@ -114,8 +114,15 @@ def _choose_core_attention(
     if _asks_for_burst(config):
         submodules = copy.copy(submodules)
         _refuse_other_mixers(config, submodules)
-        for name in ("self_attention", "cross_attention"):
-            setattr(submodules, name, _with_choice(getattr(submodules, name), adapter.registry))
+        for name, what in vars(submodules).items():
+            if name in ("self_attention", "cross_attention"):
+                setattr(submodules, name, _with_choice(what, adapter.registry))
+            elif getattr(getattr(what, "submodules", None), "core_attention", None) is not None:
+                warnings.warn(
+                    f"{name} of a layer is not on the ring, which is for self_attention and cross_attention: it "
+                    "computes as its spec says",
+                    stacklevel=2,
+                )
     original(layer, config, submodules, *args, **kwargs)
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
@@ -158,10 +165,15 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
     given = bound.arguments
     kind = given["position_embedding_type"]
     if _asks_for_burst(given["config"]):
-        if kind == "learned_absolute":
+        if kind in ("learned_absolute", "relative"):
             raise ValueError(
                 f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model "
                 "counts positions of every rank's shard from 0; use 'rope'"
+            )
+        if is_hybrid(given["config"]):
+            raise ValueError(
+                "hybrid_context_parallel is not supported here with cp_comm_type='burst': this model does not hand "
+                "on packed_seq_params, and its ranks would attend to their own tokens only; use context_parallel_size"
             )
         for name in ("add_binary_head", "return_embeddings"):
             if given.get(name):
@@ -215,6 +227,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     refuse_flags()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
+    adapter.registry.clear()  # whoever destroyed the groups before, by whatever name
     group = parallel_state.get_context_parallel_group(check_initialized=False)
     if group is not None and group.size() > 1 and may_ring():
         hierarchical = given.get("hierarchical_context_parallel_sizes")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.kernels import KERNELS
-from burst_plugin.megatron.config import REFUSED
+from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
 from burst_plugin.rules import Rule, broken, off, one_of
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.shapes import SIDES
@@ -46,6 +46,7 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
         ),
         "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
         "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`, and the recipe's cost model"),
+        "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
         "use_legacy_models": Rule(off, "legacy models know no core attention; drop it"),
         "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
@@ -131,7 +132,7 @@ def refuse_flags() -> None:
                 "context parallelism runs, not burst attention",
                 stacklevel=2,
             )
-    elif args.context_parallel_size > 1 or getattr(args, "hybrid_context_parallel", False):
+    elif args.context_parallel_size > 1 or _brings_groups(args):
         found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
         _warn_of_square_masks(args)
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
@@ -144,6 +145,11 @@ def refuse_flags() -> None:
         found = []
     if found:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in found))
+
+
+def _brings_groups(args: Any) -> bool:
+    """Whether microbatches are spread over groups of their own."""
+    return any(getattr(args, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel"))
 
 
 def _warn_of_square_masks(args: Any) -> None:

@@ -16,6 +16,7 @@ from burst_plugin.rules import Rule, broken, off, one_of
 
 __all__ = [
     "HONOURED",
+    "NOT_DYNAMIC",
     "REFUSED",
     "is_hybrid",
     "is_irrelevant",
@@ -88,6 +89,8 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
     }
 )
 
+NOT_DYNAMIC = "its groups change with every microbatch, and rotate otherwise; use context_parallel_size"
+
 # What happens before or after the core attention, or outside attention altogether.
 _IRRELEVANT = frozenset(
     """
@@ -140,7 +143,12 @@ def is_hybrid(config: Any) -> bool:
 
 def rings(config: Any) -> bool:
     """Whether sequences may be spread over ranks."""
-    return config.context_parallel_size > 1 or is_hybrid(config)
+    return config.context_parallel_size > 1 or is_hybrid(config) or _is_dynamic(config)
+
+
+def _is_dynamic(config: Any) -> bool:
+    """Whether Megatron spreads microbatches as it sees fit, as it can since 0.20."""
+    return bool(getattr(config, "dynamic_context_parallel", False))
 
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
@@ -164,6 +172,8 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
                 f"{name}={getattr(config, name)} is not supported with hybrid_context_parallel: outside of attention "
                 "it takes a rank's tokens for consecutive ones; use context_parallel_size"
             )
+    if _is_dynamic(config):
+        found.append(f"dynamic_context_parallel=True is not supported: {NOT_DYNAMIC}")
     if config.attention_dropout and is_hybrid(config):
         found.append(
             f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "

@@ -63,9 +63,12 @@ class ChosenCoreAttention:
 
 def _check_replaceable(original: Any, layer_number: int | None) -> None:
     """Raise ValueError for a core attention that is not Megatron's usual one: what it does besides is not known."""
-    kind = original.module if isinstance(original, ModuleSpec) else original
+    kind: Any = original
+    options: dict[str, Any] = {}
+    if isinstance(original, ModuleSpec):
+        kind, options = original.module, dict(original.params or {})
     while isinstance(kind, partial):
-        kind = kind.func
+        kind, options = kind.func, {**kind.keywords, **options}
     kind = import_module(kind) if isinstance(kind, tuple) else kind
     module, name = kind.__module__, getattr(kind, "__name__", type(kind).__name__)
     usual = module.startswith("megatron.core.") and name in _REPLACEABLE
@@ -74,6 +77,11 @@ def _check_replaceable(original: Any, layer_number: int | None) -> None:
             f"layer {layer_number} has a core attention of its own, {module}.{name}, in whose place burst attention "
             "would compute what TransformerConfig says; give this layer another cp_comm_type or, if that is the "
             f"same, set {name}.burst_may_replace = True"
+        )
+    if options:
+        raise ValueError(
+            f"layer {layer_number} gives its core attention options in its spec, {', '.join(sorted(options))}, in "
+            "whose place burst attention would take those of TransformerConfig: set them there"
         )
 
 
@@ -164,6 +172,8 @@ class BurstCoreAttention(MegatronModule):
         self.softmax_offset = torch.nn.Parameter(offset)
         # Else Megatron would take it for a copy on all tensor-parallel ranks but the first, in gradient norms.
         set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        # The same of the module, for Megatron-Bridge, which knows Megatron's core attentions by name.
+        self.tensor_model_parallel, self.partition_dim = True, 0
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
 
@@ -236,7 +246,7 @@ class BurstCoreAttention(MegatronModule):
             raise ValueError(
                 f"packed_seq_params has a cp_group of {cp.ranks} ranks for packed sequences (thd), which Megatron "
                 f"rotates as those of the layer's own group, of {usual.size()}; hybrid_context_parallel needs "
-                "qkv_format='sbhd'"
+                "qkv_format='sbhd', from a forward_step of your own: a microbatch of one document, cut over cp_group"
             )
 
     def _mask(self, kind: str, square: bool) -> Mask:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -337,18 +339,69 @@ def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> N
 
 
 def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
-    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
     from burst_plugin.megatron.core_attention import _check_replaceable
 
     _check_replaceable(
         ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
     )
+    usual = ("megatron.core.transformer.dot_product_attention", "DotProductAttention")
+    for given in (
+        ModuleSpec(module=usual, params={"attention_dropout": 0.0}),
+        partial(import_module(usual), attention_dropout=0.0),
+    ):
+        with pytest.raises(
+            ValueError, match="layer 3 gives its core attention options in its spec, attention_dropout"
+        ):
+            _check_replaceable(given, 3)
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, functools\.lru_cache"):
         _check_replaceable(ModuleSpec(module=("functools", "lru_cache")), 1)
     other = ("megatron.core.transformer.multi_latent_attention", "MLASelfAttention")  # DSAttention, in later releases
     with pytest.raises(ValueError, match=r"layer 1 has a core attention of its own, megatron\.core\."):
         _check_replaceable(ModuleSpec(module=other), 1)
+
+
+def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> None:
+    """As the full attention of Megatron-Bridge's WAN: it computes what its spec says."""
+    from burst_plugin.megatron.adapter import _choose_core_attention
+
+    def spec(core: Any = "core") -> Any:
+        return types.SimpleNamespace(module=object, submodules=types.SimpleNamespace(core_attention=core))
+
+    built: list[Any] = []
+
+    def init(layer: Any, config: Any, submodules: Any) -> None:
+        built.append(submodules)
+
+    config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
+    adapter = types.SimpleNamespace(registry=object())
+    layer, usual = torch.nn.Module(), {"self_attention": spec(), "cross_attention": None, "mlp": object()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _choose_core_attention(adapter, init, layer, config, types.SimpleNamespace(**usual))
+    submodules = types.SimpleNamespace(**usual, full_self_attention=spec("its own"))
+    with pytest.warns(UserWarning, match="full_self_attention of a layer is not on the ring"):
+        _choose_core_attention(adapter, init, layer, config, submodules)
+    assert built[1].self_attention.submodules.core_attention.params["original"] == "core"
+    assert built[1].full_self_attention.submodules.core_attention == "its own"
+
+
+def _groups_made_again(rank: int) -> list[int]:
+    from megatron.core import parallel_state
+
+    from burst_plugin.megatron import install
+
+    adapter, found = install(), []
+    for _ in range(2):
+        build(CP2)
+        found.append(len(adapter.contexts()))
+        parallel_state.destroy_model_parallel.__wrapped__()  # as what was imported before the plugin destroys them
+    return found
+
+
+def test_rings_of_groups_that_were_destroyed_unseen_go_when_others_are_made() -> None:
+    assert run_ranks(_groups_made_again, 2) == [[1, 1]] * 2
 
 
 def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() -> None:

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, unknown_fields
+from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, rings, unknown_fields
 
 pytestmark = pytest.mark.megatron
 
@@ -72,6 +72,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str, value: object) ->
 def test_every_refused_field_is_tried_above() -> None:
     mark = next(m for m in test_what_cannot_be_honoured_is_refused_by_name.pytestmark if m.name == "parametrize")
     assert {name for name, _ in mark.args[1]} == set(REFUSED)
+
+
+def test_groups_of_newer_releases_are_refused() -> None:
+    given = types.SimpleNamespace(**dataclasses.asdict(config()), dynamic_context_parallel=True)
+    (problem,) = problems(given, windowed=False, attention_type="self")
+    assert problem.startswith("dynamic_context_parallel=True is not supported: its groups change")
+    assert rings(given)
 
 
 def test_windows_are_refused_in_cross_attention() -> None:

@@ -70,6 +70,10 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
         ({"sft": True}, "--sft is not supported: the script's way of packing documents changes by release"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
         ({"perform_rl_step": True}, "--perform-rl-step is not supported: before 0.20 it gives all ranks whole"),
+        (
+            {"context_parallel_size": 1, "dynamic_context_parallel": True},
+            "--dynamic-context-parallel is not supported: its groups change with every microbatch",
+        ),
         ({"fake_process_group": True}, "--fake-process-group is not supported: ranks cannot meet in it"),
         ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models know no core attention"),
         (

@@ -138,6 +138,11 @@ def _counts_positions(rank: int) -> list[str]:
         BertModel(config, 0, bert_layer_specs.bert_layer_local_spec, run.vocab, S)
     with pytest.raises(ValueError, match="add_binary_head=True is not supported"):
         BertModel(config, 0, bert_layer_specs.bert_layer_local_spec, run.vocab, S, position_embedding_type="rope")
+    with pytest.raises(ValueError, match="position_embedding_type='relative' is not supported"):
+        T5Model(config, config, encoder(2), decoder(2), run.vocab, SK, position_embedding_type="relative")
+    config.hybrid_context_parallel = True
+    with pytest.raises(ValueError, match="this model does not hand on packed_seq_params"):
+        T5Model(config, config, encoder(2), decoder(2), run.vocab, SK, position_embedding_type="rope")
     leave()
     return [str(each.value) for each in (t5, bert)]
 
