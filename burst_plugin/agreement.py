@@ -1,4 +1,4 @@
-"""How ranks compare notes before attention data moves, in one exchange of fixed size."""
+"""How ranks compare their calls before attention data moves, in one exchange of fixed size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from burst_plugin.communicators import group_device, launches_batches
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, Message, PeerLostError, ring_error
+from burst_plugin.transport import Channel, Message, PeerLostError, lost_peer_error
 
 __all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "told"]
 
@@ -69,7 +69,7 @@ class Agreement:
             for pending in self._transport.post(sends, recvs):
                 pending.wait()
         except PeerLostError as lost:
-            raise ring_error(self._transport, self._rank, when, lost) from lost
+            raise lost_peer_error(self._transport, self._rank, when, lost) from lost
         return [each.cpu() for each in everyone]
 
     def record_failures_in(self, store: Store) -> None:

@@ -240,7 +240,7 @@ def burst_attention(
 
     Raises:
         ValueError: before data moves, for shapes, types or options that do not fit, here or between ranks; says what
-            was got, what was expected, and what to change. On every rank, at calls at which ranks compare notes (see
+            was got, what was expected, and what to change. On every rank, at calls that ranks compare (see
             `Strategy.check`); at others only where something is wrong, and the ring has ended then.
         RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
             the process instead.

@@ -108,10 +108,10 @@ class CallKind:
             for owner, tiles in route.tiles.items():
                 turns = in_turns(tiles, route.schedule.kept if owner == self.member.ring_rank else 0.0)
                 for turn, mine in enumerate(turns):
-                    found[direction, owner, turn] = self._as_the_kernel_has_them(mine)
+                    found[direction, owner, turn] = self._supported_by_the_kernel(mine)
         return found
 
-    def _as_the_kernel_has_them(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+    def _supported_by_the_kernel(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         if "windows" not in self.kernel.features:
             most = max(1, _LARGEST_BATCH // self.shapes.batch)
             tiles = [piece for tile in tiles for piece in cut(tile, most)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel
 
-__all__ = ["Communicators", "group_device", "launches_batches", "new_group_like", "warm_up"]
+__all__ = ["Communicators", "barrier", "group_device", "launches_batches", "new_group_like", "warm_up"]
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
@@ -88,12 +88,17 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
     return created
 
 
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of a group, by a message."""
+    dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
+
+
 def warm_up(group: dist.ProcessGroup) -> None:
     """Set up a communicator that may be new; all of its ranks call this together.
 
     A first batch of point-to-point messages in which only some ranks take part is undefined in torch.
     """
-    dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
+    barrier(group)
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
-from burst_plugin.communicators import Communicators, group_device, launches_batches, warm_up
+from burst_plugin.communicators import Communicators, barrier, group_device, launches_batches
 from burst_plugin.distributed_transport import DistributedTransport
-from burst_plugin.layout import Tokens, positions
+from burst_plugin.layout import Tokens, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
 from burst_plugin.packing import LABEL_BYTES
@@ -133,7 +133,7 @@ class ContextParallel:
             )
         tokens = tokens or Tokens(max(1, local.shape[dim] * self.ranks))  # a rank without any has to say so, below
         layout = self.member.route_table.layout(tokens)
-        lengths = [sum(run.length for run in runs) for runs in self.member.route_table.shards(tokens)]
+        lengths = [token_count(runs) for runs in self.member.route_table.shards(tokens)]
         problem = ""
         if local.shape[dim] != lengths[self.rank]:
             problem = (
@@ -263,7 +263,7 @@ class ContextParallel:
             self._watch.close()
         if self.group is not None and self._communicators and dist.is_initialized():
             if not self.member.is_broken and sys.exc_info()[0] is None:
-                warm_up(self.group)  # no rank is in a pass any more
+                barrier(self.group)  # no rank is in a pass any more
             elif launches_batches(self.group):
                 return
         self._communicators.destroy()
@@ -295,7 +295,7 @@ class ContextParallel:
             ours = [f"{name}={value}" for name, value in compared.items()]
             agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
         elif problem:  # the others may be under way
-            ended = "; ranks did not compare notes at this call, so that this ring has ended (see Strategy.check)"
+            ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
             refusal = ValueError(problem + ended)
             self.member.give_up(refusal)
             raise refusal

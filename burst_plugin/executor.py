@@ -28,7 +28,7 @@ from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
-from burst_plugin.transport import Message, PeerLostError, Pending, Transport, ring_error
+from burst_plugin.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 
 __all__ = [
     "Cargo",
@@ -317,7 +317,7 @@ class Ring(Generic[S]):
 
     def _give_up(self, lost: PeerLostError) -> NoReturn:
         rank = self._itinerary.peers[self._schedule.rank]
-        raise ring_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
+        raise lost_peer_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:

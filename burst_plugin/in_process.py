@@ -1,4 +1,4 @@
-"""All ranks in one process: what networks between them have in common, and one that is as unkind as a network may be.
+"""All ranks in one process: what networks between them have in common, and one that delays and reorders.
 
 In a `HostileNetwork` a sender's buffer is read as late as it may be, messages arrive in random order, and what is
 released is filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
@@ -114,7 +114,7 @@ class _InProcessPending:
 
 
 class HostileNetwork(InProcessNetwork):
-    """Copies when a message is waited for, and sometimes another one before it; `seed` sets its mood."""
+    """Copies when a message is waited for, and sometimes another one before it; `seed` sets in which order."""
 
     def __init__(self, ranks: int, seed: int = 0) -> None:
         super().__init__(ranks)

@@ -1,11 +1,11 @@
 """The shapes of a call, and what follows from them: what each side of a visit reads and sums, and its bytes.
 
     side   forward operands   forward sums   backward operands                backward sums
-    q      q                  out, lse       q, dout, lse, factor per row     dq
+    q      q                  out, lse       q, dout, factor per row, lse     dq
     kv     k, v               -              k, v                             dk, dv
 
-Operands are in the type of the call, sums, lse and the factor per row in float32 or wider. Whatever travels is one of
-these rows: operands ahead (gather), sums behind (reduce).
+In float16 out travels in place of the factor per row. Operands are in the type of the call, sums, lse and the factor
+per row in float32 or wider. Whatever travels is one of these rows: operands ahead (gather), sums behind (reduce).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Shapes(NamedTuple):
         """
         narrow, wide = self.dtype, self.sum_dtype
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
-        out = (self.batch, self.q_len, self.q_heads, self.v_dim)
+        out = dout = (self.batch, self.q_len, self.q_heads, self.v_dim)
         row = (self.batch, self.q_heads, self.q_len)
         k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
         v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
@@ -68,7 +68,7 @@ class Shapes(NamedTuple):
         table: dict[tuple[str, str], tuple[list[Spec], list[Spec]]] = {
             ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),
             ("forward", "kv"): ([(k, narrow), (v, narrow)], []),
-            ("backward", "q"): ([(q, narrow), (out, narrow), for_delta, (row, wide)], [(q, wide)]),
+            ("backward", "q"): ([(q, narrow), (dout, narrow), for_delta, (row, wide)], [(q, wide)]),
             ("backward", "kv"): ([(k, narrow), (v, narrow)], [(k, wide), (v, wide)]),
         }
         return table[direction, side]

@@ -117,13 +117,13 @@ class _Simulation:
             rates = self._rates()
             arrivals = [self._left_bytes[t] / rate for t, rate in rates.items()]
             ends = [rank.free_s - now for rank in self._ranks.values() if rank.free_s > now]
-            passes = min([*arrivals, *ends], default=_NEVER)
-            if passes == _NEVER:
+            elapsed_s = min([*arrivals, *ends], default=_NEVER)
+            if elapsed_s == _NEVER:
                 assert all(rank.step == self._steps - 1 for rank in self._ranks.values()), "nothing moves any more"
                 return now
-            now += passes
+            now += elapsed_s
             for t, rate in rates.items():
-                self._left_bytes[t] -= rate * passes
+                self._left_bytes[t] -= rate * elapsed_s
                 if self._left_bytes[t] <= _DONE_BYTES:
                     self._arrived(t)
 

@@ -98,7 +98,7 @@ class Strategy:
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def check_is_due(self, call: int, cheap: bool) -> bool:
-        """Whether ranks compare notes at this call, counted from 1; `cheap` says that it stalls nothing."""
+        """Whether ranks compare their calls at this one, counted from 1; `cheap` says that it stalls nothing."""
         if self.check == "always" or (self.check == AUTO and cheap):
             return True
         return call & (call - 1) == 0  # 1, 2, 4, 8, ...

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from burst_plugin.layout import Run
+from burst_plugin.layout import Run, token_count
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.transport import Channel, Message
 
@@ -35,7 +35,7 @@ class TeamBlock(NamedTuple):
     @property
     def length(self) -> int:
         """Rows of the whole team."""
-        return sum(run.length for run in self.runs)
+        return token_count(self.runs)
 
 
 def team_block(held: Sequence[tuple[Run, ...]]) -> TeamBlock:

@@ -60,11 +60,11 @@ def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tupl
     return min(cuts, key=lambda turns: abs(_pairs_of(turns[1]) - wanted))
 
 
-def _between_keys(found: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+def _between_keys(tiles: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
     """What attends to keys before and from `column` on."""
     before: list[Tile] = []
     after: list[Tile] = []
-    for tile in found:
+    for tile in tiles:
         if not tile.k_start < column < tile.k_stop:
             (before if tile.k_stop <= column else after).append(tile)
             continue
@@ -73,13 +73,13 @@ def _between_keys(found: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...],
             (before, tile._replace(k_stop=column), tile.band),
             (after, tile._replace(k_start=column), shifted),
         ):
-            turn += [piece._replace(batch=tile.batch) for piece in banded(part, *band)]
+            turn += banded(part, *band)
     return tuple(before), tuple(after)
 
 
-def _pairs_of(found: Sequence[Tile]) -> int:
+def _pairs_of(tiles: Sequence[Tile]) -> int:
     """Pairs that attend, of all batch rows that a tile is for."""
-    return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in found)
+    return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in tiles)
 
 
 def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iterator[Tile]:

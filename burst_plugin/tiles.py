@@ -171,7 +171,13 @@ def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """What a band leaves of a full tile, without rows and columns that are empty."""
+    """What a band leaves of a full tile of one piece, without rows and columns that are empty."""
+    found = _banded(tile, lower, upper)
+    return found if tile.batch is None else (part._replace(batch=tile.batch) for part in found)
+
+
+def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
+    """The same, for all batch rows."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
         return
@@ -222,10 +228,10 @@ def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
         yield Tile(q, q + square, k + square, k_stop)
 
 
-def row_spans(found: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
+def row_spans(tiles: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
     """The local rows of a side that any of these tiles reads, as ascending (start, stop)."""
     spans: list[tuple[int, int]] = []
-    for rows in sorted((tile.rows(side).start, tile.rows(side).stop) for tile in found):
+    for rows in sorted((tile.rows(side).start, tile.rows(side).stop) for tile in tiles):
         if spans and rows[0] <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], rows[1]))
         else:
@@ -233,20 +239,20 @@ def row_spans(found: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
     return tuple(spans)
 
 
-def _join(found: list[Tile]) -> tuple[Tile, ...]:
+def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     """Join causal stairs, then full tiles side by side and one above the other, until nothing changes."""
-    joined, before = found, None
+    joined, before = tiles, None
     while len(joined) > 1 and before != len(joined):
         before = len(joined)
         joined = _beside(_beside(_stairs(joined), "q"), "kv")
     return tuple(sorted(joined, key=lambda tile: tile[:4]))
 
 
-def _stairs(found: list[Tile]) -> list[Tile]:
+def _stairs(tiles: list[Tile]) -> list[Tile]:
     """Two causal squares and the full rectangle below the first make one causal square."""
-    rest = dict.fromkeys(found)
+    rest = dict.fromkeys(tiles)
     squares = {
-        (t.q_start, t.k_start): t for t in found if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start
+        (t.q_start, t.k_start): t for t in tiles if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start
     }
     for start in sorted(squares):
         if start not in squares:
@@ -265,11 +271,11 @@ def _stairs(found: list[Tile]) -> list[Tile]:
     return list(rest)
 
 
-def _beside(found: list[Tile], side: str) -> list[Tile]:
+def _beside(tiles: list[Tile], side: str) -> list[Tile]:
     """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
     other = OTHER_SIDE[side]
-    joined = [tile for tile in found if tile.band != FULL]
-    full = [tile for tile in found if tile.band == FULL]
+    joined = [tile for tile in tiles if tile.band != FULL]
+    full = [tile for tile in tiles if tile.band == FULL]
     full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))
     for _, alike in groupby(full, key=lambda t: (t.rows(side).start, t.rows(side).stop)):
         last: Tile | None = None

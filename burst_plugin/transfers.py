@@ -91,7 +91,7 @@ class RankSchedule(NamedTuple):
 
     @property
     def rows(self) -> dict[int, Rows | None]:
-        """The rows of which blocks come here; None for all."""
+        """By block that comes here: which of its rows do; None for all."""
         arrivals = (t for step in self.steps for t in step.due if t.dst == self.rank)
         return {t.block: t.rows for t in arrivals if t.traffic is Traffic.GATHER}
 
@@ -101,8 +101,9 @@ class Schedule:
     """Visits and transfers of all ranks: `visits[rank][step]` is the block visited, None for no visit.
 
     `reduces` is whether sums are brought home; `by_link` whether transfers on both links are under way at
-    once for unlike times, so that each link needs communicators of its own; `phases` the steps at which the ring
-    around a node begins anew; `parts` how many parts blocks are cut into; `kept` the share of the work on its own
+    once, and take unlike numbers of steps, so that each link needs communicators of its own; `phases` the first steps
+    of groups of visits, which `in_parts` repeats for each part before it goes on (an inner ring; or every step);
+    `parts` how many parts blocks are cut into; `kept` the share of the work on its own
     block that every rank keeps for a second visit, 0 if there is none.
     """
 
@@ -236,7 +237,7 @@ class Schedule:
         )
 
     def pruned(self, needs: Needs | None) -> Schedule:
-        """Without the visits that `needs` leaves out, and without what then travels in vain; for None, unchanged."""
+        """Without the visits that `needs` leaves out, or what then travels for nobody; for None, unchanged."""
         if needs is None:
             return self
         visits = tuple(

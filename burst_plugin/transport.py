@@ -16,7 +16,7 @@ from torch import Tensor
 from burst_plugin.packing import BufferPool
 from burst_plugin.topology import Link, Traffic
 
-__all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "ring_error"]
+__all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "lost_peer_error"]
 
 
 class Channel(NamedTuple):
@@ -91,8 +91,8 @@ class RingError(RuntimeError):
     """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
 
 
-def ring_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
-    """What `rank` raises when it misses a peer; leads with what the first rank to notice recorded."""
+def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
+    """What `rank` raises when it misses a peer, and records for others; leads with what the first one recorded."""
     text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
     first = transport.report_failure(text)
     return RingError(text if first == text else f"{first}; then {text}")

@@ -36,7 +36,7 @@ from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
 from burst_plugin.teams import Team, TeamBlock
 from burst_plugin.topology import Traffic
-from burst_plugin.transport import Channel, PeerLostError, Pending, Transport, ring_error
+from burst_plugin.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
 
 __all__ = ["HeadExchange"]
 
@@ -187,7 +187,8 @@ class HeadExchange:
                     pending.wait()
                 self._finish(transport, pieces, packings, leased)
         except PeerLostError as lost:
-            raise ring_error(transport, self.team.peers[self.team.place], "the exchange of heads", lost) from lost
+            rank = self.team.peers[self.team.place]
+            raise lost_peer_error(transport, rank, "the exchange of heads", lost) from lost
         return [piece.result for piece in pieces]
 
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:

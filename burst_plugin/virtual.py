@@ -35,8 +35,8 @@ __all__ = ["VirtualRing"]
 class VirtualRing:
     """`topology.ranks` ranks in this process, with the options of `strategy`.
 
-    The network between them is hostile on purpose (`burst_plugin.in_process`); `seed` sets its mood. To measure time
-    instead, give a `network` of plain copies (`burst_plugin.copies`).
+    The network between them is hostile on purpose (`burst_plugin.in_process`); `seed` sets its order of messages. To
+    measure time instead, give a `network` of plain copies (`burst_plugin.copies`).
     """
 
     def __init__(

@@ -45,5 +45,5 @@ def _watch(store: Store, own: str, period_s: float, closed: threading.Event) -> 
         except RuntimeError:  # the store went with the rank that hosted it
             return
         if not text.startswith(own):
-            _LOG.error("%sof a ring waits in vain, until PyTorch's time-out ends it: %s", own, text)
+            _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own, text)
         return

@@ -203,7 +203,7 @@ def _closed_in_finally(rank: int) -> str:
         burst_attention(x, x, x, cp)
     finally:
         if rank == 1:
-            with mock.patch.object(context, "warm_up", side_effect=AssertionError("the other does not come")):
+            with mock.patch.object(context, "barrier", side_effect=AssertionError("the other does not come")):
                 cp.close()
     return "done"
 
@@ -405,7 +405,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
 )
 def test_disagreement_is_one_clear_error_on_every_rank(changes: dict[int, dict[str, Any]], message: str) -> None:
     lines = _last_lines(_attend_with, 4, changes)
-    if "only some" in message:  # those that did not ask see it when they first compare notes
+    if "only some" in message:  # those that did not ask see it when they first compare calls
         assert all("ranks of the context-parallel group disagree" in line for line in lines)
         assert any(message in line for line in lines)
         return

@@ -1,4 +1,4 @@
-"""The in-process transport is unkind: it makes each mistake with buffers and waits show."""
+"""The in-process transport delays and reorders, so that each mistake with buffers and waits shows."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _durations(rank: int, backward: bool) -> list[float]:
             assert isinstance(out, Tensor)
             out.backward(torch.zeros_like(out))
         took_s.append(time.perf_counter() - start)
-    return took_s[4:]  # after the calls in which ranks compare notes
+    return took_s[4:]  # after the calls that ranks compare
 
 
 def _within(bound: float, ratio: Callable[[], float]) -> None:

@@ -88,7 +88,7 @@ def test_teams_that_would_straddle_nodes_are_refused_with_what_can_be_had() -> N
 
 
 def test_what_is_exchanged_comes_back_and_is_counted() -> None:
-    """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that is as unkind as it can be."""
+    """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that delays and reorders."""
     topology, tokens = Topology(1, 3), Tokens(7)
     shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
     team = team_block(shards)

@@ -37,7 +37,7 @@ def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog
         _wait_for_the_end()
     said = sorted(record.getMessage() for record in caplog.records)
     assert len(said) == 2, "rank 1 raises the error itself"
-    assert said[0].startswith("rank 0 of a ring waits in vain")
+    assert said[0].startswith("rank 0 of a ring waits for nothing")
     assert said[0].endswith("rank 1 gave up: OutOfMemoryError: no room")
     del watches
 

@@ -92,7 +92,7 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
     plain = case._replace(features=frozenset(), new_tiles=False)
     usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
     if usual == chosen:
-        _tell_of_an_earlier_gpus(KERNELS[usual], plain)
+        _tell_if_made_for_earlier_gpus(KERNELS[usual], plain)
         return
     why = _refusal(KERNELS[usual], case) or "it would keep a plan for every new shape of a tile; ask for it by name"
     text = f"attention runs on {chosen}, which is slower than {usual} ({usual}: {why})"
@@ -105,7 +105,7 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
     _tell_once(text)
 
 
-def _tell_of_an_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
+def _tell_if_made_for_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
     """Say so where a kernel that was made for earlier GPUs runs, and all that were made for this one are refused."""
     made_for = {name: each.limits.capability[0] for name, each in KERNELS.items() if each.limits.capability}
     newer = [

@@ -262,7 +262,7 @@ def test_batches_that_differ_between_ranks_are_refused_on_every_rank() -> None:
 
 
 def _differ_later(rank: int) -> list[str]:
-    """Where ranks compare notes at calls 1, 2, 4, ... only, as on GPUs; the third batch is another one."""
+    """Where ranks compare calls 1, 2, 4, ... only, as on GPUs; the third batch is another one."""
     cp = ContextParallel(dist.group.WORLD, strategy=Strategy(check="sparse"))
     batches = [BATCH, BATCH, draw(1, seed=5)[0] if rank else BATCH]
     return [_said(lambda batch: shard_batch(batch, cp), batch) for batch in batches]
