@@ -29,7 +29,7 @@ from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.softmax import add_sink, row_factor, sink_grad
-from burst_plugin.sums import OwnSums, TileSums
+from burst_plugin.sums import OwnSums
 from burst_plugin.tile_work import bias_grad
 from burst_plugin.tiles import OTHER_SIDE
 
@@ -45,19 +45,20 @@ __all__ = [
 ]
 
 
-def attend(call: Call, parts: Sequence[Part], number: int) -> Generator[None, None, dict[str, Tensors]]:
+def attend(
+    call: Call, direction: str, parts: Sequence[Part], number: int
+) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
     `parts` are those of the heads, mostly one; `number` is that of the call, the same on every rank.
     """
-    kind = call.kind
-    traveller = kind.travellers[parts[0].direction]
-    own = {side: kind.own_sums(parts, side) for side in (OTHER_SIDE[traveller], traveller)}
-    ring = call.ring(parts, own[traveller], number)
+    traveller = call.kind.travellers[direction]
+    own = {side: call.kind.own_sums(direction, parts, side) for side in (OTHER_SIDE[traveller], traveller)}
+    ring = call.ring(direction, parts, own[traveller], number)
     for visit in ring.visits():
         if visit is not None:
             with ring.traced(visit):
-                _work(kind, parts[visit.part], visit, traveller, own)
+                _work(call.kind, direction, parts[visit.part], visit, own)
         yield
     yield from ring.homecoming()
     for sums in own.values():
@@ -65,12 +66,13 @@ def attend(call: Call, parts: Sequence[Part], number: int) -> Generator[None, No
     return {side: sums.tensors for side, sums in own.items()}
 
 
-def _work(kind: CallKind, part: Part, visit: Visit[TileSums], traveller: str, own: Mapping[str, OwnSums]) -> None:
+def _work(kind: CallKind, direction: str, part: Part, visit: Visit, own: Mapping[str, OwnSums]) -> None:
     """One visit: what its tiles contribute, added to the sums at home and to those that travel."""
+    traveller = kind.travellers[direction]
     home = OTHER_SIDE[traveller]
     here = part.operands if visit.is_own else {**part.operands, traveller: part.incoming(traveller, visit.operands)}
-    site = kind.site(part.direction, visit.owner)
-    for tile in kind.tiles[part.direction, visit.owner, visit.turn]:
+    site = kind.site(direction, visit.owner)
+    for tile in kind.tiles[direction, visit.owner, visit.turn]:
         contributions = part.compute(here["q"], here["kv"], tile, site)
         if contributions[home]:
             own[home].parts[visit.part].add(tile, home, contributions[home])
@@ -80,9 +82,9 @@ def _work(kind: CallKind, part: Part, visit: Visit[TileSums], traveller: str, ow
 
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
-    """A rank's program for its outputs, float32 or wider."""
+    """A rank's program around the ring: its outputs, float32 or wider."""
     works = call.tile_works("forward", inputs.bias)
-    sums = yield from attend(call, forward_parts(works, *inputs[:3]), number)
+    sums = yield from attend(call, "forward", forward_parts(works, *inputs[:3]), number)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
@@ -93,10 +95,10 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries, wants_dbias: bool = True
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
-    """A rank's program for the gradients of its inputs, in their order, float32 or wider; None for absent ones."""
+    """A rank's program around the ring: the gradients of its inputs, in their order, float32 or wider, or None."""
     works = call.tile_works("backward", inputs.bias, wants_dbias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
-    sums = yield from attend(call, backward_parts(works, queries, inputs[1:3], factor), number)
+    sums = yield from attend(call, "backward", backward_parts(works, queries, inputs[1:3], factor), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     dbias = bias_grad(inputs.bias, works) if inputs.bias is not None and wants_dbias else None
     return (*sums["q"], *sums["kv"], dsink, dbias)
@@ -111,7 +113,7 @@ class _Saved(NamedTuple):
 
 
 def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator[None, None, tuple[Outputs, _Saved]]:
-    """A rank's program for its outputs."""
+    """A rank's program, heads exchanged before and after the ring: its outputs, and what its backward pass needs."""
     exchange = call.head_exchange("forward", number)
     given = yield from exchange.to_heads(inputs)
     found = yield from forward_program(call, number, given)
@@ -124,7 +126,7 @@ def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator
 def _backward_with_exchange(
     call: Call, number: int, dout: Tensor, saved: _Saved, wants_dbias: bool
 ) -> Generator[None, None, Inputs]:
-    """A rank's program for the gradients of its inputs, in their types."""
+    """A rank's program, heads exchanged before and after the ring: the gradients of its inputs, in their types."""
     given, out, lse = saved
     wants_dbias = wants_dbias or call.kind.extras.exchanged_bias != ""  # then that of other ranks as well
     exchange = call.head_exchange("backward", number)
@@ -260,26 +262,30 @@ def burst_attention(
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
     """What this rank gets; see `burst_attention`."""
-    with unseen_by_selective_checkpoints():
-        return _ring_attention(inputs, request, cp)
-
-
-def _ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
     cp.member.check_usable(inputs.q.device)
+    with unseen_by_selective_checkpoints():
+        call, number = _agreed_call(inputs, request, cp)
+        cp.connect(call.kind.by_link)
+        return attention_of([call], number, [inputs])[0]
+
+
+def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Call, int]:
+    """This rank's call, and its number: checked here, and compared with those of the other ranks."""
     problem, call, cause = "", None, None
     try:
         call = prepare(cp.member, inputs, request, cp.calls)
+        cp.member.note_call(call.kind.choices)
         problem = cp.device_problem(inputs.q.device)
     except Exception as error:  # whatever it is, the other ranks have to hear of it
         problem, cause = told(error), error
     try:
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        number = cp.agree({"takes part in gradients": gradients, **call.signature} if call else {}, problem)
+        signature = {"takes part in gradients": gradients, **call.signature} if call else {}
+        number = cp.agree_on_attention(signature, problem)
     except ValueError as error:
         raise error from cause
-    assert call is not None, "agree raises if any rank has a problem"
-    cp.connect(call.kind.by_link)
-    return attention_of([call], number, [inputs])[0]
+    assert call is not None, "agree_on_attention raises if any rank has a problem"
+    return call, number
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

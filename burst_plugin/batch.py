@@ -89,7 +89,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     except Exception as error:
         problem, cause = told(error), error
     try:
-        number = cp.agree(signature, problem, always=True)
+        number = cp.agree(signature, problem)
     except ValueError as error:
         if problem:
             raise error from cause

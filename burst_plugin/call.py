@@ -25,7 +25,7 @@ from burst_plugin.passes import Part, PassCargo
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
-from burst_plugin.sums import OwnSums, TileSums
+from burst_plugin.sums import OwnSums
 from burst_plugin.teams import TeamBlock
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
 from burst_plugin.tile_work import NOWHERE, Site, TileWork
@@ -97,7 +97,7 @@ class CallKind:
         table, rank, found = self.member.route_table, self.member.ring_rank, {}
         for direction, traveller in self.travellers.items():
             _, sums = self.shapes.side(direction, traveller)
-            found[direction] = table.route(rank, self.attending, traveller, bool(sums), self.parts(direction))
+            found[direction] = table.route(rank, self.attending, traveller, bool(sums), self.part_count(direction))
         return found
 
     @cached_property
@@ -135,16 +135,16 @@ class CallKind:
     @property
     def sends_row_factor(self) -> bool:
         """Whether queries travel backward, with a factor per row in place of out (`softmax.row_factor`)."""
-        travel = self.travellers["backward"] == "q" and self.member.route_table.ranks > 1
+        travel = self.travellers["backward"] == "q" and self.member.route_table.ring_ranks > 1
         return travel and not self.shapes.sends_out
 
-    def parts(self, direction: str) -> int:
+    def part_count(self, direction: str) -> int:
         """How many parts the heads are cut into."""
         return self.member.strategy.parts_of(direction)
 
-    def own_sums(self, parts: Sequence[Part], side: str) -> OwnSums:
+    def own_sums(self, direction: str, parts: Sequence[Part], side: str) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
-        specs = self._own_specs[parts[0].direction, side]
+        specs = self._own_specs[direction, side]
         return OwnSums(specs, self.device, len(parts), lambda part, place: parts[part].sums(side, place, False))
 
     @cached_property
@@ -170,7 +170,7 @@ class CallKind:
     def _packing_of_block(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
         owner = self.routes[direction].schedule.owner(block)
-        part = self._of_block(owner, rows).of_part(self.parts(direction))
+        part = self._of_block(owner, rows).of_part(self.part_count(direction))
         operands, sums = part.side(direction, self.travellers[direction])
         return self.packing(tuple(operands if traffic is Traffic.GATHER else sums))
 
@@ -227,7 +227,7 @@ class Call:
 
     def tile_works(self, direction: str, bias: Tensor | None, wants_dbias: bool = True) -> list[TileWork]:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
-        kind, parts = self.kind, self.kind.parts(direction)
+        kind, parts = self.kind, self.kind.part_count(direction)
         heads, found = kind.shapes.q_heads // parts, []
         first_head = kind.member.team.heads_of(kind.heads).start
         for part in range(parts):
@@ -257,9 +257,9 @@ class Call:
             ranks_per_kv_head=kind.ranks_per_kv_head,
         )
 
-    def ring(self, parts: Sequence[Part], own: OwnSums, number: int) -> Ring[TileSums]:
+    def ring(self, direction: str, parts: Sequence[Part], own: OwnSums, number: int) -> Ring:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
-        kind, member, direction = self.kind, self.kind.member, parts[0].direction
+        kind, member = self.kind, self.kind.member
         itinerary = kind.itineraries[direction]
         member.expected_bytes.update(itinerary.sent_bytes)
         return Ring(

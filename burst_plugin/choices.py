@@ -44,8 +44,6 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
         known[key] = call
     if scores.seed:
         call = Call(call.kind, replace(call.scores, seed=scores.seed))
-    member.choices = call.kind.choices
-    member.calls_made += 1
     return call
 
 

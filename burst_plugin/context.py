@@ -76,14 +76,14 @@ class ContextParallel:
         levels = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
-        self._call_count = self._attention_count = 0
+        self._agreement_count = self._attention_count = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
         self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
         topology = self._find_topology(sizes)
         table = RouteTable(topology, self.strategy)
-        ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # connected at the first call
+        ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
         self.member = Member(self.rank, topology, self.strategy, ring, team, table)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -142,7 +142,7 @@ class ContextParallel:
             )
         others = [*local.shape[:dim], *local.shape[dim:][1:]]
         signature = {"unshard": tokens, "dim": dim % local.ndim, "other sizes": others, "dtype": local.dtype}
-        self.agree(signature, problem, always=True)
+        self.agree(signature, problem)
         if self.group is None:
             return layout.unshard([local], dim, tokens)
         padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim:][1:]))
@@ -194,7 +194,7 @@ class ContextParallel:
         return {
             "topology": str(self.topology),
             **({"ulysses_degree": str(degree)} if degree > 1 else {}),
-            "schedule": self.member.route_table.schedule,
+            "schedule": self.member.route_table.schedule_name,
             "layout": self.strategy.layout,
             **self.member.choices,
         }
@@ -212,17 +212,9 @@ class ContextParallel:
         self.member.check_open()
         if self._agreement is None or self.group is None:
             return
-        if not self.member.ring_id:  # rank 0's
-            self.member.ring_id = self._agreement.exchange(token_hex(8), "connecting")[0]
-            store = PrefixStore(f"burst_plugin/{self.member.ring_id}", dist.distributed_c10d._get_default_store())
-            self._agreement.record_failures_in(store)
-            self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
-            if self.strategy.ulysses_degree > 1:
-                channels = {Channel(traffic, link): self.group for traffic in Traffic for link in Link}
-                self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
-            if launches_batches(self.group):  # elsewhere ranks hear of it from the messages that they miss
-                self._watch = FailureWatch(store, self.rank)
-        if self.member.route_table.ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+        if not self.member.ring_id:
+            self._meet(self._agreement, self.group)
+        if self.member.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
             by_link = {self.member.route_table.dense(True).by_link}
@@ -231,6 +223,18 @@ class ContextParallel:
                 self._communicators.connect(self.member.link_peers(each), each, self.member.ring_id)
                 if launches_batches(self.group):
                     self._meet_neighbours(each)
+
+    def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
+        """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
+        self.member.ring_id = agreement.exchange(token_hex(8), "connecting")[0]
+        store = PrefixStore(f"burst_plugin/{self.member.ring_id}", dist.distributed_c10d._get_default_store())
+        agreement.record_failures_in(store)
+        self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
+        if self.strategy.ulysses_degree > 1:
+            channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
+            self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
+        if launches_batches(group):  # elsewhere ranks hear of it from the messages that they miss
+            self._watch = FailureWatch(store, self.rank)
 
     def _meet_neighbours(self, by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
@@ -268,38 +272,54 @@ class ContextParallel:
                 return
         self._communicators.destroy()
 
-    def agree(self, signature: Mapping[str, object], problem: str = "", *, always: bool = False) -> int:
-        """Compare what all ranks are about to do, and return the number of this call; collective.
+    def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
+        """Compare what all ranks are about to do, and return how many agreements there have been; collective.
 
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
-        by name, or in their options. Done at the same calls on every rank (see `Strategy.check`), or `always`, for
-        rare calls that wait for the device anyway. At a call at which ranks do not compare, only this rank knows of
-        its problem, and the others may be sending already: so this ring ends.
+        by name, or in their options.
         """
+        return self._agree(signature, problem, "an agreement between attention calls")
+
+    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "") -> int:
+        """The same before an attention call, if it is one of those that `Strategy.check` has ranks compare.
+
+        At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
+        """
+        self._attention_count += 1
+        agreement = self._agreement
+        if agreement is None or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
+            when = f"the agreement before attention call {self._attention_count}"
+            return self._agree(signature, problem, when)
+        number = self._next_agreement()
+        if problem:
+            ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
+            refusal = ValueError(problem + ended)
+            self.member.give_up(refusal)
+            raise refusal
+        return number
+
+    def _next_agreement(self) -> int:
         self.member.check_open()
         if self.group is not None and os.getpid() != self._process:
             raise RuntimeError(
                 "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
                 "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"
             )
-        self._call_count += 1
-        self._attention_count += not always
-        agreement = self._agreement
-        if agreement is None:  # one rank
+        self._agreement_count += 1
+        return self._agreement_count
+
+    def _agree(self, signature: Mapping[str, object], problem: str, when: str) -> int:
+        number = self._next_agreement()
+        if self._agreement is None:  # one rank
             if problem:
                 raise ValueError(problem)
-        elif always or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
-            passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
-            options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
-            compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
-            ours = [f"{name}={value}" for name, value in compared.items()]
-            agreement.compare(ours, problem, f"the agreement before call {self._call_count}")
-        elif problem:  # the others may be under way
-            ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
-            refusal = ValueError(problem + ended)
-            self.member.give_up(refusal)
-            raise refusal
-        return self._call_count
+            return number
+        passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
+        options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
+        compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
+        ours = [f"{name}={value}" for name, value in compared.items()]
+        self._agreement.compare(ours, problem, when)
+        return number
 
     def device_problem(self, device: torch.device) -> str:
         """Why the group cannot move tensors of `device`; empty if it can."""

@@ -1,4 +1,4 @@
-"""Runs a rank's part of a schedule over a transport. Knows nothing of attention.
+"""Runs a rank's part of a schedule over a transport. Knows operands and sums, and nothing of attention.
 
     ring = Ring(itinerary, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from torch import Tensor
 from burst_plugin.itinerary import Itinerary, Post
 from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
+from burst_plugin.sums import Place, TileSums
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
 from burst_plugin.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
@@ -33,45 +34,14 @@ from burst_plugin.transport import Message, PeerLostError, Pending, Transport, l
 __all__ = [
     "Cargo",
     "Ring",
-    "Room",
-    "Sums",
     "Visit",
     "lockstep",
 ]
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Sums")
-Sco = TypeVar("Sco", bound="Sums", covariant=True)
 
 
-class Room(Protocol):
-    """A place for sums of `length` token rows, made when it is needed."""
-
-    length: int
-
-    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """Where sums are kept from now on, with the values of the `first` contribution if there is one."""
-        ...
-
-
-class Sums(Protocol):
-    """What accumulates on a side of the visits: dk and dv, dq, or out and lse."""
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is summed; read it after `settle`."""
-        ...
-
-    def join(self, other: Sums, rows: Rows | None) -> None:
-        """Add another rank's sums: of these rows, or of all."""
-        ...
-
-    def settle(self) -> None:
-        """Have all in `tensors`, and rows that nothing was added to read as nothing, before sums are sent or used."""
-        ...
-
-
-class Cargo(Protocol[Sco]):
+class Cargo(Protocol):
     """What travels in one pass: a side's operands, and its sums if there are any."""
 
     @property
@@ -83,38 +53,38 @@ class Cargo(Protocol[Sco]):
         """Some or all rows of a part of this rank's block, as they travel; asked for when they leave."""
         ...
 
-    def sums(self, part: int, place: tuple[Tensor, ...] | Room, filled: bool) -> Sco:
+    def sums(self, part: int, place: Place, filled: bool) -> TileSums:
         """Sums of a part of any block in these tensors, or in room for them; `filled`: they hold values already."""
         ...
 
-    def own_sums(self, part: int) -> Sco:
+    def own_sums(self, part: int) -> TileSums:
         """The sums of a part of this rank's block; the same ones whenever they are asked for."""
         ...
 
 
 class _LeasedRoom:
-    """See `Room`: `buffer` is None until one is leased."""
+    """See `sums.Room`: `buffer` is None until one is leased."""
 
     def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
         self._packing, self._lease = packing, lease
         self.buffer = buffer
         self.length = packing.length
 
-    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """See `Room.tensors`."""
+    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """See `Room.take`."""
         self.buffer = self._lease(self._packing.nbytes)
         found = self.buffer.views(self._packing)
-        for tensor, part in zip(found, first or (), strict=False):
+        for tensor, part in zip(found, kept or (), strict=False):
             tensor.copy_(part)
         return found
 
 
 @dataclass(slots=True)
-class _Bag(Generic[S]):
+class _Bag:
     """Sums of another rank's block while they are here, and the room that they leave in."""
 
     room: _LeasedRoom
-    sums: S
+    sums: TileSums
 
 
 @dataclass(slots=True)
@@ -127,7 +97,7 @@ class _Ending:
 
 
 @dataclass(slots=True)
-class Visit(Generic[S]):
+class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each
@@ -139,15 +109,15 @@ class Visit(Generic[S]):
     turn: int
     is_own: bool
     operands: tuple[Tensor, ...]
-    _sums: Callable[[], S]
+    _sums: Callable[[], TileSums]
 
     @property
-    def sums(self) -> S:
+    def sums(self) -> TileSums:
         """What travels along with the block and collects contributions to it."""
         return self._sums()
 
 
-class Ring(Generic[S]):
+class Ring:
     """One rank's run of one direction; used once.
 
     `label`, `LABEL_BYTES` of uint8 and the same on every rank, says to which call a message belongs. It is compared
@@ -158,7 +128,7 @@ class Ring(Generic[S]):
         self,
         itinerary: Itinerary,
         transport: Transport,
-        cargo: Cargo[S],
+        cargo: Cargo,
         *,
         direction: str,
         label: Tensor | None = None,
@@ -175,10 +145,10 @@ class Ring(Generic[S]):
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, tuple[Tensor, ...]] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
-        self._bags: dict[int, _Bag[S]] = {}  # sums of others' blocks that are here
+        self._bags: dict[int, _Bag] = {}  # sums of others' blocks that are here
         self._endings = defaultdict[int, _Ending](_Ending)  # by step
 
-    def visits(self) -> Iterator[Visit[S] | None]:
+    def visits(self) -> Iterator[Visit | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
         for step in range(self._schedule.visit_steps):
             self._advance(step)
@@ -191,7 +161,7 @@ class Ring(Generic[S]):
             owner, part = self._schedule.owner(block), self._schedule.part(block)
             yield Visit(owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._sums_of, block))
 
-    def traced(self, visit: Visit[S]) -> AbstractContextManager[None]:
+    def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
         named = self._unnamed
         if self._on_gpu:
@@ -298,7 +268,7 @@ class Ring(Generic[S]):
             arrived.join(bag.sums, None)
         self._bags[block] = _Bag(_LeasedRoom(post.packing, self._lease, buffer), arrived)
 
-    def _sums_of(self, block: int) -> S:
+    def _sums_of(self, block: int) -> TileSums:
         """The sums of a block that are here; fresh ones if there are none."""
         part = self._schedule.part(block)
         if self._schedule.is_own(block):  # these outlive the ring

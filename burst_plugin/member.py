@@ -1,4 +1,4 @@
-"""One rank's place in a ring: what stays the same from call to call.
+"""One rank's place in a ring, and what it notes of its calls.
 
 A `ContextParallel` is a member and process groups; a `VirtualRing` is all members of a ring in one process.
 """
@@ -72,6 +72,11 @@ class Member:
         teams = self.topology.of_teams(self.strategy.ulysses_degree)
         places = {Link.INTRA: teams.node_peers(self.ring_rank), Link.INTER: teams.counterparts(self.ring_rank)}
         return {link: tuple(ring[place] for place in there) for link, there in places.items()}
+
+    def note_call(self, choices: dict[str, str]) -> None:
+        """An attention call is about to be made."""
+        self.choices = choices
+        self.calls_made += 1
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """See `ContextParallel.traffic`."""

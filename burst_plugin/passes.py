@@ -29,7 +29,6 @@ Tensors = tuple[Tensor, ...]
 class Part(Protocol):
     """What a pass does in a visit of one part of the heads. Sides are called "q" and "kv"."""
 
-    direction: str
     operands: dict[str, Tensors]  # of this rank, as `compute` reads them
 
     def outgoing(self, side: str) -> Tensors:
@@ -41,7 +40,7 @@ class Part(Protocol):
         ...
 
     def sums(self, side: str, place: Place, filled: bool) -> TileSums:
-        """Something to add to, in tensors in the order of `Shapes.side` or in room for them."""
+        """Sums in tensors, in the order of `Shapes.side`, or in room for them; `filled`: they hold values already."""
         ...
 
     def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
@@ -51,8 +50,6 @@ class Part(Protocol):
 
 class ForwardPart:
     """out and lse."""
-
-    direction = "forward"
 
     def __init__(self, work: TileWork, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._work = work
@@ -77,8 +74,6 @@ class ForwardPart:
 
 class BackwardPart:
     """dq, dk and dv. `factor` [B, H, S] is what travelling queries send in place of out; None if they send that."""
-
-    direction = "backward"
 
     def __init__(self, work: TileWork, queries: Queries, keys: Tensors, factor: Tensor | None) -> None:
         self._work, self._queries, self._factor = work, queries, factor

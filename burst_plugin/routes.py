@@ -45,15 +45,14 @@ class Pairs:
 
     def __init__(self, attending: Attending, runs: Mapping[str, Sequence[tuple[Run, ...]]]) -> None:
         lengths, mask = (attending.q.length, attending.kv.length), attending.mask
-        rows = [mask.of_row(row) for row in range(mask.rows or 0)]
-        self._regions: list[tuple[tuple[int, int] | None, Regions]] = []
-        start = 0
-        for alike, same in groupby(rows):
-            stop = start + len(list(same))
-            self._regions.append(((start, stop), Regions(alike.regions(*lengths))))
-            start = stop
+        self._regions: list[tuple[tuple[int, int] | None, Regions]] = []  # with the batch rows that they are for
         if mask.rows is None:
             self._regions = [(None, Regions(mask.regions(*lengths)))]
+        start = 0
+        for of_row, alike in groupby(mask.of_row(row) for row in range(mask.rows or 0)):
+            stop = start + len(list(alike))
+            self._regions.append(((start, stop), Regions(of_row.regions(*lengths))))
+            start = stop
         self.runs = runs
         self._needs: dict[str, Needs | None] = {}
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
@@ -111,32 +110,33 @@ class Route:
 
     schedule: RankSchedule
     tiles: Mapping[int, tuple[Tile, ...]]
-    runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and visit: the tokens that are here
+    runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and owner: the tokens that meet in the visit
 
 
 class RouteTable:
     """The routes under one topology and strategy; ranks of one process may share them.
 
-    With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold.
+    With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold. Only
+    `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
     """
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
-        self._all, self._strategy = topology, strategy
-        self._topology = topology.of_teams(strategy.ulysses_degree)
+        self._cp_topology, self._strategy = topology, strategy
+        self._ring_topology = topology.of_teams(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._teams: dict[Tokens, list[TeamBlock]] = {}
         self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
-    def ranks(self) -> int:
+    def ring_ranks(self) -> int:
         """Number of ranks of the ring."""
-        return self._topology.ranks
+        return self._ring_topology.ranks
 
     @property
-    def schedule(self) -> str:
+    def schedule_name(self) -> str:
         """The name of the schedule, for masks that leave most of the work."""
-        return self._strategy.schedule_for(self._topology)
+        return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
         """The rule by which these tokens are dealt out; ValueError if nothing says which."""
@@ -150,7 +150,7 @@ class RouteTable:
 
     def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
         """What every rank of the context-parallel group holds of a sequence."""
-        layout, ranks = self.layout(tokens), self._all.ranks
+        layout, ranks = self.layout(tokens), self._cp_topology.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def team_blocks(self, tokens: Tokens) -> list[TeamBlock]:
@@ -177,22 +177,25 @@ class RouteTable:
             self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
         return self._pairs[attending]
 
-    def route(self, rank: int, attending: Attending, traveller: str, reduces: bool, parts: int = 1) -> Route:
+    def route(self, ring_rank: int, attending: Attending, traveller: str, reduces: bool, parts: int = 1) -> Route:
         """One rank's route of a pass in which side `traveller` travels, and sums come home if it `reduces`."""
         pairs = self.pairs(attending)
-        key = (rank, attending, traveller, reduces, parts)
+        key = (ring_rank, attending, traveller, reduces, parts)
         if key not in self._routes:
-            schedule = self._schedule(attending, traveller, reduces).in_parts(parts).of_rank(rank)
+            schedule = self._schedule(attending, traveller, reduces).in_parts(parts).of_rank(ring_rank)
             home = OTHER_SIDE[traveller]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
-            runs = {home: dict.fromkeys(owners, pairs.runs[home][rank]), traveller: {}}
+            runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), traveller: {}}
             tiles = {}
             for owner in owners:
-                rows, block = rows_of.get(owner), pairs.runs[traveller][owner]
+                rows, block = (
+                    rows_of.get(owner),
+                    pairs.runs[traveller][owner],
+                )  # part 0 of a block has its owner's number
                 runs[traveller][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
-                    tiles[owner] = pairs.of_visit(traveller, owner, rank)
+                    tiles[owner] = pairs.of_visit(traveller, owner, ring_rank)
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
             self._routes[key] = Route(schedule, tiles, runs)
@@ -202,7 +205,7 @@ class RouteTable:
         """The schedule in which every rank visits every block."""
         key = (None, "", reduces)
         if key not in self._schedules:
-            self._schedules[key] = SCHEDULES[self.schedule](self._topology, reduces, None)
+            self._schedules[key] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
         return self._schedules[key]
 
     def most_rows_sent(self, attending: Attending) -> tuple[int, int]:
@@ -217,10 +220,10 @@ class RouteTable:
         if needs is None:
             return self.dense(reduces)
         if key not in self._schedules:
-            chosen = SCHEDULES[self.schedule](self._topology, reduces, needs)
+            chosen = SCHEDULES[self.schedule_name](self._ring_topology, reduces, needs)
             if self._strategy.schedule == AUTO:
                 lengths = [token_count(held) for held in pairs.runs[traveller]]
-                candidates = [chosen, *(SCHEDULES[name](self._topology, reduces, needs) for name in SPARSE)]
+                candidates = [chosen, *(SCHEDULES[name](self._ring_topology, reduces, needs) for name in SPARSE)]
                 chosen = min(candidates, key=lambda schedule: schedule.most_rows_sent(lengths))
             self._schedules[key] = chosen
         return self._schedules[key]

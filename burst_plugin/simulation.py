@@ -86,7 +86,11 @@ class _Rank:
 
 
 class _Simulation:
-    """Ranks and messages in motion. Where all ranks do alike, one stands for all."""
+    """Ranks and messages in motion.
+
+    Where all ranks do alike, only rank 0 is looked at: what it sends stands for what it receives, and one side of
+    its NIC for both.
+    """
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._schedule, self._load, self._links = schedule, load, links

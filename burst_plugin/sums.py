@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import Room, Sums
 from burst_plugin.packing import Spec
 from burst_plugin.rows import rows_of
 from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
 
-__all__ = ["OwnSums", "PlainSums", "SoftmaxSums", "TileSums", "in_parts"]
+__all__ = ["OwnSums", "PlainSums", "Room", "SoftmaxSums", "TileSums", "in_parts"]
+
+
+class Room(Protocol):
+    """A place for sums of `length` token rows, whose tensors are made when they are needed."""
+
+    length: int
+
+    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """Tensors to keep sums in from now on, with the values of a contribution `kept` so far if there is one."""
+        ...
+
 
 Place = tuple[Tensor, ...] | Room
 
 
 class TileSums:
-    """Sums of either kind: tensors [B, S, H, D] or [B, H, S], to which the contributions of tiles are added.
+    """What accumulates on a side of the visits: tensors [B, S, H, D] or [B, H, S], to which tiles contribute.
 
-    `filled` says whether the tensors hold values already. The first contribution is copied rather than added; where
-    there is but room for tensors, one that covers everything is kept as it came until something is added to it.
+    In this order they are: empty, in tensors that hold nothing yet or with `Room` alone; `_kept`, where there is but
+    room and one contribution came that covers everything, as the kernel returned it; in `_tensors`, where the first
+    contribution is copied and others are added. `filled` ones begin in tensors that hold values.
     """
 
-    nothing: tuple[float, ...]  # what rows that nothing was added to read as, by tensor
+    nothing: tuple[
+        float, ...
+    ]  # what rows that nothing was added to read as, by tensor; a side may have fewer tensors
 
     def __init__(self, place: Place, filled: bool = False) -> None:
         self._tensors: tuple[Tensor, ...] | None = place if isinstance(place, tuple) else None
         self._room = None if isinstance(place, tuple) else place
-        self._first: Sequence[Tensor] | None = None
+        self._kept: Sequence[Tensor] | None = None
         self._filled = filled
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """See `Sums.tensors`."""
-        return self._place()
-
-    def _place(self) -> tuple[Tensor, ...]:
-        """Put what was kept as it came into the room for it."""
+        """What is summed; read it after `settle`. Takes the room if nobody has."""
         if self._tensors is None:
             assert self._room is not None
-            self._tensors, self._first = self._room.tensors(self._first), None
+            self._tensors, self._kept = self._room.take(self._kept), None
         return self._tensors
 
     def add(self, tile: Tile, side: str, contribution: Sequence[Tensor]) -> None:
@@ -51,15 +61,14 @@ class TileSums:
         rows = tile.rows(side)
         waits = not self._filled and self._tensors is None and tile.batch is None
         if waits and rows == slice(0, self._length):
-            self._first, self._filled = contribution, True
+            self._kept, self._filled = contribution, True
             return
         self._add(rows, tile.batch, contribution)
 
-    def join(self, other: Sums, rows: Rows | None) -> None:
+    def join(self, other: TileSums, rows: Rows | None) -> None:
         """Add another rank's sums: of these rows, or of all."""
         if rows is None:
-            first = other._first if isinstance(other, TileSums) else None
-            self._add(slice(0, self._length), None, first or other.tensors)
+            self._add(slice(0, self._length), None, other._kept or other.tensors)
             return
         offset = 0
         for start, stop in rows:
@@ -68,12 +77,10 @@ class TileSums:
             offset += stop - start
 
     def settle(self) -> None:
-        """See `Sums.settle`."""
-        if self._filled:
-            self._place()
-        else:
-            for tensor, value in zip(self.tensors, self.nothing, strict=False):  # a side may have no sums
-                tensor.fill_(value)
+        """Have all in `tensors`, and rows that nothing was added to read as nothing, before sums are sent or used."""
+        tensors = self.tensors
+        if not self._filled:
+            self._clear(tensors)
             self._filled = True
 
     def _add(self, rows: slice, batch: tuple[int, int] | None, contribution: Sequence[Tensor]) -> None:
@@ -88,20 +95,21 @@ class TileSums:
         self._filled = True
         for rest in (slice(0, rows.start), slice(rows.stop, self._length)):
             if rest.start < rest.stop:
-                self._clear(rest)
+                self._clear([rows_of(tensor, rest) for tensor in self.tensors])
         for tensor, part in zip(self.tensors, contribution, strict=True):
             rows_of(tensor, rows).copy_(part)
 
     @property
     def _length(self) -> int:
+        """Token rows; asking for it takes no room."""
         if self._tensors is None:
             assert self._room is not None
             return self._room.length
         return self._tensors[0].size(1)
 
-    def _clear(self, rows: slice) -> None:
-        for tensor, value in zip(self.tensors, self.nothing, strict=False):
-            rows_of(tensor, rows).fill_(value)
+    def _clear(self, tensors: Sequence[Tensor]) -> None:
+        for tensor, value in zip(tensors, self.nothing, strict=False):
+            tensor.fill_(value)
 
     def _accumulate(self, tensors: Sequence[Tensor], contribution: Sequence[Tensor]) -> None:
         """Add to these rows of the tensors."""
@@ -130,19 +138,19 @@ class SoftmaxSums(TileSums):
 class OwnSums:
     """The sums of a rank's own block: `tensors` whole, and `parts`, sums of their own, one per part of the heads.
 
-    `shapes` are those of the whole; `make` makes sums, of a part whose number it is given, in tensors or in room for
+    `specs` are those of the whole; `make` makes sums, of a part whose number it is given, in tensors or in room for
     them.
     """
 
     def __init__(
-        self, shapes: Sequence[Spec], device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
+        self, specs: Sequence[Spec], device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
     ) -> None:
         self._whole: tuple[Tensor, ...] | None = None
-        room = _OwnRoom(shapes, device)
+        room = _OwnRoom(specs, device)
         if parts == 1:
             self.parts = [make(0, room)]
             return
-        self._whole = room.tensors(None)
+        self._whole = room.take(None)
         self.parts = [make(part, views) for part, views in enumerate(in_parts(self._whole, parts))]
 
     @property
@@ -151,7 +159,7 @@ class OwnSums:
         return self.parts[0].tensors if self._whole is None else self._whole
 
     def settle(self) -> None:
-        """See `Sums.settle`."""
+        """See `TileSums.settle`."""
         for sums in self.parts:
             sums.settle()
 
@@ -167,15 +175,15 @@ def in_parts(tensors: Sequence[Tensor], parts: int) -> list[tuple[Tensor, ...]]:
 class _OwnRoom:
     """See `Room`: new tensors."""
 
-    def __init__(self, shapes: Sequence[Spec], device: torch.device) -> None:
-        self._shapes, self._device = shapes, device
-        self.length = shapes[0][0][1] if shapes else 0  # a side may have no sums
+    def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
+        self._specs, self._device = specs, device
+        self.length = specs[0][0][1] if specs else 0  # a side may have no sums
 
-    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """See `Room.tensors`; a contribution's own tensor where it is as good and holds no more memory."""
-        if first is None:
-            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._shapes)
-        return tuple(self._taken(part, *each) for part, each in zip(first, self._shapes, strict=True))
+    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """See `Room.take`; a contribution's own tensor where it is as good and holds no more memory."""
+        if kept is None:
+            return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._specs)
+        return tuple(self._taken(part, *spec) for part, spec in zip(kept, self._specs, strict=True))
 
     def _taken(self, part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         alike = part.dtype == dtype and part.shape == shape and part.is_contiguous()

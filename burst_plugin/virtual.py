@@ -82,6 +82,8 @@ class VirtualRing:
             prepare(member, mine, request, known)
             for member, mine, known in zip(self.members, inputs, self._known, strict=True)
         ]
+        for call in calls:
+            call.kind.member.note_call(call.kind.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
             found = attention_of(calls, self._number, inputs)

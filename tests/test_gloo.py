@@ -221,7 +221,7 @@ def _broken_and_on(rank: int) -> list[str]:
     x, said = torch.randn(1, 16, 4, 8), []
     burst_attention(x, x, x, cp)
     with mock.patch.object(TorchCpuKernel, "forward", side_effect=MemoryError("no room")) if rank else nullcontext():
-        for step in (lambda: burst_attention(x, x, x, cp), lambda: cp.agree({}, always=True)):
+        for step in (lambda: burst_attention(x, x, x, cp), lambda: cp.agree({})):
             try:
                 step()
             except (MemoryError, RuntimeError) as error:
@@ -443,7 +443,9 @@ def _die(rank: int, when: str) -> None:
     burst_attention(x, x, x, cp)
 
 
-@pytest.mark.parametrize(("when", "where"), [("backward", "backward step "), ("between calls", "before call 2")])
+@pytest.mark.parametrize(
+    ("when", "where"), [("backward", "backward step "), ("between calls", "before attention call 2")]
+)
 def test_a_dead_rank_is_named_with_the_step_where_it_was_missed(when: str, where: str) -> None:
     lines = _last_lines(_die, 4, when, timeout_s=30.0)
     assert "exit code 9" in lines[2]
@@ -739,7 +741,7 @@ def _checks_of_attention(rank: int) -> list[bool]:
             burst_attention(x, x, x, cp, scores=Scores(scale=1.0 + (rank if due else 0)))
         except ValueError:
             heard.append(due)
-        cp.agree({"batch": "alike"}, always=True)
+        cp.agree({"batch": "alike"})
     return heard
 
 

@@ -40,10 +40,10 @@ class OneRoom:
     def __init__(self) -> None:
         self.asked = 0
 
-    def tensors(self, first: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         self.asked += 1
         tensor = blank(2, ROWS, 3, 4)
-        return (tensor if first is None else tensor.copy_(first[0]),)
+        return (tensor if kept is None else tensor.copy_(kept[0]),)
 
 
 def parts_of(sums: TileSums, rows: int) -> list[Tensor]:

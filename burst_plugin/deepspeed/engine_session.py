@@ -256,7 +256,7 @@ class Session:
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "
                 "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
-        self.cp.agree({"loss": "checked"}, problem, always=True)
+        self.cp.agree({"loss": "checked"}, problem)
 
 
 def _check_form_of_loss(name: str, output: Any) -> None:
@@ -384,7 +384,7 @@ class ShardedLoader:
         if self._exchange:  # else the others would wait for this rank's next batch
             exchanged(None, cp)
         else:
-            cp.agree({"batch": "none, since the data loader has ended"}, always=True)
+            cp.agree({"batch": "none, since the data loader has ended"})
 
     @contextmanager
     def _not_at_its_end(self, more: bool) -> Iterator[None]:

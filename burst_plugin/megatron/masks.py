@@ -70,7 +70,7 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
                 "documents apart pack them (PackedSeqParams), for any other mask use attn_mask_type=arbitrary, and "
                 f"for {mask} pass none (--no-create-attention-mask-in-dataloader)"
             )
-    cp.agree({"attention_mask": "to be checked"}, problem, always=True)
+    cp.agree({"attention_mask": "to be checked"}, problem)
 
 
 def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Mask:
