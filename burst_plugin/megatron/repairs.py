@@ -147,6 +147,20 @@ def _cut_packed_batches() -> None:
     utils.get_thd_batch_on_this_cp_rank = cut
 
 
+_CUT_BATCH = "_get_batch_on_this_cp_rank_per_sequence_balancing"
+
+
+def _cut_over_context_parallel_ranks() -> None:
+    """`get_batch_on_this_cp_rank` without a group: until 0.17 that is the context-parallel one, as it is again."""
+
+    def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
+        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+        found: dict[str, Any] = original(batch, cp_group=group, **kwargs)
+        return found
+
+    wrap(utils, _CUT_BATCH, cut)
+
+
 _WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_document_balancing")
 
 
@@ -261,6 +275,13 @@ REPAIRS = (
         fault="packed batches are not cut over ranks: offsets come as [1, documents + 1], and none that are padded",
         fixed_in=(0, 18, 0),
         apply=_cut_packed_batches,
+    ),
+    Repair(
+        name="batch_without_group",
+        fault="a batch is cut over all ranks of the world where get_batch_on_this_cp_rank is given no group",
+        fixed_in=None,
+        apply=_cut_over_context_parallel_ranks,
+        needed=lambda: hasattr(utils, _CUT_BATCH),
     ),
     Repair(
         name="packed_batch_without_te",
