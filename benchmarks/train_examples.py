@@ -80,7 +80,7 @@ class _OneRank(nn.Module):
         super().__init__()
         from burst_plugin import ContextParallel
 
-        self.context = ContextParallel(None)
+        self.context = ContextParallel(hierarchy=[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """q [S, B, H, D], k and v alike -> [S, B, H · D], causal."""
