@@ -237,8 +237,8 @@ def test_more_than_can_be_addressed_is_worked_on_in_slices(
         agree(kernel, problem, How(CAUSAL, SCALED))
         assert len(calls) == passes
     problem = Problem.draw(5, (6, 3), 8, torch.float64)
-    for largest, passes in ((6 * 128 * 64, 2), (6 * 128 * 64 - 1, 4), (4 * 128 * 64 - 1, 6), (1, 6)):
-        monkeypatch.setattr(type(kernel), "largest_dq", largest)  # of a row, of two groups of heads, of one
+    for heads, passes in ((6, 2), (5, 4), (3, 6), (1, 12)):  # all of a row, two groups of them, one, and each alone
+        monkeypatch.setattr(type(kernel), "largest_dq", heads * 128 * 64)
         calls.clear()
         agree(kernel, problem, How(CAUSAL, SCALED))
         assert len(calls) == passes

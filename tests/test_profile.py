@@ -281,10 +281,10 @@ def test_off_it_costs_less_than_a_microsecond_per_step() -> None:
 
     Such a call takes 50 ns on the machine that is meant, so sixteen take 0.8 us; a slower machine is slower at both.
     """
-    ring: Ring[Any] = Ring.__new__(Ring)
+    ring: Ring = Ring.__new__(Ring)
     ring._log, ring._step, ring._on_gpu, ring._unnamed = None, 0, False, nullcontext()
     ring._move = lambda: None  # type: ignore[method-assign]
-    visit: Visit[Any] = Visit(0, 0, 0, True, (), lambda: None)
+    visit: Visit = Visit(0, 0, 0, True, (), lambda: None)
 
     def seconds(step: Any) -> float:
         start = time.perf_counter()

@@ -99,6 +99,8 @@ class Session:
         try:
             with torch.no_grad():
                 local = self.shard_batch(batch)
+                if local.get("num_items_in_batch") is not None:  # of the whole batch
+                    local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.ranks
                 loss: Tensor = engine(**local).loss
                 return loss
         finally:
@@ -187,7 +189,8 @@ class Session:
 
     def _check_count(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError for a number of tokens with a batch that was cut before, unless it is from our Trainer."""
-        if self.cp.ranks > 1 and kwargs.get("num_items_in_batch") is not None and not self._permitted:
+        counted = kwargs.get("num_items_in_batch") is not None and torch.is_grad_enabled()
+        if counted and self.cp.ranks > 1 and not self._permitted:
             raise ValueError(
                 "num_items_in_batch came with a batch that is cut already, and whether it counts the tokens of all "
                 "ranks cannot be told: leave it out, for the mean over this batch, or leave labels out and use "

@@ -98,7 +98,7 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
     text = f"attention runs on {chosen}, which is slower than {usual} ({usual}: {why})"
     if chosen == ReferenceKernel.name:
         text += (
-            ". It multiplies whole score matrices, 512 query rows at a time: on a CPU it takes 5 times as long as "
+            ". It multiplies whole score matrices, some query rows at a time: on a CPU it takes 5 times as long as "
             "torch_cpu, and 10 times for causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). "
             "Leave out what you can spare: Megatron's --attention-dropout is 0.1 unless it is set"
         )

@@ -12,7 +12,7 @@ left out. ALiBi is not among the features: libraries take distances from rows an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,28 +127,39 @@ class FlashKernel(ABC):
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
-        """`_backward`, of so many batch rows at a time as `largest_dq` allows, or of so many heads of one."""
+        """`_backward` of as many batch rows at a time as `largest_dq` allows, or as many heads of one row."""
         batch, rows, heads, dim = queries.q.shape
         head = round_up(rows, _DQ_ROWS) * round_up(dim, _DQ_DIMS)
-        some = batch if self.largest_dq is None else max(1, self.largest_dq // (head * heads))
-        if some < batch:
-            parts = [slice(first, first + some) for first in range(0, batch, some)]
-            grads = [
-                self._backward_in_slices(Queries(*(x[part] for x in queries)), k[part], v[part], ask)
-                for part in parts
-            ]
-            return tuple(torch.cat(found) for found in zip(*grads, strict=True))
-        kv_heads, group = k.shape[2], heads // k.shape[2]
-        some = kv_heads if self.largest_dq is None else max(1, self.largest_dq // (head * group * batch))
-        if some >= kv_heads:
+        if self.largest_dq is None or head * heads * batch <= self.largest_dq or heads * batch == 1:
             return self._backward(queries, k, v, ask)
-        grads = []
-        for first in range(0, kv_heads, some):
-            mine, keys = slice(first * group, (first + some) * group), slice(first, first + some)
-            q, dout, out = (x[:, :, mine] for x in queries[:3])
-            few = Queries(q, dout, out, queries.lse[:, mine].contiguous())
-            grads.append(self._backward(few, k[:, :, keys], v[:, :, keys], ask))
-        return tuple(torch.cat(found, 2) for found in zip(*grads, strict=True))
+        if batch > 1:
+            some = max(1, self.largest_dq // (head * heads))
+            parts = [slice(first, first + some) for first in range(0, batch, some)]
+            each = ((Queries(*(x[part] for x in queries)), k[part], v[part]) for part in parts)
+            return tuple(torch.cat(found) for found in self._each_in_slices(each, ask))
+        few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
+        group = heads // kv_heads
+        if kv_heads == 1:  # its queries in turn, which all have gradients for it
+            parts = [slice(first, first + few) for first in range(0, heads, few)]
+            dq, dk, dv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
+            wide = torch.promote_types(k.dtype, torch.float32)
+            return torch.cat(dq, 2), *(torch.stack(found).sum(0, dtype=wide) for found in (dk, dv))
+        some = max(1, few // group)
+        keys = [slice(first, min(first + some, kv_heads)) for first in range(0, kv_heads, some)]
+        each = (
+            (_of_heads(queries, slice(part.start * group, part.stop * group)), k[:, :, part], v[:, :, part])
+            for part in keys
+        )
+        return tuple(torch.cat(found, 2) for found in self._each_in_slices(each, ask))
+
+    def _each_in_slices(self, each: Iterable[tuple[Queries, Tensor, Tensor]], ask: Ask) -> list[tuple[Tensor, ...]]:
+        """All dq, all dk and all dv."""
+        return list(zip(*(self._backward_in_slices(*part, ask) for part in each), strict=True))
+
+
+def _of_heads(queries: Queries, heads: slice) -> Queries:
+    q, dout, out = (x[:, :, heads] for x in queries[:3])
+    return Queries(q, dout, out, queries.lse[:, heads].contiguous())
 
 
 def _ask(how: How, part: Piece) -> Ask:

@@ -78,7 +78,7 @@ def _check_replaceable(original: Any, layer_number: int | None) -> None:
             "would compute what TransformerConfig says; give this layer another cp_comm_type or, if that is the "
             f"same, set {name}.burst_may_replace = True"
         )
-    if options:
+    if usual and any(value is not None for value in options.values()):
         raise ValueError(
             f"layer {layer_number} gives its core attention options in its spec, {', '.join(sorted(options))}, in "
             "whose place burst attention would take those of TransformerConfig: set them there"

@@ -147,20 +147,6 @@ def _cut_packed_batches() -> None:
     utils.get_thd_batch_on_this_cp_rank = cut
 
 
-_CUT_BATCH = "_get_batch_on_this_cp_rank_per_sequence_balancing"
-
-
-def _cut_over_context_parallel_ranks() -> None:
-    """`get_batch_on_this_cp_rank` without a group: until 0.17 that is the context-parallel one, as it is again."""
-
-    def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
-        group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
-        found: dict[str, Any] = original(batch, cp_group=group, **kwargs)
-        return found
-
-    wrap(utils, _CUT_BATCH, cut)
-
-
 _WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_document_balancing")
 
 
@@ -181,6 +167,28 @@ def _cut_without_transformer_engine() -> None:
     for name in _WANT_TE:
         if hasattr(utils, name):
             setattr(utils, name, cut)
+
+
+# What `get_batch_on_this_cp_rank` leaves the cutting to, in 0.18 and later.
+_CUT_BATCH = (
+    "get_pretrain_batch_on_this_cp_rank",
+    "_get_batch_on_this_cp_rank_per_sequence_balancing",
+    *_WANT_TE,
+)
+
+
+def _cut_over_context_parallel_ranks() -> None:
+    """Without a group it is the context-parallel one, as until 0.17, if Megatron has made groups."""
+
+    def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
+        if cp_group is None:
+            cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+        found: dict[str, Any] = original(batch, cp_group=cp_group, **kwargs)
+        return found
+
+    for name in _CUT_BATCH:
+        if hasattr(utils, name):
+            wrap(utils, name, cut)
 
 
 def _roll_padded_documents() -> None:
@@ -277,18 +285,18 @@ REPAIRS = (
         apply=_cut_packed_batches,
     ),
     Repair(
-        name="batch_without_group",
-        fault="a batch is cut over all ranks of the world where get_batch_on_this_cp_rank is given no group",
-        fixed_in=None,
-        apply=_cut_over_context_parallel_ranks,
-        needed=lambda: hasattr(utils, _CUT_BATCH),
-    ),
-    Repair(
         name="packed_batch_without_te",
         fault="packed batches are only cut over ranks by Transformer Engine, which is not installed",
         fixed_in=None,
         apply=_cut_without_transformer_engine,
         needed=_wants_absent_te,
+    ),
+    Repair(
+        name="batch_without_group",
+        fault="a batch is cut over all ranks of the world where get_batch_on_this_cp_rank is given no group",
+        fixed_in=None,
+        apply=_cut_over_context_parallel_ranks,
+        needed=lambda: any(hasattr(utils, name) for name in _CUT_BATCH),
     ),
     Repair(
         name="packed_token_prediction",

@@ -399,6 +399,7 @@ def _parts_of_shards(rank: int) -> list[str]:
         _said(lambda: engine(input_ids=local["input_ids"], labels=labels)),
     ]
     with torch.no_grad():
+        found.append(_said(lambda: engine(**local, shift_labels=labels, num_items_in_batch=6.0)))  # to look at logits
         engine.eval()
         found.append(_said(lambda: engine(input_ids=local["input_ids"])))
         cache = engine(input_ids=BATCH["input_ids"], use_cache=True).past_key_values
@@ -412,6 +413,7 @@ def test_parts_of_a_shard_that_do_not_fit_together_are_refused() -> None:
         "labels of a shard are shifted already; pass them as shift_labels",
         "num_items_in_batch came with a batch that is cut already",
         "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
+        "",
         "got the ids of a shard without its entry 'burst', as if they were a whole sequence",
         "past_key_values, of what came before, are not spread over ranks",
     ]

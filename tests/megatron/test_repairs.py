@@ -46,7 +46,8 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     done: list[str] = []
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     monkeypatch.setattr(utils, "tex", object())
-    monkeypatch.delattr(utils, repairs._CUT_BATCH, raising=False)
+    for name in repairs._CUT_BATCH:
+        monkeypatch.delattr(utils, name, raising=False)
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
     monkeypatch.setattr(repairs, "REPAIRS", fakes)
     lines = apply_repairs((0, 17, 1))
@@ -194,7 +195,10 @@ def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.M
     assert status("packed_batch_without_te", VERSION) == "not needed here"
 
 
-def test_batches_are_cut_over_context_parallel_ranks_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", repairs._CUT_BATCH)
+def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """From 0.18 on None was the whole world, for torch.distributed."""
     seen = []
 
@@ -202,15 +206,17 @@ def test_batches_are_cut_over_context_parallel_ranks_without_a_group(monkeypatch
         seen.append(cp_group)
         return batch
 
-    monkeypatch.delattr(utils, repairs._CUT_BATCH, raising=False)
+    for each in repairs._CUT_BATCH:
+        monkeypatch.delattr(utils, each, raising=False)
     assert status("batch_without_group", VERSION) == "not needed here"
-    monkeypatch.setattr(utils, repairs._CUT_BATCH, cut, raising=False)
+    monkeypatch.setattr(utils, name, cut, raising=False)
     assert status("batch_without_group", VERSION) == "applied"
-    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda: "the context-parallel one")
+    groups = iter(["the context-parallel one", None])  # the latter where Megatron has made none
+    monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda check_initialized: next(groups))
     repairs._cut_over_context_parallel_ranks()
     for given in ({}, {"cp_group": None}, {"cp_group": "another"}):
-        getattr(utils, repairs._CUT_BATCH)({}, **given)
-    assert seen == ["the context-parallel one", "the context-parallel one", "another"]
+        getattr(utils, name)({}, **given)
+    assert seen == ["the context-parallel one", None, "another"]
 
 
 # -------------------------------------------------------------------------------------------------------- checkpoints
