@@ -128,7 +128,7 @@ def _backward_with_exchange(
 ) -> Generator[None, None, Inputs]:
     """A rank's program, heads exchanged before and after the ring: the gradients of its inputs, in their types."""
     given, out, lse = saved
-    wants_dbias = wants_dbias or call.kind.extras.exchanged_bias != ""  # then that of other ranks as well
+    wants_dbias = wants_dbias or call.kind.member.team.degree > 1  # others of the team may want theirs
     exchange = call.head_exchange("backward", number)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse), wants_dbias)
