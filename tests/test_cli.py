@@ -42,6 +42,8 @@ def test_doctor_says_what_is_there_changed_and_refused() -> None:
     assert "repaired hierarchical_groups: " in megatron
     for name in ("layer_cp_comm_type", "packed_batch", "packed_batch_without_te"):  # in some releases
         assert re.search(rf"(repaired {name}: |repair {name}: not needed )", megatron)
+    repairs = re.findall(r"repair(?:ed)? (\w+): ", megatron)
+    assert len(repairs) == len(set(repairs)), "each is either done or left out"
     assert 'layers with cp_comm_type="burst"' in megatron
     assert "cuda_graph_impl: use cuda_graph_impl='none'" in megatron
     assert "reset_attention_mask: documents would attend to each other" in megatron

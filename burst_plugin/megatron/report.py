@@ -43,7 +43,8 @@ def _what_install_does() -> list[str]:
 
     from burst_plugin.megatron import install
 
-    return [f"megatron.core in {Path(core).parent}", *install().report, *_repairs_left_out()]
+    left_out = list(_repairs_left_out())  # before the others are done, which nobody needs afterwards
+    return [f"megatron.core in {Path(core).parent}", *install().report, *left_out]
 
 
 def _repairs_left_out() -> Iterator[str]:
