@@ -18,7 +18,8 @@ from burst_plugin.context import ContextParallel
 
 if TYPE_CHECKING:
     from burst_plugin.deepspeed.adapter import Adapter
-    from burst_plugin.deepspeed.engine_session import Session, ShardedLoader
+    from burst_plugin.deepspeed.engine_session import Session
+    from burst_plugin.deepspeed.loaders import ShardedLoader
 
 __all__ = [
     "context",
@@ -77,7 +78,7 @@ def sharded_loader(
     loader: Iterable[Any], engine: Any = None, *, exchange: bool = False, pad_token_id: int = 0
 ) -> ShardedLoader:
     """A data loader whose batches are cut for this rank; see `ShardedLoader`."""
-    from burst_plugin.deepspeed.engine_session import ShardedLoader
+    from burst_plugin.deepspeed.loaders import ShardedLoader
 
     return ShardedLoader(loader, session(engine), exchange=exchange, pad_token_id=pad_token_id)
 

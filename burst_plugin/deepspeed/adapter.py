@@ -26,13 +26,14 @@ from deepspeed.utils import groups, log_dist
 from burst_plugin.agreement import judge, note, told
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
-from burst_plugin.deepspeed.engine_session import Session, ShardedLoader
+from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import (
     Unit,
     make_groups,
     mpu_problem,
     sequence_parallel_size,
 )
+from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.strategy import AUTO
 from burst_plugin.wrapping import wrap
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.member import Member
 
-__all__ = ["Session", "ShardedLoader", "exchanged"]
+__all__ = ["Session"]
 
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
@@ -54,6 +54,13 @@ class Session:
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
         """See `burst_plugin.batch.shard_batch`."""
         return shard_batch(batch, self.cp, pad_token_id=pad_token_id)
+
+    def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The shard of a whole batch; a number of tokens that comes with it becomes this rank's share of it."""
+        local = self.shard_batch(batch)
+        if local.get("num_items_in_batch") is not None:
+            local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.ranks
+        return local
 
     def valid_tokens(self, *shards: SequenceShard) -> float:
         """Labels that take part in the loss in these shards' whole batches, over all data-parallel ranks.
@@ -98,9 +105,7 @@ class Session:
         engine.eval()
         try:
             with torch.no_grad():
-                local = self.shard_batch(batch)
-                if local.get("num_items_in_batch") is not None:  # of the whole batch
-                    local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.ranks
+                local = self._cut(batch)
                 loss: Tensor = engine(**local).loss
                 return loss
         finally:
@@ -170,10 +175,8 @@ class Session:
                     "what this rank has of it be made whole by nobody. Give labels; or cut it with "
                     "burst_plugin.deepspeed.shard_batch, and compute a loss on a rank's tokens, as token_mean_loss"
                 )
-            kwargs = self.shard_batch(kwargs)
+            kwargs = self._cut(kwargs)
             self._cut_now = self.cp.ranks > 1
-            if kwargs.get("num_items_in_batch") is not None:  # of whole batches; DeepSpeed divides by ranks again
-                kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] / self.cp.ranks
         kwargs = dict(kwargs)
         if "shift_labels" in kwargs:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # else models compute no loss
@@ -325,113 +328,6 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> float:
         some, their = (x[start : start + _TOKENS_AT_ONCE] for x in (logits, labels))
         total += torch.nn.functional.cross_entropy(some.float(), their, ignore_index=IGNORE, reduction="sum")
     return float(total)
-
-
-class ShardedLoader:
-    """A data loader whose batches are cut for this rank.
-
-    exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. They
-    then take turns: the ring works on rank 0's, rank 1's, ... and there are as many batches more. Otherwise all
-    ranks of the ring draw the same.
-    """
-
-    def __init__(
-        self, loader: Iterable[Any], session: Session | None, *, exchange: bool = False, pad_token_id: int = 0
-    ) -> None:
-        self.loader = loader
-        self._session = session
-        self._exchange = exchange
-        self._pad_token_id = pad_token_id
-        self._skip = 0
-
-    def __len__(self) -> int:
-        count = len(self.loader)  # type: ignore[arg-type]
-        return count * self._found().cp.ranks if self._exchange else count
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        skip, self._skip = self._skip, 0
-        for number, batch in enumerate(self._whole()):
-            if number >= skip:
-                yield self._found().shard_batch(batch, pad_token_id=self._pad_token_id)
-
-    def skip_first(self, batches: int) -> ShardedLoader:
-        """This loader, whose next pass leaves out the first batches; to resume in the middle of an epoch."""
-        self._skip = batches
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
-
-    def bind(self, session: Session) -> None:
-        """Cut batches for `session`, if none was given."""
-        self._session = self._session or session
-
-    def _found(self) -> Session:
-        if self._session is None:
-            raise RuntimeError("this data loader waits for its engine: call accelerator.prepare(model, ...) first")
-        return self._session
-
-    def _whole(self) -> Iterator[Any]:
-        cp = self._found().cp
-        for number, batch in enumerate(self.loader):
-            turns = exchanged(batch, cp) if self._exchange else [batch]
-            if number == 0 and len(turns) > 1 and all(_equal(turn, turns[0]) for turn in turns[1:]):
-                warnings.warn(
-                    f"the {len(turns)} ranks of a context-parallel group drew the same batch, and take turns, so "
-                    "that each is trained on as often: samplers have to count all ranks, as Trainer's do",
-                    stacklevel=3,
-                )
-            for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
-                with self._not_at_its_end(left > 0):
-                    yield turn
-        if self._exchange:  # else the others would wait for this rank's next batch
-            exchanged(None, cp)
-        else:
-            cp.agree({"batch": "none, since the data loader has ended"})
-
-    @contextmanager
-    def _not_at_its_end(self, more: bool) -> Iterator[None]:
-        """While there is `more` of the last batch: at the end of a loader Accelerate takes a step for each turn."""
-        if not (more and getattr(self.loader, "end_of_dataloader", False)):
-            yield
-            return
-        self.loader.end_of_dataloader = False  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            self.loader.end_of_dataloader = True  # type: ignore[attr-defined]
-
-
-def exchanged(batch: Mapping[str, Any] | None, cp: ContextParallel) -> list[Mapping[str, Any]]:
-    """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective.
-
-    None says that there are no more, and gives []. ValueError on every rank if only some say so.
-    """
-    cp.member.check_open()
-    if cp.group is None:
-        return [] if batch is None else [batch]
-    everyone: list[Any] = [None] * cp.ranks
-    mine = None if batch is None else {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
-    dist.all_gather_object(everyone, mine, group=cp.group)
-    ended = [rank for rank, each in enumerate(everyone) if each is None]
-    if len(ended) == cp.ranks:
-        return []
-    if ended:
-        raise ValueError(
-            f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, and goes on "
-            "on the others; give all of them as many batches, or set drop_last=True"
-        )
-    assert batch is not None, "nobody has ended"
-    device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
-    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
-
-
-def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two batches hold the same tensors."""
-    tensors = [{name: x for name, x in batch.items() if isinstance(x, Tensor)} for batch in (one, other)]
-    return tensors[0].keys() == tensors[1].keys() and all(
-        torch.equal(x, tensors[1][n]) for n, x in tensors[0].items()
-    )
 
 
 def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from deepspeed.utils import groups
 from burst_plugin.batch import KEY
 from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, Block
-from burst_plugin.deepspeed.engine_session import Session, ShardedLoader, exchanged
+from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import Unit
+from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.wrapping import wrap
 
 __all__ = ["install_trainer"]
