@@ -7,12 +7,12 @@ whatever differs between contenders is their own.
 
 from __future__ import annotations
 
-import time
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.protocol import Case, Slept
 from burst_plugin.kernels import KERNELS, Grads, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
@@ -28,7 +28,7 @@ class SleepingKernel:
     What it returns has the right shapes and is zero: in float32 or wider, as the kernel for CPUs returns it, or
     gradients in the type of `grads`, as flash_attn does. Zeros are written once and returned again and again, since
     writing what a GPU would write takes the time of processors that other ranks want; who adds to them adds zero.
-    See `Slept`.
+    See `Slept` and `EmulatedDevice`.
     """
 
     name = "sleeping"
@@ -38,6 +38,7 @@ class SleepingKernel:
         self._grads = grads or torch.promote_types(case.dtype, torch.float32)
         full = case.batch * case.seq**2 * case.q_heads
         self._forward_s, self._backward_s = slept.forward_s / full, slept.backward_s / full
+        self._device = EmulatedDevice()
 
     def refuse(self, case: KernelCase) -> str | None:
         """See `Kernel.refuse`."""
@@ -45,17 +46,17 @@ class SleepingKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
-        start_s = time.perf_counter()
+        self._device.launch()
         out = _zeros((*q.shape[:3], v.shape[3]), torch.promote_types(q.dtype, torch.float32))
         found = out, out.new_zeros(q.shape[0], q.shape[2], q.shape[1])
-        _sleep_until(start_s + self._forward_s * _pairs(q, k, how))
+        self._device.finish(self._forward_s * _pairs(q, k, how))
         return found
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
-        start_s = time.perf_counter()
+        self._device.launch()
         grads = Grads(*(_zeros(x.shape, self._grads, n) for n, x in enumerate((queries.q, k, v))))
-        _sleep_until(start_s + self._backward_s * _pairs(queries.q, k, how))
+        self._device.finish(self._backward_s * _pairs(queries.q, k, how))
         return grads
 
 
@@ -93,9 +94,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, _number: int = 0) -> Tens
 def _pairs(q: Tensor, k: Tensor, how: How) -> float:
     """Query and key pairs of all heads; a causal or anticausal square has half of them."""
     return q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] * (1.0 if how.band == FULL else 0.5)
-
-
-def _sleep_until(time_s: float) -> None:
-    left_s = time_s - time.perf_counter()
-    if left_s > 0:
-        time.sleep(left_s)

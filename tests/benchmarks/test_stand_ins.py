@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import Case, Slept, kernels
+from benchmarks.contenders import Case, Slept, emulated_device
+from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
@@ -128,10 +129,27 @@ def test_a_peer_that_cannot_be_had_says_why(name: str, tmp_path: Path, monkeypat
 
 
 def _slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What is slept from now on; the clock stands still."""
-    found: list[float] = []
-    monkeypatch.setattr(kernels, "time", SimpleNamespace(sleep=found.append, perf_counter=lambda: 7.0))
-    return found
+    """What is slept from now on, by a clock of its own."""
+    clock = _Clock()
+    monkeypatch.setattr(emulated_device, "time", clock)
+    return clock.slept_s
+
+
+class _Clock:
+    """Stands in for the module `time`: it goes on while somebody sleeps, and for `late_s` more."""
+
+    late_s = 0.0
+
+    def __init__(self) -> None:
+        self.now_s = 7.0
+        self.slept_s: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_s += seconds + self.late_s
 
 
 @pytest.mark.parametrize(
@@ -155,6 +173,50 @@ def test_a_slept_call_takes_its_share_of_a_full_visit(
     assert slept_s == pytest.approx([0.16 * share, 0.32 * share])
     assert (out.shape, lse.shape) == (q.shape, (2, 4, q_len))
     assert [x.shape for x in grads[:3]] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_late_wake_up_is_taken_off_the_next_kernel_unless_there_was_waiting(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four kernels of 30 ms that end 1 ms late, 2 ms of work before each: on a device of one's own 4 * 32 ms."""
+    clock, device, waited = _Clock(), EmulatedDevice(), iter(range(100))
+    clock.late_s = 0.001
+    monkeypatch.setattr(emulated_device, "time", clock)
+    monkeypatch.setattr(emulated_device, "_waits", lambda: next(waited) if waits else 0)
+    start_s = clock.now_s
+    for _ in range(4):
+        clock.now_s += 0.002
+        device.launch()
+        device.finish(0.03)
+    late_s = 0.004 if waits else 0.001
+    assert clock.now_s - start_s == pytest.approx(4 * 0.032 + late_s)
+
+
+def test_a_process_that_is_behind_its_device_is_not_ahead_of_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late by 5 ms once; then short kernels that have ended when they are asked for: 5 ms are made up, no more."""
+    clock, device = _Clock(), EmulatedDevice()
+    monkeypatch.setattr(emulated_device, "time", clock)
+    monkeypatch.setattr(emulated_device, "_waits", lambda: 0)
+    clock.late_s = 0.005
+    start_s = clock.now_s
+    device.launch()
+    device.finish(0.03)
+    clock.late_s = 0.0
+    for _ in range(3):
+        device.launch()
+        clock.now_s += 0.004  # to launch it takes longer than the kernel
+        device.finish(0.001)
+    device.launch()
+    device.finish(0.03)
+    assert clock.now_s - start_s == pytest.approx(0.03 + 3 * 0.004 + 0.03)
+
+
+def test_waits_are_those_of_this_thread() -> None:
+    before = emulated_device._waits()
+    assert emulated_device._waits() == before
+    time.sleep(0.001)
+    assert emulated_device._waits() > before
 
 
 def test_a_sleeping_kernel_gives_what_the_kernel_in_its_place_would(monkeypatch: pytest.MonkeyPatch) -> None:
