@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
+from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.torch_context_parallel import TorchContextParallel
 from burst_plugin import Causal, Full
 from burst_plugin.shapes import DIRECTIONS
@@ -133,32 +134,33 @@ def test_ulysses_is_refused_for_heads_that_do_not_divide_because_it_fails(
 
 
 class _Pass(NamedTuple):
-    """Seconds of one pass: by the clock, asleep in kernels, and of the processor."""
+    """Seconds of one pass: by the clock, in kernels, and of the processor."""
 
     took_s: float
-    slept_s: float
+    kernels_s: float
     own_s: float
 
 
 def _passes(rank: int, contender: Contender, case: Case) -> dict[str, list[_Pass]]:
     """Some of either direction."""
-    session, slept_s = contender.prepare(case, SLEPT), 0.0
+    session, kernels_s = contender.prepare(case, SLEPT), 0.0
+    finish = EmulatedDevice.finish
 
-    def sleep_until(time_s: float) -> None:
-        nonlocal slept_s
-        slept_s += time_s - time.perf_counter()
-        time.sleep(max(0.0, time_s - time.perf_counter()))
+    def noted(device: EmulatedDevice, seconds: float) -> None:
+        nonlocal kernels_s
+        kernels_s += seconds
+        finish(device, seconds)
 
     def timed(work: Callable[[], T]) -> tuple[_Pass, T]:
-        nonlocal slept_s
-        slept_s = 0.0
+        nonlocal kernels_s
+        kernels_s = 0.0
         start_s, before_s = time.perf_counter(), time.thread_time()
         result = work()
-        return _Pass(time.perf_counter() - start_s, slept_s, time.thread_time() - before_s), result
+        return _Pass(time.perf_counter() - start_s, kernels_s, time.thread_time() - before_s), result
 
     q, k, v = (session.shard(x).requires_grad_() for x in _problem(case)[:3])
     found: dict[str, list[_Pass]] = {direction: [] for direction in DIRECTIONS}
-    with mock.patch("benchmarks.contenders.kernels._sleep_until", sleep_until):
+    with mock.patch.object(EmulatedDevice, "finish", noted):
         for _ in range(6):
             dist.barrier()
             forward, out = timed(partial(session.attend, q, k, v))
@@ -183,7 +185,7 @@ def test_a_slept_session_takes_the_time_of_its_visits(contender: Contender) -> N
         for passes in run_ranks(_passes, 2, _here(contender), case):
             for direction, each in passes.items():
                 assert all(one.took_s >= due_s[direction] for one in each)
-                assert max(one.slept_s for one in each) == pytest.approx(due_s[direction], rel=0.02)
+                assert all(one.kernels_s == pytest.approx(due_s[direction]) for one in each)
                 least_s[direction] = min(least_s[direction], *(one.own_s for one in each))
         if all(least_s[direction] <= 0.1 * due_s[direction] * min(slowness(), 4) for direction in DIRECTIONS):
             return
