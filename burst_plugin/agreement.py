@@ -54,10 +54,10 @@ class Agreement:
         return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        found = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(found, mine.to(self.device), group=self._group)
-        return found.cpu().view(self._ranks, -1).unbind()
+        gather(everyone, mine.to(self.device), group=self._group)
+        return everyone.cpu().view(self._ranks, -1).unbind()
 
     def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
         mine = mine.to(self.device)

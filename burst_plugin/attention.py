@@ -116,11 +116,11 @@ def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator
     """A rank's program, heads exchanged before and after the ring: its outputs, and what its backward pass needs."""
     exchange = call.head_exchange("forward", number)
     given = yield from exchange.to_heads(inputs)
-    found = yield from forward_program(call, number, given)
-    found = found._replace(out=found.out.to(given.q.dtype))
-    outputs = yield from exchange.outputs_home(found, call.kind.lse)
-    assert found.lse is not None, "a ring always gives it"
-    return outputs, _Saved(given, found.out, found.lse)
+    ring_outputs = yield from forward_program(call, number, given)
+    ring_outputs = ring_outputs._replace(out=ring_outputs.out.to(given.q.dtype))
+    outputs = yield from exchange.outputs_home(ring_outputs, call.kind.lse)
+    assert ring_outputs.lse is not None, "a ring always gives it"
+    return outputs, _Saved(given, ring_outputs.out, ring_outputs.lse)
 
 
 def _backward_with_exchange(
@@ -141,8 +141,8 @@ def _backward_with_exchange(
 def _rounded(given: Inputs, grads: Sequence[Tensor | None], but: Collection[str] = ()) -> Inputs:
     """Gradients in the types of what they are for; those of `but` as they are."""
     each = zip(Inputs._fields, given, grads, strict=True)
-    found = (g if x is None or g is None or name in but else g.to(x.dtype) for name, x, g in each)
-    return Inputs(*found)  # type: ignore[arg-type]
+    rounded = (g if x is None or g is None or name in but else g.to(x.dtype) for name, x, g in each)
+    return Inputs(*rounded)  # type: ignore[arg-type]
 
 
 class _Attention(torch.autograd.Function):
@@ -156,11 +156,13 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [Inputs(*each) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
         with _one_pass(calls, "forward", number):
-            found = lockstep([_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)])
+            results = lockstep(
+                [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
+            )
         ctx.calls, ctx.number = calls, number
-        ctx.save_for_backward(*(x for _, saved in found for x in (*saved.given, saved.out, saved.lse)))
-        ctx.mark_non_differentiable(*(x for outputs, _ in found for x in outputs[1:] if x is not None))
-        return tuple(x for outputs, _ in found for x in outputs)
+        ctx.save_for_backward(*(x for _, saved in results for x in (*saved.given, saved.out, saved.lse)))
+        ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
+        return tuple(x for outputs, _ in results for x in outputs)
 
     @staticmethod
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
@@ -178,8 +180,8 @@ class _Attention(torch.autograd.Function):
 
 def attention_of(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
     """What all ranks of this process get, from local tensors of each; only out has a gradient."""
-    found = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
-    return [Outputs(*each) for each in _by_rank(found, len(calls))]
+    tensors = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+    return [Outputs(*each) for each in _by_rank(tensors, len(calls))]
 
 
 def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
@@ -252,11 +254,11 @@ def burst_attention(
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 
-        found = opaque_attention(inputs, request, cp)
+        outputs = opaque_attention(inputs, request, cp)
     else:
-        found = ring_attention(inputs, request, cp)
+        outputs = ring_attention(inputs, request, cp)
     wanted = (True, return_lse, return_max_logits)
-    chosen = tuple(x for x, wants in zip(found, wanted, strict=True) if wants)
+    chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants)
     return chosen if len(chosen) > 1 else chosen[0]
 
 

@@ -35,7 +35,7 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask) -> Tokens:
     work = {home: _work(plain, home) for home in SIDES}
     splits = (None,) if mask.documents is None else (mask.documents, None)
     candidates = [Tokens(length, split, layout) for layout in LAYOUTS for split in splits]
-    uneven = {tokens: max(_uneven(_shares(table, tokens, found)) for found in work.values()) for tokens in candidates}
+    uneven = {tokens: max(_uneven(_shares(table, tokens, pairs)) for pairs in work.values()) for tokens in candidates}
     limit = max(GOOD, min(uneven.values()))
     return min(
         (tokens for tokens in candidates if uneven[tokens] <= limit),

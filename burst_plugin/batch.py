@@ -258,10 +258,10 @@ def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
 
 def _checksum_of(tensors: Sequence[Tensor]) -> int:
     """A number that two different batches hardly share; order counts."""
-    found = 0
+    checksum = 0
     for x in tensors:
         flat = x.detach().float().contiguous().view(torch.int32) if x.is_floating_point() else x.detach()
         flat = flat.flatten().to(torch.int64)
         weights = torch.arange(1, flat.numel() + 1, device=flat.device) % 65521 + 1
-        found = (31 * found + int((flat * weights).sum() % _SEEDS)) % _SEEDS
-    return found
+        checksum = (31 * checksum + int((flat * weights).sum() % _SEEDS)) % _SEEDS
+    return checksum

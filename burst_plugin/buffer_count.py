@@ -23,10 +23,10 @@ class Held(NamedTuple):
 
 def most_held(schedule: Schedule) -> Held:
     """The most of either that any rank holds at once; the two need not be at the same time."""
-    found = [
+    counts = [
         held for rank in range(schedule.ranks) for held in _Books(schedule.of_rank(rank), schedule.reduces).held()
     ]
-    return Held(max(held.operands for held in found), max(held.sums for held in found))
+    return Held(max(held.operands for held in counts), max(held.sums for held in counts))
 
 
 class _Books:

@@ -94,22 +94,22 @@ class CallKind:
     @cached_property
     def routes(self) -> dict[str, Route]:
         """By direction: the visits of this rank, and what it sends."""
-        table, rank, found = self.member.route_table, self.member.ring_rank, {}
+        table, rank, routes = self.member.route_table, self.member.ring_rank, {}
         for direction, traveller in self.travellers.items():
             _, sums = self.shapes.side(direction, traveller)
-            found[direction] = table.route(rank, self.attending, traveller, bool(sums), self.part_count(direction))
-        return found
+            routes[direction] = table.route(rank, self.attending, traveller, bool(sums), self.part_count(direction))
+        return routes
 
     @cached_property
     def tiles(self) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
         """By direction, owner and turn: the work of a visit, in tiles that the kernel has."""
-        found = {}
+        by_turn = {}
         for direction, route in self.routes.items():
             for owner, tiles in route.tiles.items():
                 turns = in_turns(tiles, route.schedule.kept if owner == self.member.ring_rank else 0.0)
                 for turn, mine in enumerate(turns):
-                    found[direction, owner, turn] = self._supported_by_the_kernel(mine)
-        return found
+                    by_turn[direction, owner, turn] = self._supported_by_the_kernel(mine)
+        return by_turn
 
     def _supported_by_the_kernel(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         if "windows" not in self.kernel.features:
@@ -228,7 +228,7 @@ class Call:
     def tile_works(self, direction: str, bias: Tensor | None, wants_dbias: bool = True) -> list[TileWork]:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         kind, parts = self.kind, self.kind.part_count(direction)
-        heads, found = kind.shapes.q_heads // parts, []
+        heads, works = kind.shapes.q_heads // parts, []
         first_head = kind.member.team.heads_of(kind.heads).start
         for part in range(parts):
             largest = None
@@ -239,8 +239,8 @@ class Call:
             how = How(FULL, self.scores.of_heads(slice(first, first + heads)), first_head=first)
             how = how._replace(deterministic=kind.deterministic, bias_has_grad=wants_dbias)
             bias_of_part = bias if bias is None or bias.shape[1] == 1 else bias[:, mine]
-            found.append(TileWork(kind.kernel, how, bias_of_part, largest))
-        return found
+            works.append(TileWork(kind.kernel, how, bias_of_part, largest))
+        return works
 
     def head_exchange(self, direction: str, number: int) -> HeadExchange:
         """The exchange of heads before and after the ring, in one pass."""

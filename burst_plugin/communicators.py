@@ -125,8 +125,8 @@ def _created_by_members_alone(name: str) -> Iterator[None]:
 
 def launches_batches(group: dist.ProcessGroup) -> bool:
     """Whether the backend launches a batch of messages as one, as NCCL does."""
-    found: bool = group._get_backend(group_device(group)).supports_coalescing
-    return found
+    coalesces: bool = group._get_backend(group_device(group)).supports_coalescing
+    return coalesces
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

@@ -348,8 +348,8 @@ class ContextParallel:
         said = self._agreement.exchange(_NODE + node_id(), "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
-        found = Topology.from_node_ids(said)
-        if found is None:
+        topology = Topology.from_node_ids(said)
+        if topology is None:
             if self.rank == 0:
                 warnings.warn(
                     f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive "
@@ -357,7 +357,7 @@ class ContextParallel:
                     stacklevel=3,
                 )
             return Topology(1, self.ranks)
-        return found
+        return topology
 
 
 def _as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

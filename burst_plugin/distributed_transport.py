@@ -61,10 +61,10 @@ class _Communicator:
         return works + [self._group.send([m.data], self._rank_of(m.peer), 0) for m in sends]
 
     def _rank_of(self, peer: int) -> int:
-        found = self._group_ranks.get(peer)
-        if found is None:
-            found = self._group_ranks[peer] = dist.get_group_rank(self._group, self._global_ranks[peer])
-        return found
+        rank = self._group_ranks.get(peer)
+        if rank is None:
+            rank = self._group_ranks[peer] = dist.get_group_rank(self._group, self._global_ranks[peer])
+        return rank
 
 
 class DistributedTransport(Transport):
@@ -100,17 +100,17 @@ class DistributedTransport(Transport):
                 if batch is None:
                     batch = batches[communicator] = ([], [])
                 batch[number].append(message)
-        found: list[Pending] = []
+        pending: list[Pending] = []
         in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
         for communicator, (to_receive, to_send) in in_order:
             messages = to_receive + to_send
             try:
-                found.append(_DistributedPending(messages, communicator.post(to_send, to_receive)))
+                pending.append(_DistributedPending(messages, communicator.post(to_send, to_receive)))
             except torch.AcceleratorError:
                 raise
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
-        return found
+        return pending
 
     def _communicator(self, channel: Channel) -> _Communicator:
         """The communicator of a channel, which may share it with others."""

@@ -77,8 +77,8 @@ def _devices() -> Iterator[str]:
     if not count:
         yield f"no GPU (torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPUs'})"
     backends = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available}
-    found = [name for name, available in backends.items() if dist.is_available() and available()]
-    yield f"torch.distributed: {', '.join(found) or 'not available'}"
+    usable = [name for name, available in backends.items() if dist.is_available() and available()]
+    yield f"torch.distributed: {', '.join(usable) or 'not available'}"
 
 
 def _kernels() -> Iterator[str]:

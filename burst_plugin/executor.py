@@ -73,10 +73,10 @@ class _LeasedRoom:
     def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         """See `Room.take`."""
         self.buffer = self._lease(self._packing.nbytes)
-        found = self.buffer.views(self._packing)
-        for tensor, part in zip(found, kept or (), strict=False):
+        views = self.buffer.views(self._packing)
+        for tensor, part in zip(views, kept or (), strict=False):
             tensor.copy_(part)
-        return found
+        return views
 
 
 @dataclass(slots=True)

@@ -115,9 +115,9 @@ def try_out(device: torch.device) -> None:
 def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
     """What a kernel makes of rows of two [B, S, H, D]: [B, H, S], float32."""
     batch, length, heads, _ = out.shape
-    found = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
-    _launch(kernel, out.shape, (out, dout, found))
-    return found
+    rows = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
+    _launch(kernel, out.shape, (out, dout, rows))
+    return rows
 
 
 def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...]) -> None:

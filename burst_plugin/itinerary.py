@@ -52,14 +52,14 @@ class Itinerary:
         return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
-        schedule, found = self.schedule, dict[int, tuple[list[Post], list[Post]]]()
+        schedule, by_due = self.schedule, dict[int, tuple[list[Post], list[Post]]]()
         for t in step.issue:
             sends = t.src == schedule.rank
-            posts = found.setdefault(t.due, ([], []))[0 if sends else 1]
+            posts = by_due.setdefault(t.due, ([], []))[0 if sends else 1]
             channel = Channel(t.traffic, t.link, schedule.by_link)
             peer = self.peers[t.dst if sends else t.src]
             posts.append(Post(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
-        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in found.items())
+        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in by_due.items())
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
@@ -69,8 +69,8 @@ class Itinerary:
     @cached_property
     def sent_bytes(self) -> Counter[Channel]:
         """What a pass sends."""
-        found: Counter[Channel] = Counter()
+        sent: Counter[Channel] = Counter()
         for batch in chain.from_iterable(self.batches):
             for post in batch.sends:
-                found[post.channel] += post.packing.nbytes
-        return found
+                sent[post.channel] += post.packing.nbytes
+        return sent

@@ -90,16 +90,16 @@ def even_length(length: int, ranks: int) -> int:
 
 def check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
     """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease."""
-    found = tuple(int(x) for x in cu_seqlens)
-    if len(found) < 2 or found[0] != 0:
-        raise ValueError(f"cu_seqlens={shortened(found)} must begin with 0 and end with the number of tokens")
-    for number, (start, stop) in enumerate(pairwise(found)):
+    offsets = tuple(int(x) for x in cu_seqlens)
+    if len(offsets) < 2 or offsets[0] != 0:
+        raise ValueError(f"cu_seqlens={shortened(offsets)} must begin with 0 and end with the number of tokens")
+    for number, (start, stop) in enumerate(pairwise(offsets)):
         if stop < start:
             raise ValueError(
                 f"cu_seqlens must not decrease, but document {number} runs from {start} to {stop}; pass cumulative "
                 "lengths, 0 first"
             )
-    return found
+    return offsets
 
 
 def check_total(cu_seqlens: tuple[int, ...], length: int) -> None:
@@ -166,20 +166,20 @@ def token_count(runs: Sequence[Run]) -> int:
 
 def positions(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
     """The positions [S_local], int64, of these runs."""
-    found = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+    ranges = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
     """The runs of some local rows, given as (start, stop) in ascending order."""
-    found, offset = [], 0
+    pieces, offset = [], 0
     for run in runs:
         for start, stop in rows:
             first, last = max(start - offset, 0), min(stop - offset, run.length)
             if first < last:
-                found.append(Run(run.start + first * run.stride, last - first, run.stride))
+                pieces.append(Run(run.start + first * run.stride, last - first, run.stride))
         offset += run.length
-    return tuple(found)
+    return tuple(pieces)
 
 
 def _take(x: Tensor, dim: int, run: Run) -> Tensor:

@@ -253,12 +253,12 @@ class BlockMask(Mask):
                 f"BlockMask of {len(self.allowed)} x {len(self.allowed[0])} blocks of {self.block} does not fit "
                 f"{q_len} queries and {kv_len} keys, which are {size[0]} x {size[1]}"
             )
-        found, q_start = [], 0
+        regions, q_start = [], 0
         for row, alike in groupby(self.allowed):
             q_stop = min(q_start + self.block * len(list(alike)), q_len)
-            found += [Region(q_start, q_stop, *span) for span in _stretches(row, self.block, kv_len)]
+            regions += [Region(q_start, q_stop, *span) for span in _stretches(row, self.block, kv_len)]
             q_start = q_stop
-        return tuple(found)
+        return tuple(regions)
 
 
 def _stretches(flags: Sequence[bool], unit: int, length: int) -> Iterator[tuple[int, int]]:

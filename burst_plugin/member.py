@@ -185,7 +185,7 @@ class Member:
 
 def _by_name(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
     """Bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
-    found = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
+    by_link = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
     for channel, nbytes in sent_bytes.items():
-        found[channel.link.value][channel.traffic.value] += nbytes
-    return found
+        by_link[channel.link.value][channel.traffic.value] += nbytes
+    return by_link

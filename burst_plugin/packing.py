@@ -59,13 +59,13 @@ class Buffer:
 
     def views(self, packing: Packing) -> tuple[Tensor, ...]:
         """See `Packing.views`."""
-        found = self._views.get(packing)
-        if found is None:
+        views = self._views.get(packing)
+        if views is None:
             if len(self._views) == _KEPT:
                 self._views.clear()
             with torch.inference_mode(False):
-                found = self._views[packing] = packing.views(self.data)
-        return found
+                views = self._views[packing] = packing.views(self.data)
+        return views
 
     def put_label(self, label: Tensor | None) -> None:
         """Put a call's label on the message, at its end."""
@@ -91,13 +91,13 @@ class Memory:
 
     def buffer(self, nbytes: int) -> Buffer:
         """Its first `nbytes`; the same object whenever they are asked for."""
-        found = self._buffers.get(nbytes)
-        if found is None:
+        buffer = self._buffers.get(nbytes)
+        if buffer is None:
             if len(self._buffers) == _KEPT:
                 self._buffers.clear()
             with torch.inference_mode(False):
-                found = self._buffers[nbytes] = Buffer(self._whole[:nbytes])
-        return found
+                buffer = self._buffers[nbytes] = Buffer(self._whole[:nbytes])
+        return buffer
 
 
 class BufferPool:
@@ -115,15 +115,15 @@ class BufferPool:
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """A buffer of `nbytes`, at least one, contents undefined."""
         free = self._free.setdefault(device, [])
-        found = None
+        best = None
         for number, memory in enumerate(free):
             size = memory.nbytes
-            if size >= nbytes and (found is None or size < free[found].nbytes):
-                found = number
+            if size >= nbytes and (best is None or size < free[best].nbytes):
+                best = number
                 if size == nbytes:
                     break
-        if found is not None:
-            taken = free.pop(found)
+        if best is not None:
+            taken = free.pop(best)
         else:
             if free:
                 self.allocated_bytes -= free.pop().nbytes

@@ -45,15 +45,15 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     shapes = Shapes(1, local, local, int(heads[0]), int(heads[1]), dim, dim, _DTYPES[options.dtype])
     links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
-    found = plans(topology, shapes, visit_s, links)
+    best_first = plans(topology, shapes, visit_s, links)
     yield f"{topology}, {local} tokens per rank, {options.heads} heads of {dim}, {options.dtype}, {options.mask}"
     yield (
         f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}"
         f"{'over the bound':>16}"
     )
-    best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(found)}
-    of_degree = {p.strategy.ulysses_degree: p for p in reversed(found)}
-    for plan in found:
+    best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(best_first)}
+    of_degree = {p.strategy.ulysses_degree: p for p in reversed(best_first)}
+    for plan in best_first:
         strategy, bound_s = plan.strategy, plan.forward.bound_s + plan.backward.bound_s
         degree = strategy.ulysses_degree
         if degree == 1 and strategy.parts != 1 and plan is not best[1, strategy.schedule]:
@@ -64,7 +64,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             f"{strategy.schedule:<16}{degree:>8}{strategy.parts!s:>8}{strategy.backward:>10}"
             f"{1e3 * plan.forward.time_s:>12.2f}{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
         )
-    yield _advice(found[0])
+    yield _advice(best_first[0])
 
 
 def _advice(best: Plan) -> str:

@@ -87,10 +87,10 @@ def pass_price(
     load = Load.of(ring, direction, traveller, degree * visit_s)
     teams = topology.of_teams(degree)
     schedule = SCHEDULES[strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
-    found = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
+    ring_price = price(schedule.in_parts(strategy.parts_of(direction)), load, links)
     exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
-    busy_s = {link: found.link_s[link] + exchange_s[link] for link in Link}
-    return replace(found, time_s=found.time_s + max(exchange_s.values()), link_s=busy_s)
+    busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
+    return replace(ring_price, time_s=ring_price.time_s + max(exchange_s.values()), link_s=busy_s)
 
 
 def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
@@ -123,7 +123,7 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
     The best is the cheapest; of those that are alike to 1 %, the one with the lowest degree and the fewest parts.
     `visit_s` is the seconds of work on a whole block, forward and backward.
     """
-    found = []
+    candidates = []
     for name, degree in product(SCHEDULES, (n for n in topology.team_sizes if n in shapes.team_degrees)):
         several = [n for n in _PARTS if shapes.of_team(degree).kv_heads % n == 0]
         options: dict[str, Any] = {"schedule": name, "ulysses_degree": degree}
@@ -142,10 +142,10 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
                 best[each] for each in zip(DIRECTIONS, parts, strict=True)
             )
             strategy = Strategy(parts=parts, forward=forward_traveller, backward=backward_traveller, **options)
-            found.append(Plan(strategy, forward, backward))
-    best_s = min(each.step_s for each in found)
+            candidates.append(Plan(strategy, forward, backward))
+    best_s = min(each.step_s for each in candidates)
     return sorted(
-        found,
+        candidates,
         key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.ulysses_degree, each.parts, each.step_s),
     )
 

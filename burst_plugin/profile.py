@@ -190,11 +190,11 @@ class Profile:
         readers = {
             id(clock): clock.reader() for clock in {id(span.clock): span.clock for span in self._spans}.values()
         }
-        found = []
+        new_events = []
         for blank, fields, clock, start, stop in self._spans:
             read = readers[id(clock)]
-            found.append(blank._replace(start_s=read(start), stop_s=read(stop), **fields))
-        self._events += found
+            new_events.append(blank._replace(start_s=read(start), stop_s=read(stop), **fields))
+        self._events += new_events
         self._spans.clear()
         due = {event.batch: event.step for event in self._events if event.kind == "wait"}
         self._events = [e._replace(due=due.get(e.batch, -1)) if e.kind == "post" else e for e in self._events]
@@ -214,9 +214,9 @@ class Profile:
         """The summaries of all ranks, on every rank; collective."""
         if self._group is None:
             return RingProfile((self.summary,))
-        found: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(found, self.summary, group=self._group)
-        return RingProfile(tuple(found))
+        summaries: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(summaries, self.summary, group=self._group)
+        return RingProfile(tuple(summaries))
 
     def save_chrome_trace(self, path: str | Path) -> None:
         """Write a timeline for https://ui.perfetto.dev or chrome://tracing; give every rank a path of its own."""

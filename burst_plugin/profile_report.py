@@ -225,8 +225,8 @@ def save_chrome_trace(path: str | Path, profiles: Iterable[Timeline]) -> None:
 
     Format: Trace Event Format, of chrome://tracing and https://ui.perfetto.dev.
     """
-    found = [line for profile in profiles for line in _trace_of(profile)]
-    Path(path).write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}))
+    trace = [line for profile in profiles for line in _trace_of(profile)]
+    Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
 
 
 def _trace_of(profile: Timeline) -> list[dict[str, Any]]:
@@ -234,24 +234,24 @@ def _trace_of(profile: Timeline) -> list[dict[str, Any]]:
         return round((seconds + profile.epoch_s) * _US, 3)
 
     events = [*_passes(profile.events), *profile.events]
-    found: list[dict[str, Any]] = [
+    trace: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": profile.rank, "args": {"name": f"rank {profile.rank}"}}
     ]
     for row, kind in enumerate(_ROWS):
         place = {"pid": profile.rank, "tid": row}
-        found.append({"ph": "M", "name": "thread_name", **place, "args": {"name": kind}})
+        trace.append({"ph": "M", "name": "thread_name", **place, "args": {"name": kind}})
         for event in (event for event in events if event.kind == kind):
             start, stop = us(event.start_s), us(event.stop_s)
             args = {name: value for name, value in event._asdict().items() if not name.endswith("_s")}
             name = event.direction if kind == "pass" else f"{event.direction} {event.step} {event.link}".strip()
-            found.append(
+            trace.append(
                 {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": stop - start, **place, "args": args}
             )
     for batch, (post, wait) in _journeys(events).items():
         arrow = {"name": "message", "cat": "message", "id": f"{profile.rank}.{batch}", "pid": profile.rank}
-        found.append({"ph": "s", "ts": us(post.start_s), "tid": _ROWS.index("post"), **arrow})
-        found.append({"ph": "f", "bp": "e", "ts": us(wait.start_s), "tid": _ROWS.index("wait"), **arrow})
-    return found
+        trace.append({"ph": "s", "ts": us(post.start_s), "tid": _ROWS.index("post"), **arrow})
+        trace.append({"ph": "f", "bp": "e", "ts": us(wait.start_s), "tid": _ROWS.index("wait"), **arrow})
+    return trace
 
 
 def _journeys(events: Iterable[Event]) -> dict[int, tuple[Event, Event]]:

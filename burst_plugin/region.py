@@ -170,15 +170,15 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
     if mask.rows is not None:
         return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
     queries = queries.unsqueeze(1)
-    found = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    attends = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
     for r in mask.regions(*lengths):
         inside = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
         if r.lower is not None:
             inside &= keys - queries >= r.lower
         if r.upper is not None:
             inside &= keys - queries <= r.upper
-        found |= inside
-    return found
+        attends |= inside
+    return attends
 
 
 def work_by_token(mask: Mask, lengths: tuple[int, int], side: str = "q") -> Tensor:

@@ -94,8 +94,8 @@ class Pairs:
         return self._needs[traveller]
 
     def _needs_of(self, rank: int, traveller: str) -> dict[int, Rows]:
-        found = {owner: self.of_visit(traveller, owner, rank) for owner in range(len(self.runs[traveller]))}
-        return {owner: row_spans(tiles, traveller) for owner, tiles in found.items() if tiles}
+        by_owner = {owner: self.of_visit(traveller, owner, rank) for owner in range(len(self.runs[traveller]))}
+        return {owner: row_spans(tiles, traveller) for owner, tiles in by_owner.items() if tiles}
 
     def _is_most(self, needed: Mapping[int, Rows], traveller: str) -> bool:
         """Whether these are rows of every block, and most of all rows."""

@@ -46,19 +46,19 @@ def team_block(held: Sequence[tuple[Run, ...]]) -> TeamBlock:
         pieces += [(run, member, start) for run, start in zip(runs, starts, strict=False)]
     if len(held) > 1:
         pieces.sort()
-    found: list[Run] = []
+    joint_runs: list[Run] = []
     spans: list[list[Span]] = [[] for _ in held]
     at = 0
     for run, member, start in pieces:
         spans[member].append(Span(start, at, run.length))
         at += run.length
-        last = found[-1] if found and len(held) > 1 else None
+        last = joint_runs[-1] if joint_runs and len(held) > 1 else None
         if last is not None and last.stride == run.stride and last.start + last.length * last.stride == run.start:
-            found[-1] = last._replace(length=last.length + run.length)
+            joint_runs[-1] = last._replace(length=last.length + run.length)
         else:
-            found.append(run)
+            joint_runs.append(run)
     counts = tuple(sum(span.length for span in each) for each in spans)
-    return TeamBlock(tuple(found), tuple(map(tuple, spans)), counts)
+    return TeamBlock(tuple(joint_runs), tuple(map(tuple, spans)), counts)
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Team:
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
         """[H] of all heads from [H / degree] of this rank's share."""
-        found = mine.new_full((len(mine) * self.degree,), others)
-        found[self.heads_of(len(found))] = mine
-        return found
+        all_heads = mine.new_full((len(mine) * self.degree,), others)
+        all_heads[self.heads_of(len(all_heads))] = mine
+        return all_heads
 
     @cached_property
     def _channels(self) -> dict[Traffic, list[Channel]]:

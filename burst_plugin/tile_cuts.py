@@ -42,7 +42,7 @@ def one_by_one(tile: Tile) -> Iterator[Tile]:
         yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
 
 
-def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+def in_turns(tiles: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
     """The work of a visit in two turns, the second with about a share of `kept`; cut between two keys.
 
     Half of the keys of a causal square are a quarter of its work:
@@ -52,11 +52,11 @@ def in_turns(found: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tupl
                   f f c .                                    f f                    c .
                   f f f c                                    f f                    f c
     """
-    if not kept or not found:
-        return tuple(found), ()
-    first, stop = min(tile.k_start for tile in found), max(tile.k_stop for tile in found)
-    cuts = [_between_keys(found, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
-    wanted = kept * _pairs_of(found)
+    if not kept or not tiles:
+        return tuple(tiles), ()
+    first, stop = min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
+    cuts = [_between_keys(tiles, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
+    wanted = kept * _pairs_of(tiles)
     return min(cuts, key=lambda turns: abs(_pairs_of(turns[1]) - wanted))
 
 

@@ -61,11 +61,11 @@ class TileWork:
     def _how(self, tile: Tile, site: Site) -> How:
         first = 0 if tile.batch is None else tile.batch[0]
         if site.q is None or site.k is None:
-            found = self._without_site.get((tile.band, first))
-            if found is None:
-                found = self._base._replace(band=tile.band, first_batch_row=first)
-                self._without_site[tile.band, first] = found
-            return found
+            how = self._without_site.get((tile.band, first))
+            if how is None:
+                how = self._base._replace(band=tile.band, first_batch_row=first)
+                self._without_site[tile.band, first] = how
+            return how
         q, k = site.q[tile.q], site.k[tile.k]
         bias = self._bias
         if bias is not None:
@@ -81,11 +81,11 @@ class TileWork:
 
 def bias_grad(bias: Tensor, works: Sequence[TileWork]) -> Tensor:
     """The gradient of a whole bias, from the work on each part of the heads."""
-    found = [torch.zeros_like(bias[:, :1]) if work.dbias is None else work.dbias for work in works]
+    grads = [torch.zeros_like(bias[:, :1]) if work.dbias is None else work.dbias for work in works]
     if bias.shape[1] == 1:
-        return torch.stack(found).sum(0) if len(found) > 1 else found[0]
-    heads = bias.shape[1] // len(found)
-    return torch.cat([grad.expand(-1, heads, -1, -1) for grad in found], 1)
+        return torch.stack(grads).sum(0) if len(grads) > 1 else grads[0]
+    heads = bias.shape[1] // len(grads)
+    return torch.cat([grad.expand(-1, heads, -1, -1) for grad in grads], 1)
 
 
 def _batch(tile: Tile) -> slice:

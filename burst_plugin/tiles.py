@@ -137,7 +137,7 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
     k_first = [run.start for run in k_runs]
     k_last = list(accumulate((run.start + (run.length - 1) * run.stride for run in k_runs), max))
     k_offsets = [0, *accumulate(run.length for run in k_runs)]
-    found: list[Tile] = []
+    tiles: list[Tile] = []
     q_offset = 0
     for q_run in q_runs:
         last = q_run.start + (q_run.length - 1) * q_run.stride
@@ -145,9 +145,9 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
             low = region.k_start if region.lower is None else max(region.k_start, q_run.start + region.lower)
             high = region.k_stop - 1 if region.upper is None else min(region.k_stop - 1, last + region.upper)
             for number in range(bisect_left(k_last, low), bisect_right(k_first, high)):
-                found += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
+                tiles += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
         q_offset += q_run.length
-    return _join(found)
+    return _join(tiles)
 
 
 def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
@@ -172,8 +172,8 @@ def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
     """What a band leaves of a full tile of one piece, without rows and columns that are empty."""
-    found = _banded(tile, lower, upper)
-    return found if tile.batch is None else (part._replace(batch=tile.batch) for part in found)
+    parts = _banded(tile, lower, upper)
+    return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
 
 
 def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:

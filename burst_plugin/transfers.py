@@ -144,11 +144,11 @@ class Schedule:
     def turns(self, rank: int) -> list[int]:
         """How often the block of each visit was visited before: 0, and 1 for what was kept of its own block."""
         seen: Counter[int | None] = Counter()
-        found = []
+        turns = []
         for block in self.visits[rank]:
-            found.append(0 if block is None else seen[block])
+            turns.append(0 if block is None else seen[block])
             seen[block] += 1
-        return found
+        return turns
 
     def work(self, rank: int) -> list[float]:
         """How much of a whole block's work there is at every step."""
@@ -223,10 +223,10 @@ class Schedule:
             return t._replace(block=self.block(t.block, part), issue=issue, due=due)
 
         visits: list[list[int | None]] = [[None] * (parts * len(self.visits[0])) for _ in self.visits]
-        for found, whole in zip(visits, self.visits, strict=True):
+        for split, whole in zip(visits, self.visits, strict=True):
             for step, block in enumerate(whole):
                 for part in range(parts):
-                    found[when(step, part)] = None if block is None else self.block(block, part)
+                    split[when(step, part)] = None if block is None else self.block(block, part)
         return replace(
             self,
             parts=parts,
@@ -246,8 +246,8 @@ class Schedule:
         )
         sums_from = {
             (rank, block): step + 1
-            for rank, found in enumerate(visits)
-            for step, block in enumerate(found)
+            for rank, blocks in enumerate(visits)
+            for step, block in enumerate(blocks)
             if block is not None
         }
         gather, reduce = [], []

@@ -205,19 +205,19 @@ class HeadExchange:
         sink = None if inputs.sink is None else inputs.sink[team.heads_of(inputs.q.shape[2])]
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
-    def outputs_home(self, found: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
+    def outputs_home(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
         """What the ring gave, for this rank's rows of all heads; lse if it is asked for."""
         team = self.team
         if team.degree == 1:
-            return found
-        tensors = [found.out]
-        if with_lse and found.lse is not None:
-            tensors.append(found.lse.transpose(1, 2).unsqueeze(3))
+            return outs
+        tensors = [outs.out]
+        if with_lse and outs.lse is not None:
+            tensors.append(outs.lse.transpose(1, 2).unsqueeze(3))
         out, *lse = yield from self.run(False, tensors, ["q"] * len(tensors))
         return Outputs(
             out,
             lse[0].squeeze(3).transpose(1, 2) if lse else None,
-            None if found.max_logits is None else team.spread(found.max_logits, -torch.inf),  # others' were not seen
+            None if outs.max_logits is None else team.spread(outs.max_logits, -torch.inf),  # others' were not seen
         )
 
     def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:

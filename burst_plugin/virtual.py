@@ -86,10 +86,10 @@ class VirtualRing:
             call.kind.member.note_call(call.kind.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
-            found = attention_of(calls, self._number, inputs)
+            outputs = attention_of(calls, self._number, inputs)
         layout = self.members[0].route_table.layout(tokens[0])
-        out = layout.unshard([got.out for got in found], 1, tokens[0])
-        return out, layout.unshard([got.lse for got in found if got.lse is not None], 2, tokens[0])
+        out = layout.unshard([got.out for got in outputs], 1, tokens[0])
+        return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])
 
     def _dealt(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
         """What every rank is given of whole tensors."""

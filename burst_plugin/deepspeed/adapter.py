@@ -58,13 +58,13 @@ class Adapter:
     def session(self, engine: Any = None) -> Session:
         """That of an engine, or of the only one. Raises ValueError if there is none, or more than one."""
         if engine is not None:
-            found = self.sessions.get(engine)
-            if found is None:
+            session = self.sessions.get(engine)
+            if session is None:
                 raise ValueError(
                     f'this {type(engine).__name__} runs without burst attention: add "{BLOCK}": {{"enabled": true}} '
                     "to its configuration, and call burst_plugin.deepspeed.install() before deepspeed.initialize"
                 )
-            return found
+            return session
         if len(self.sessions) != 1:
             raise ValueError(
                 f"got no engine, and {len(self.sessions)} engines run with burst attention; expected one: call "
@@ -118,9 +118,9 @@ def installed() -> Adapter | None:
 
 def install_adapter() -> Adapter:
     """See `burst_plugin.deepspeed.install`."""
-    found = installed()
-    if found is not None:
-        return found
+    earlier = installed()
+    if earlier is not None:
+        return earlier
     adapter = Adapter()
     setattr(wrap(deepspeed, "initialize", partial(_initialize, adapter)), _MARK, adapter)
     wrap(deepspeed.DeepSpeedEngine, "destroy", partial(_forget, adapter))
@@ -141,17 +141,17 @@ def install_adapter() -> Adapter:
 
 def warn_if_untested(package: str, tested: tuple[str, str]) -> None:
     """Warn of a version that the plugin has not been tested with. tested: the oldest and the newest minor version."""
-    found = version(package)
-    if not _minor(tested[0]) <= _minor(found) <= _minor(tested[1]):
+    actual = version(package)
+    if not _minor(tested[0]) <= _minor(actual) <= _minor(tested[1]):
         warnings.warn(
-            f"{package} {found} is outside the tested range, {tested[0]} to {tested[1]}: compare gradients with one "
+            f"{package} {actual} is outside the tested range, {tested[0]} to {tested[1]}: compare gradients with one "
             "rank before you trust it",
             stacklevel=3,
         )
 
 
-def _minor(found: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in found.split(".")[:2])
+def _minor(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
 
 
 def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,9 +188,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
 
 def _use_own_device(args: Any) -> None:
     """Make this rank's device the current one, on which ranks meet; the engine does the same a little later."""
-    found = getattr(args, "device_rank", os.environ.get("LOCAL_RANK"))
-    if found is not None and int(found) >= 0:
-        get_accelerator().set_device(int(found))
+    local_rank = getattr(args, "device_rank", os.environ.get("LOCAL_RANK"))
+    if local_rank is not None and int(local_rank) >= 0:
+        get_accelerator().set_device(int(local_rank))
 
 
 def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,28 +288,28 @@ def _size(block: Block, given: Mapping[str, Any]) -> int:
 def _problems(given: Mapping[str, Any], size: int) -> list[str]:
     """What in the model, or in the other arguments of `initialize`, cannot go together with a ring."""
     model, mpu = given["model"], given.get("mpu")
-    found = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
+    reasons = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
     if given.get("mesh_param") is not None:
-        found.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
+        reasons.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
     recorded = getattr(sys.modules.get(_TENSOR_PARALLEL), "_TP_MODEL_INIT_ARGS", None) or {}
     if recorded.get("tp_size", 1) > 1 or getattr(model, "ds_autotp_parsed", False):
-        found.append(f"tensor parallelism (deepspeed.tp_model_init) has not been tried with {BLOCK}: leave it out")
+        reasons.append(f"tensor parallelism (deepspeed.tp_model_init) has not been tried with {BLOCK}: leave it out")
     if isinstance(model, deepspeed.PipelineModule):
-        found.append(f"a PipelineModule does not go together with {BLOCK}: use a plain model with ZeRO")
+        reasons.append(f"a PipelineModule does not go together with {BLOCK}: use a plain model with ZeRO")
     kinds = {type(module).__name__ for module in model.modules()} if isinstance(model, torch.nn.Module) else set()
     for kind in ("MoE", "MOELayer"):
         if kind in kinds:
-            found.append(f"DeepSpeed's {kind} layers have not been tried with {BLOCK}: use the model's own experts")
+            reasons.append(f"DeepSpeed's {kind} layers have not been tried with {BLOCK}: use the model's own experts")
     for kind in ("DistributedAttention", "UlyssesSPAttention", "UlyssesSPViTAttention", "FPDT_Attention"):
         if kind in kinds:
-            found.append(
+            reasons.append(
                 f"the model has {kind} layers (Ulysses), which do not go together with {BLOCK}: take them out"
             )
     if size > 1 and _is_transformers(model):
         from burst_plugin.huggingface.models import problems
 
-        found += problems(model)
-    return found
+        reasons += problems(model)
+    return reasons
 
 
 def _is_transformers(model: Any) -> bool:

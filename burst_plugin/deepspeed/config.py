@@ -138,22 +138,22 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
 def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
     """What else in a DeepSpeed configuration cannot go together with a ring of `size`, each with a way out."""
     values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
-    found = [
+    reasons = [
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"
         for path, value, instead in broken(REFUSED, values)
     ]
     ulysses = config.get("sequence_parallel_size")
     if ulysses not in (None, 1, size):
-        found.append(
+        reasons.append(
             f"sequence_parallel_size={ulysses!r} (Ulysses) contradicts context_parallel_size={size} of {BLOCK}: "
             "leave it out"
         )
     if ulysses is not None and config.get("data_parallel_size") == 1:
-        found.append(
+        reasons.append(
             "data_parallel_size=1 beside sequence_parallel_size makes a mesh, which does not go together with "
             f"{BLOCK}: leave both out"
         )
-    return found
+    return reasons
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:

@@ -31,12 +31,12 @@ def lines(path: str | None) -> Iterator[str]:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        found = _loads(Path(path).read_text())
+        config = _loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}; give a file with a DeepSpeed configuration in JSON") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: got {type(found).__name__}, expected a DeepSpeed configuration, {{...}}")
-    return found
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: got {type(config).__name__}, expected a DeepSpeed configuration, {{...}}")
+    return config
 
 
 def _loads(text: str) -> Any:

@@ -59,8 +59,8 @@ def register_attention() -> str:
 
 def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """`AttentionInterface.get_interface`: what knows nothing of a ring must not be given a shard."""
-    found = original(*args, **kwargs)
-    return found if found is forward else partial(_on_whole_batches, found)
+    attention = original(*args, **kwargs)
+    return attention if attention is forward else partial(_on_whole_batches, attention)
 
 
 def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **options: Any) -> Any:

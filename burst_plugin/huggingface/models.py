@@ -27,9 +27,9 @@ _MIXING = {  # options by which embeddings depend on more than their own token
 
 def prepare_model(model: torch.nn.Module) -> None:
     """See `burst_plugin.huggingface.prepare`."""
-    found = problems(model)
-    if found:
-        raise ValueError("; ".join(found))
+    reasons = problems(model)
+    if reasons:
+        raise ValueError("; ".join(reasons))
     use_burst(model)
 
 
@@ -80,8 +80,8 @@ def entry(model: torch.nn.Module) -> torch.nn.Module:
     original = getattr(model, "_orig_mod", model)  # torch.compile's
     if _is_pretrained(original) or _is_peft(original):
         return model
-    found: torch.nn.Module = _outermost(model, lambda module: _is_pretrained(module) or _is_peft(module))[0]
-    return found
+    outermost: torch.nn.Module = _outermost(model, lambda module: _is_pretrained(module) or _is_peft(module))[0]
+    return outermost
 
 
 def problems(model: torch.nn.Module) -> list[str]:
@@ -92,64 +92,64 @@ def problems(model: torch.nn.Module) -> list[str]:
     if len(outermost) > 1:
         names = ", ".join(type(each).__name__ for each in outermost)
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
-    found: dict[str, str] = {}  # by reason, since a model and its body have most in common
+    by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in model.modules():
         if _is_pretrained(pretrained):
             for reason in (*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)):
-                found.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
-    return [*found.values(), *_problems_of_peft(model)]
+                by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
+    return [*by_reason.values(), *_problems_of_peft(model)]
 
 
 def _problems_of_peft(model: torch.nn.Module) -> list[str]:
     """What adapters do to tokens."""
     configs = [config for module in model.modules() if _is_peft(module) for config in _peft_configs(module)]
-    found = []
+    reasons = []
     if any(getattr(config, "is_prompt_learning", False) for config in configs):
-        found.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
+        reasons.append("PEFT prompt learning puts tokens before each rank's shard; use LoRA")
     if any(getattr(config, "alora_invocation_tokens", None) for config in configs):
-        found.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
+        reasons.append("PEFT's aLoRA looks for its invocation tokens in each rank's shard; use plain LoRA")
     if any(getattr(getattr(config, "peft_type", None), "value", None) == "LILY" for config in configs):
-        found.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
+        reasons.append("PEFT's Lily weighs its experts by the mean over the tokens of each rank's shard; use LoRA")
     if any(getattr(getattr(config, "velora_config", None), "init_type", "random") != "random" for config in configs):
-        found.append(
+        reasons.append(
             "PEFT's VeLoRA projects on the mean over the tokens of each rank's shard; use init_type='random'"
         )
-    return found
+    return reasons
 
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """What a model computes otherwise than on whole sequences."""
-    name, found = type(pretrained).__name__, []
+    name, reasons = type(pretrained).__name__, []
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] != _LOSS:
-        found.append(
+        reasons.append(
             f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"
         )
     elif not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
-        found.append(
+        reasons.append(
             f"its loss has been set to {asked!r}, which has no shift_labels, and labels are shifted already by one "
             f"token; set one that takes them, as that of {_LOSS} does"
         )
     if not pretrained._can_set_attn_implementation():
-        found.append(
+        reasons.append(
             "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
             "there"
         )
     if getattr(pretrained, "pooler", None) is not None:
-        found.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
+        reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
     if getattr(pretrained, "_is_stateful", False):
-        found.append("it carries a state along the sequence; use a model of attention layers only")
+        reasons.append("it carries a state along the sequence; use a model of attention layers only")
     parameters = inspect.signature(type(pretrained).forward).parameters
     if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
-        found.append(
+        reasons.append(
             "it counts positions by itself, on every shard from the start or by padding; use a model that takes "
             "position_ids as they are"
         )
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        found.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
-    return found
+        reasons.append("its forward takes no further keyword arguments; add **kwargs and hand them to its layers")
+    return reasons
 
 
 def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
@@ -162,39 +162,39 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
 
 def _problems_of_config(config: Any) -> list[str]:
     """What a model is configured for."""
-    text, found = config.get_text_config(), []
+    text, reasons = config.get_text_config(), []
     if config.is_encoder_decoder:
-        found.append("it is an encoder-decoder; use a decoder alone")
+        reasons.append("it is an encoder-decoder; use a decoder alone")
     if getattr(config, "add_cross_attention", False):
-        found.append(
+        reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
         )
     others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
     if others:
-        found.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
+        reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if kinds:
-        found.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
+        reasons.append(f"it has layers of type {', '.join(kinds)}; known are {', '.join(_LAYER_TYPES)}")
     for option, what in _MIXING.items():
         if getattr(text, option, None):
-            found.append(f"{option} {what}; switch it off, or use another model")
+            reasons.append(f"{option} {what}; switch it off, or use another model")
     if getattr(text, "attn_temperature_tuning", None) and not all(getattr(text, "no_rope_layers", None) or (1,)):
-        found.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
+        reasons.append("attn_temperature_tuning counts positions on every shard from the start; set it to False")
     if getattr(text, "use_bidirectional_attention", None):
-        found.append("use_bidirectional_attention is set; leave it out")
+        reasons.append("use_bidirectional_attention is set; leave it out")
     if getattr(text, "output_router_logits", False):
-        found.append(
+        reasons.append(
             "output_router_logits adds a loss that is not a sum over tokens; set it to False, in TRL by "
             "router_aux_loss_coef=0.0"
         )
     rope = _rope_types(text) & set(_LENGTH_DEPENDENT_ROPE)
     if rope:
         kinds_of_rope = ", ".join(sorted(rope))
-        found.append(
+        reasons.append(
             f"its rotary embedding ({kinds_of_rope}) depends on the longest position of each rank; use another "
             "rope_type, such as linear, yarn or llama3"
         )
-    return found
+    return reasons
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
@@ -207,9 +207,9 @@ def _counts_positions(module: torch.nn.Module) -> bool:
 
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:
     """The modules of a kind, `model` among them, that are in no other of it; each once, wherever it is held."""
-    found = [module for module in model.modules() if is_kind(module)]
-    inner = {id(part) for module in found for part in module.modules() if part is not module}
-    return [module for module in found if id(module) not in inner]
+    modules = [module for module in model.modules() if is_kind(module)]
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
 
 
 def _is_pretrained(module: Any) -> bool:

@@ -55,15 +55,15 @@ def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...
     there are keys for no bound, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
     """
     step = q_rows if tall or band == FULL else min(q_rows, k_rows)
-    found = []
+    windows = []
     for first in range(0, q_rows, step):
         rows = min(step, q_rows - first)
         lower, upper = (None if edge is None else edge + first for edge in band)
         keys = k_rows if upper is None else min(k_rows, rows + upper)
         left = None if lower is None else keys - rows - lower
         right = None if upper is None else upper - (keys - rows)
-        found.append(Piece(slice(first, first + rows), slice(0, keys), left, right))
-    return tuple(found)
+        windows.append(Piece(slice(first, first + rows), slice(0, keys), left, right))
+    return tuple(windows)
 
 
 class FlashKernel(ABC):
@@ -103,11 +103,11 @@ class FlashKernel(ABC):
         v_dim = v.shape[-1]
         qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
         q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
-        found = [
+        outputs = [
             self._forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], _ask(how, part))
             for part in pieces(how.band, q.shape[1], k.shape[1], self.tall)
         ]
-        out, lse = (_joined([part[n] for part in found], dim) for n, dim in ((0, 1), (1, 2)))
+        out, lse = (_joined([part[n] for part in outputs], dim) for n, dim in ((0, 1), (1, 2)))
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
@@ -117,13 +117,13 @@ class FlashKernel(ABC):
         q, k, v = fit(queries.q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
         dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES) for x in (queries.dout, queries.out))
         parts = pieces(how.band, q.shape[1], k.shape[1], self.tall)
-        found = []
+        by_part = []
         for part in parts:
             lse = queries.lse[:, :, part.rows].contiguous()
             rows = Queries(q[:, part.rows], dout[:, part.rows], out[:, part.rows], lse)
-            found.append(self._backward_in_slices(rows, k[:, part.keys], v[:, part.keys], _ask(how, part)))
-        dq = _joined([grads[0] for grads in found], 1)
-        dk, dv = (_summed([grads[n] for grads in found], parts, x) for n, x in ((1, k), (2, v)))
+            by_part.append(self._backward_in_slices(rows, k[:, part.keys], v[:, part.keys], _ask(how, part)))
+        dq = _joined([grads[0] for grads in by_part], 1)
+        dk, dv = (_summed([grads[n] for grads in by_part], parts, x) for n, x in ((1, k), (2, v)))
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
@@ -136,21 +136,21 @@ class FlashKernel(ABC):
             some = max(1, self.largest_dq // (head * heads))
             parts = [slice(first, first + some) for first in range(0, batch, some)]
             each = ((Queries(*(x[part] for x in queries)), k[part], v[part]) for part in parts)
-            return tuple(torch.cat(found) for found in self._each_in_slices(each, ask))
+            return tuple(torch.cat(grads) for grads in self._each_in_slices(each, ask))
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
         if kv_heads == 1:  # its queries in turn, which all have gradients for it
             parts = [slice(first, first + few) for first in range(0, heads, few)]
             dq, dk, dv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
             wide = torch.promote_types(k.dtype, torch.float32)
-            return torch.cat(dq, 2), *(torch.stack(found).sum(0, dtype=wide) for found in (dk, dv))
+            return torch.cat(dq, 2), *(torch.stack(grads).sum(0, dtype=wide) for grads in (dk, dv))
         some = max(1, few // group)
         keys = [slice(first, min(first + some, kv_heads)) for first in range(0, kv_heads, some)]
         each = (
             (_of_heads(queries, slice(part.start * group, part.stop * group)), k[:, :, part], v[:, :, part])
             for part in keys
         )
-        return tuple(torch.cat(found, 2) for found in self._each_in_slices(each, ask))
+        return tuple(torch.cat(grads, 2) for grads in self._each_in_slices(each, ask))
 
     def _each_in_slices(self, each: Iterable[tuple[Queries, Tensor, Tensor]], ask: Ask) -> list[tuple[Tensor, ...]]:
         """All dq, all dk and all dv."""

@@ -47,10 +47,10 @@ class Limits(NamedTuple):
         if not torch.cuda.is_available():
             return "there is no CUDA device"
         first, last = capability
-        found = torch.cuda.get_device_capability()
-        if first <= found <= last:
+        actual = torch.cuda.get_device_capability()
+        if first <= actual <= last:
             return None
-        lowest, highest, got = (f"{major}.{minor}" for major, minor in (first, last, found))
+        lowest, highest, got = (f"{major}.{minor}" for major, minor in (first, last, actual))
         return f"it needs a GPU of compute capability {lowest} to {highest}, not {got}"
 
 

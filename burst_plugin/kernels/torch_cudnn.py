@@ -45,9 +45,9 @@ class TorchCudnnKernel:
 
     def refuse(self, case: Case) -> str | None:
         """See `Kernel.refuse`."""
-        found = self.limits.refuse(case)
-        if found is not None:
-            return found
+        reason = self.limits.refuse(case)
+        if reason is not None:
+            return reason
         if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") == "1":
             return "TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 wants another layout of the lse; unset it"
         if _version() < _OLDEST:

@@ -39,18 +39,18 @@ class TorchEfficientKernel:
 
     def refuse(self, case: Case) -> str | None:
         """See `Kernel.refuse`."""
-        found = self.limits.refuse(case)
-        if found is None and case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        reason = self.limits.refuse(case)
+        if reason is None and case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
             return "it takes bfloat16 from compute capability 8.0 on"
-        return found
+        return reason
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         if parts := _slices(q, k, how):
-            found = [self.forward(q[:, rows], k, v, part) for rows, part in parts]
-            return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
+            outputs = [self.forward(q[:, rows], k, v, part) for rows, part in parts]
+            return torch.cat([out for out, _ in outputs], 1), torch.cat([lse for _, lse in outputs], 2)
         v_dim, rows, bias = v.shape[-1], q.shape[1], _masked_bias(q, how)
         q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(

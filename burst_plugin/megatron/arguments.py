@@ -125,7 +125,7 @@ def refuse_flags() -> None:
     if args is None:
         return
     if not may_ring():
-        found = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
+        reasons = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
         if args.context_parallel_size > 1:
             warnings.warn(
                 f"--context-parallel-size {args.context_parallel_size} without --cp-comm-type burst: Megatron's own "
@@ -133,7 +133,7 @@ def refuse_flags() -> None:
                 stacklevel=2,
             )
     elif args.context_parallel_size > 1 or _brings_groups(args):
-        found = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+        reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
         _warn_of_square_masks(args)
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
             warnings.warn(
@@ -142,9 +142,9 @@ def refuse_flags() -> None:
                 stacklevel=2,
             )
     else:  # Megatron's own attention runs
-        found = []
-    if found:
-        raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in found))
+        reasons = []
+    if reasons:
+        raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
 
 def _brings_groups(args: Any) -> bool:

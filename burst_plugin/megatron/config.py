@@ -154,32 +154,32 @@ def _is_dynamic(config: Any) -> bool:
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
     values = {name: getattr(config, name) for name in REFUSED if hasattr(config, name)}
-    found = [f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken(REFUSED, values)]
+    reasons = [f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken(REFUSED, values)]
     if windowed and attention_type == "cross":
-        found.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
+        reasons.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
     elif windowed and not _is_window(config.window_size):
-        found.append(
+        reasons.append(
             f"window_size={config.window_size!r} is not valid: use a pair (left, right), each 0 or more, or -1 "
             "for no bound"
         )
     if config.softmax_type not in ("vanilla", "off-by-one", "learnable"):
-        found.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
+        reasons.append(f"softmax_type={config.softmax_type!r} is not valid: use vanilla, off-by-one or learnable")
     if not 0 <= config.attention_dropout < 1:
-        found.append(f"attention_dropout={config.attention_dropout} is not valid: use a share from 0 to below 1")
+        reasons.append(f"attention_dropout={config.attention_dropout} is not valid: use a share from 0 to below 1")
     for name in ("mtp_num_layers", "is_hybrid_model"):
         if is_hybrid(config) and getattr(config, name, None):
-            found.append(
+            reasons.append(
                 f"{name}={getattr(config, name)} is not supported with hybrid_context_parallel: outside of attention "
                 "it takes a rank's tokens for consecutive ones; use context_parallel_size"
             )
     if _is_dynamic(config):
-        found.append(f"dynamic_context_parallel=True is not supported: {NOT_DYNAMIC}")
+        reasons.append(f"dynamic_context_parallel=True is not supported: {NOT_DYNAMIC}")
     if config.attention_dropout and is_hybrid(config):
-        found.append(
+        reasons.append(
             f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "
             "ranks draw unlike numbers: set it to 0"
         )
-    return found
+    return reasons
 
 
 def _is_window(window_size: Any) -> bool:

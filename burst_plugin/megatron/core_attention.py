@@ -132,20 +132,20 @@ class BurstCoreAttention(MegatronModule):
         self._pg_collection = given if getattr(given, "cp", None) is not usual else None
 
     def _check(self, config: Any, attention_type: str) -> None:
-        found = problems(config, self._windowed, attention_type) + flag_problems()
+        reasons = problems(config, self._windowed, attention_type) + flag_problems()
         strategy = self._registry.strategy or parsed_strategy() or Strategy()
         if config.deterministic_mode and not (strategy.deterministic or torch.are_deterministic_algorithms_enabled()):
-            found.append(
+            reasons.append(
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
             )
         if strategy.ulysses_degree > 1 and is_hybrid(config):
-            found.append(
+            reasons.append(
                 f"ulysses_degree={strategy.ulysses_degree} is not supported with hybrid_context_parallel, whose "
                 "groups have any size: use 1"
             )
-        if found:
-            raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(found))
+        if reasons:
+            raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(reasons))
         for name in unknown_fields(config):
             warnings.warn(
                 f"burst_plugin does not know Megatron's option {name}={getattr(config, name)!r}; if it changes "
@@ -296,8 +296,8 @@ class BurstCoreAttention(MegatronModule):
         offsets = getattr(packed_seq_params, "cu_seqlens_kv", None)
         if offsets is None:
             return False
-        found = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()), id(self))
-        return found == tuple(row * key.shape[0] * cp.ranks for row in range(key.shape[1] + 1))
+        numbers = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()), id(self))
+        return numbers == tuple(row * key.shape[0] * cp.ranks for row in range(key.shape[1] + 1))
 
     def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
         """`mask` without the padded keys of a mask tensor, which may not say more than the mask type does."""

@@ -88,8 +88,8 @@ def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) ->
         valid = _anywhere(cp, valid)
     if attention_mask.shape[2] > 1:
         other = (left != valid[:, None, None] & _expected(cp, left, mask)).any(-1) & left.any(-1)
-        found = _anywhere(cp, other.any().view(1)) if cp.ranks > 1 else other.any()
-        if bool(found):
+        any_other = _anywhere(cp, other.any().view(1)) if cp.ranks > 1 else other.any()
+        if bool(any_other):
             raise ValueError(
                 f"attention_mask {list(attention_mask.shape)} does not mask whole keys, as attn_mask_type=padding or "
                 "padding_causal says; use attn_mask_type=arbitrary"
@@ -112,6 +112,6 @@ def _expected(cp: ContextParallel, rows: Tensor, mask: Mask) -> Tensor:
 
 def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:
     """Which flags are set on any rank."""
-    found = flags.to(torch.uint8)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=cp.group)
-    return found.bool()
+    union = flags.to(torch.uint8)
+    dist.all_reduce(union, op=dist.ReduceOp.MAX, group=cp.group)
+    return union.bool()

@@ -36,10 +36,10 @@ RELEASES = (
 
 def parse_version(text: str) -> Version:
     """(major, minor, patch) of a version such as "0.16.1" or "0.17.0rc0". Raises ValueError for other text."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
-    if found is None:
+    match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
         raise ValueError(f"got the version {text!r}, expected three numbers such as 0.16.1")
-    major, minor, patch = map(int, found.groups())
+    major, minor, patch = map(int, match.groups())
     return major, minor, patch
 
 

@@ -183,8 +183,8 @@ def _cut_over_context_parallel_ranks() -> None:
     def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
         if cp_group is None:
             cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
-        found: dict[str, Any] = original(batch, cp_group=cp_group, **kwargs)
-        return found
+        shard: dict[str, Any] = original(batch, cp_group=cp_group, **kwargs)
+        return shard
 
     for name in _CUT_BATCH:
         if hasattr(utils, name):
