@@ -27,12 +27,11 @@ _PROBLEM = "problem: "
 class Agreement:
     """The ranks of `group` in conversation; every method is collective.
 
-    `device` is that whose tensors the group moves. `record_failures_in` says where the first rank to miss another
-    notes it.
+    `record_failures_in` says where the first rank to miss another notes it.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
-        self.device = group_device(group)
+        self.is_on_cpu = group_device(group).type == "cpu"  # as the tensors are that the group moves
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
         self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
@@ -54,13 +53,14 @@ class Agreement:
         return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        device = group_device(self._group)  # the GPU may have been set after the ring was made
+        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(everyone, mine.to(self.device), group=self._group)
+        gather(everyone, mine.to(device), group=self._group)
         return everyone.cpu().view(self._ranks, -1).unbind()
 
     def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
-        mine = mine.to(self.device)
+        mine = mine.to(group_device(self._group))
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
@@ -79,7 +79,7 @@ class Agreement:
 
 def told(error: BaseException) -> str:
     """An error as other ranks are told of it."""
-    return str(error) if isinstance(error, ValueError) else repr(error)
+    return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 
 def note(ours: Sequence[str], problem: str) -> str:

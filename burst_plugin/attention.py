@@ -154,7 +154,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = [Inputs(*each) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
+        inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
         with _one_pass(calls, "forward", number):
             results = lockstep(
                 [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
@@ -182,6 +182,12 @@ def attention_of(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -
     """What all ranks of this process get, from local tensors of each; only out has a gradient."""
     tensors = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
     return [Outputs(*each) for each in _by_rank(tensors, len(calls))]
+
+
+def _dense(inputs: Inputs) -> Inputs:
+    """q, k and v as kernels are promised them, and as they arrive from other ranks: the last dim dense."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
+    return inputs._replace(q=q, k=k, v=v)
 
 
 def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:

@@ -151,19 +151,28 @@ def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
                 f"batch's tensors have to be {list(ids.shape[:2])}, those of the input; take it out of the batch"
             )
         whole[name] = value
+    for name in ("position_ids", "labels", "shift_labels"):
+        if batch.get(name) is not None and name not in whole:
+            raise ValueError(
+                f"{name} cannot be cut along the sequence: got {_kind(batch[name])}, expected a tensor of shape "
+                f"{list(ids.shape[:2])}, one for each token; give others another name"
+            )
     _check_masks(batch, ids)
     if "position_ids" not in whole:
         whole["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
-    labels = batch.get("labels")
-    if isinstance(labels, Tensor) and labels.shape != ids.shape[:2]:
-        raise ValueError(
-            f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}; give others "
-            "than those of the next token another name"
-        )
-    if isinstance(labels, Tensor):
-        del whole["labels"]
+    labels = whole.pop("labels", None)
+    if labels is not None:
+        if labels.shape != ids.shape[:2]:
+            raise ValueError(
+                f"labels of shape {list(labels.shape)} are not one for each token, {list(ids.shape[:2])}; give "
+                "others than those of the next token another name"
+            )
         whole.setdefault("shift_labels", shifted(labels))
     return whole
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:

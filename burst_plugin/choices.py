@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from burst_plugin.call import Call, CallKind, Extras
-from burst_plugin.kernels import Case, Kernel, choose_kernel
+from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
 from burst_plugin.layout import Tokens, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
@@ -34,7 +34,12 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
     deterministic = _deterministic(member.strategy)
-    key = (seedless, deterministic, *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs))
+    key = (
+        seedless,
+        deterministic,
+        switches(),
+        *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs),
+    )
     call = known.get(key)
     if call is None:
         kind = _choose(member, inputs, seedless, deterministic)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel
 
-__all__ = ["Communicators", "barrier", "group_device", "launches_batches", "new_group_like", "warm_up"]
+__all__ = ["Communicators", "barrier", "group_device", "is_alive", "launches_batches", "new_group_like", "warm_up"]
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
@@ -25,6 +25,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int]) -> None:
         self._given, self._global_ranks = given, global_ranks
         self.created: list[dist.ProcessGroup] = []
+        self._attempts = 0
 
     @property
     def whole(self) -> dist.ProcessGroup:
@@ -40,25 +41,29 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         for group in self._given:
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
-        whole = self.whole
+        self._attempts += 1  # which group names tell: one that failed has left half of its groups, by their names
+        whole, used = self.whole, {self.whole, *self.values()}
+        channels: dict[Channel, dist.ProcessGroup] = {}
         for traffic in Traffic:
             for link in Link:
                 key = (traffic, members[link])
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
-                    name = f"BURST_{traffic.name}_{link.name}_{int(by_link)}_{mark}_{global_ranks[0]}"
+                    name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
                     known[key] = new_group_like(whole, global_ranks, name)
                     self.created.append(known[key])
-                elif known[key] is not whole and known[key] not in self.values():  # it may never have been used
+                elif known[key] not in used:  # a given one, which may be new
                     warm_up(known[key])
-                self[Channel(traffic, link, by_link)] = known[key]
+                used.add(known[key])
+                channels[Channel(traffic, link, by_link)] = known[key]
+        self.update(channels)  # all of them or, if one could not be made, none
 
     def destroy(self) -> None:
         """Forget all channels, and destroy the groups that were made here; collective."""
         self.clear()
         while self.created:
             group = self.created.pop()
-            if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:  # else it is gone
+            if is_alive(group):
                 dist.destroy_process_group(group)
 
 
@@ -88,8 +93,13 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
     return created
 
 
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed the group, or all groups, yet."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
 def barrier(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of a group, by a message."""
+    """Wait for all ranks of a group: an all-reduce, since `dist.barrier` has to guess a device."""
     dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
 
 

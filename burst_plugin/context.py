@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.agreement import DISAGREE, Agreement
 from burst_plugin.balance import choose_tokens, imbalance
-from burst_plugin.communicators import Communicators, barrier, group_device, launches_batches
+from burst_plugin.communicators import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.layout import Tokens, positions, token_count
 from burst_plugin.mask import Mask
@@ -227,14 +227,15 @@ class ContextParallel:
     def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
         self.member.ring_id = agreement.exchange(token_hex(8), "connecting")[0]
-        store = PrefixStore(f"burst_plugin/{self.member.ring_id}", dist.distributed_c10d._get_default_store())
+        shared = dist.distributed_c10d._get_default_store()
+        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on one, threads wait for each other
+        store = PrefixStore(f"burst_plugin/{self.member.ring_id}", own)
         agreement.record_failures_in(store)
         self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
             self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
-        if launches_batches(group):  # elsewhere ranks hear of it from the messages that they miss
-            self._watch = FailureWatch(store, self.rank)
+        self._watch = FailureWatch(store, self.rank)
 
     def _meet_neighbours(self, by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
@@ -263,14 +264,24 @@ class ContextParallel:
         """
         self.member.close()
         self.calls.clear()
+        some_gave_up = self.member.is_broken
         if self._watch is not None:
+            some_gave_up = some_gave_up or self._watch.some_gave_up()
             self._watch.close()
-        if self.group is not None and self._communicators and dist.is_initialized():
-            if not self.member.is_broken and sys.exc_info()[0] is None:
-                barrier(self.group)  # no rank is in a pass any more
+        if self.group is not None and self._communicators and is_alive(self.group):
+            if not some_gave_up and sys.exc_info()[0] is None:
+                self._wait_for_all(self.group)
             elif launches_batches(self.group):
                 return
         self._communicators.destroy()
+
+    def _wait_for_all(self, group: dist.ProcessGroup) -> None:
+        """Until no rank is in a pass any more. If that fails, the next `close` waits for nobody."""
+        try:
+            barrier(group)
+        except BaseException as error:
+            self.member.give_up(error)
+            raise
 
     def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
         """Compare what all ranks are about to do, and return how many agreements there have been; collective.
@@ -287,7 +298,7 @@ class ContextParallel:
         """
         self._attention_count += 1
         agreement = self._agreement
-        if agreement is None or self.strategy.check_is_due(self._attention_count, agreement.device.type == "cpu"):
+        if agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu):
             when = f"the agreement before attention call {self._attention_count}"
             return self._agree(signature, problem, when)
         number = self._next_agreement()
@@ -318,7 +329,8 @@ class ContextParallel:
         options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
         compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
         ours = [f"{name}={value}" for name, value in compared.items()]
-        self._agreement.compare(ours, problem, when)
+        with self.member.alone():
+            self._agreement.compare(ours, problem, when)
         return number
 
     def device_problem(self, device: torch.device) -> str:

@@ -99,19 +99,31 @@ class Member:
         on. The other ranks are told why when they miss this one.
         """
         self.check_usable(device)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError(
-                "burst attention was entered while another of its passes was running on the same group; run "
-                "microbatches one after another, or give each a process group and a ContextParallel of its own"
-            )
-        try:
-            if device.type == "cuda":
-                self._check_stream(device)
+        with self.alone():
             try:
+                if device.type == "cuda":
+                    self._check_stream(device)
                 yield
             except BaseException as error:
                 self.give_up(error)
                 raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread of this process sends messages of this ring meanwhile.
+
+        RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
+        """
+        if not self._busy.acquire(blocking=False):
+            error = RuntimeError(
+                "burst attention was entered, or ranks were to compare a batch, while another of its passes was "
+                "running on the same group; run microbatches one after another, cut batches in the thread that "
+                "trains, or give each thread a process group and a ContextParallel of its own"
+            )
+            self.give_up(error)
+            raise error
+        try:
+            yield
         finally:
             self._busy.release()
 
@@ -136,7 +148,7 @@ class Member:
         if self._broken:
             raise RuntimeError(
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
-                "their way; restart the processes, or, on CPUs, make a new ContextParallel"
+                "their way; restart the processes, or, on CPUs, make a new process group and a ContextParallel of it"
             )
 
     def close(self) -> None:

@@ -18,15 +18,23 @@ _LOG = logging.getLogger(__name__)
 class FailureWatch:
     """Logs, within seconds, that another rank has given up, and why; until it is closed or collected.
 
-    With NCCL ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, and what is
-    said then names neither the rank nor its reason. Ending the processes is left to the time-out and the launcher.
+    Ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more; gloo's only until the
+    process of the other rank ends, which may live on. What NCCL says then names neither the rank nor its reason.
+    Ending the processes is left to the time-out and the launcher.
     """
 
     def __init__(self, store: Store, rank: int, period_s: float = _PERIOD_S) -> None:
         self._closed = threading.Event()
-        own: Store = store.clone()  # type: ignore[attr-defined]  # a connection: on one, threads wait for each other
-        arguments = (own, f"rank {rank} ", period_s, self._closed)
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection, see `ContextParallel`
+        arguments = (self._store, f"rank {rank} ", period_s, self._closed)
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
+
+    def some_gave_up(self) -> bool:
+        """Whether any rank has, this one among them, or the store is gone, with the rank that hosted it."""
+        try:
+            return bool(self._store.check([FIRST_FAILURE]))
+        except RuntimeError:
+            return True
 
     def close(self) -> None:
         """Look no more."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from burst_plugin import (
     Transfer,
     VirtualRing,
     burst_attention,
+    choices,
     context,
     flat_ring,
 )
@@ -79,6 +81,36 @@ def test_kernels_get_dense_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (x.requires_grad_() for x in Problem.draw(8, (2, 2))[:3])
     burst_attention(q, k, v, ContextParallel()).sum().backward()
     assert {strides[-1] for strides in seen} == {1}
+
+
+def test_kernels_get_dense_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this rank, as those that arrive from others are: q, k, v here have their last dim outermost in memory."""
+    seen = []
+    for name in ("forward", "backward"):
+        original = getattr(TorchCpuKernel, name)
+
+        def noted(self: TorchCpuKernel, queries: Any, k: Any, v: Any, how: Any, original: Any = original) -> Any:
+            q = queries if isinstance(queries, torch.Tensor) else queries.q
+            seen.extend(x.stride(-1) for x in (q, k, v))
+            return original(self, queries, k, v, how)
+
+        monkeypatch.setattr(TorchCpuKernel, name, noted)
+    problem = Problem.draw(8, (2, 2))
+    q, k, v = (x.movedim(-1, 0).contiguous().movedim(0, -1).requires_grad_() for x in problem[:3])
+    assert {x.stride(-1) for x in (q, k, v)} != {1}
+    burst_attention(q, k, v, ContextParallel()).backward(problem.dout)
+    assert seen == [1] * 6
+    truth = reference(problem, Causal())
+    assert max(relative(x.grad, y) for x, y in zip((q, k, v), truth[1:4], strict=True)) < 2e-6
+
+
+def test_a_kernel_is_chosen_anew_where_pytorchs_switches_have_changed() -> None:
+    cp, x = ContextParallel(), Problem.draw(8, (2, 2)).q
+    with mock.patch.object(choices, "choose_kernel", wraps=choices.choose_kernel) as chosen:
+        for library in (None, None, "FA3", None):
+            with mock.patch.object(choices, "switches", return_value=(library, True)):
+                burst_attention(x, x, x, cp)
+    assert chosen.call_count == 2
 
 
 def _mask_differs(rank: int) -> None:

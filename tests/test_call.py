@@ -320,7 +320,7 @@ def test_a_pass_that_was_left_half_way_is_the_last_one_of_its_ring() -> None:
         patch.setattr(TorchCpuKernel, "forward", mock.Mock(side_effect=MemoryError("no room")))
         with pytest.raises(MemoryError, match="no room"):
             ring.attention(*problem[:3])
-    with pytest.raises(RuntimeError, match=r"was left half way \(MemoryError: no room\).*make a new ContextParallel"):
+    with pytest.raises(RuntimeError, match=r"was left half way \(MemoryError: no room\).*make a new process group"):
         ring.attention(*problem[:3])
     cp = ContextParallel()  # nobody sends it anything
     with pytest.MonkeyPatch.context() as patch:

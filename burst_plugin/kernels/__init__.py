@@ -20,6 +20,8 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
+import torch
+
 from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
@@ -29,9 +31,20 @@ from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cudnn import TorchCudnnKernel
 from burst_plugin.kernels.torch_efficient import TorchEfficientKernel
-from burst_plugin.kernels.torch_flash import TorchFlashKernel
+from burst_plugin.kernels.torch_flash import TorchFlashKernel, activated_library
 
-__all__ = ["FEATURES", "KERNELS", "Case", "Grads", "How", "Kernel", "Queries", "choose_kernel", "largest_scores"]
+__all__ = [
+    "FEATURES",
+    "KERNELS",
+    "Case",
+    "Grads",
+    "How",
+    "Kernel",
+    "Queries",
+    "choose_kernel",
+    "largest_scores",
+    "switches",
+]
 
 KERNELS: Mapping[str, LimitedKernel] = MappingProxyType(
     {
@@ -68,6 +81,11 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
     known: dict[str, Kernel] = {**KERNELS, kernel.name: kernel}
     able = [name for name, other in known.items() if _refusal(other, case) is None]
     raise ValueError(f"kernel={kernel.name!r} cannot do this attention ({refusal}); these can: {able or 'none'}")
+
+
+def switches() -> tuple[object, ...]:
+    """PyTorch's switches for the whole process that a choice depends on, but for that of deterministic algorithms."""
+    return activated_library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def _fastest(case: Case) -> Kernel:

@@ -17,7 +17,7 @@ from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Queries
 from burst_plugin.kernels.shaping import round_up
 
-__all__ = ["TorchFlashKernel", "whole_dims"]
+__all__ = ["TorchFlashKernel", "activated_library", "whole_dims"]
 
 
 def whole_dims(qk_dim: int, v_dim: int) -> tuple[int, int]:
@@ -26,6 +26,12 @@ def whole_dims(qk_dim: int, v_dim: int) -> tuple[int, int]:
     """
     dim = round_up(max(qk_dim, v_dim), 8)
     return (256, 256) if dim > 192 else (dim, dim)
+
+
+def activated_library() -> str | None:
+    """What `torch.nn.attention.activate_flash_attention_impl` has put in the place of PyTorch's kernel."""
+    name: str | None = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # in newer ones
+    return name
 
 
 class TorchFlashKernel(FlashKernel):
@@ -37,11 +43,9 @@ class TorchFlashKernel(FlashKernel):
     largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
     def _refuse_library(self, case: Case) -> str | None:
-        activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # not in older ones
-        if activated is not None:  # in whichever version, and its kernel here would not know
-            return (
-                f"{activated} is activated in its place; torch.nn.attention.restore_flash_attention_impl() ends that"
-            )
+        library = activated_library()
+        if library is not None:  # in whichever version, and its kernel here would not know
+            return f"{library} is activated in its place; torch.nn.attention.restore_flash_attention_impl() ends that"
         built = torch.backends.cuda.is_flash_attention_available()
         return None if built else "this PyTorch was built without flash-attention"
 

@@ -233,7 +233,15 @@ BATCHES: list[tuple[dict[str, torch.Tensor], str]] = [
     (_changed(extra=torch.ones(3, 3)), "rank 1: extra of shape [3, 3] cannot be cut along the sequence"),
     (_changed(input_ids=torch.ones(0, 4)), "rank 1: a batch needs input_ids of shape [batch, tokens], got shape"),
     (_changed(cu_seq_lens_q=torch.tensor([0, 5, 32])), "rank 1: cu_seq_lens_q from 0 to 32 does not fit"),
-    (_changed(labels=torch.ones(2)), "rank 1: labels of shape [2] are not one for each token, [2, 32]"),
+    (_changed(labels=torch.ones(2)), "rank 1: labels cannot be cut along the sequence: got a tensor of shape [2]"),
+    (_changed(labels=torch.ones(2, 32, 3)), "rank 1: labels of shape [2, 32, 3] are not one for each token, [2, 32]"),
+    (_changed(labels=BATCH["labels"].tolist()), "rank 1: labels cannot be cut along the sequence: got a list"),
+    (_changed(position_ids=torch.arange(32)), "rank 1: position_ids cannot be cut along the sequence: got a tensor"),
+    (
+        _changed(position_ids=[list(range(32))] * 2),
+        "rank 1: position_ids cannot be cut along the sequence: got a list",
+    ),
+    (_changed(shift_labels=torch.ones(64)), "rank 1: shift_labels cannot be cut along the sequence: got a tensor"),
     (_changed(labels=BATCH["labels"].roll(1)), "all ranks of a context-parallel group take the same batch"),
     (_changed(attention_mask=torch.full((2, 32), -1e4)), "rank 1: attention_mask has values below 0"),
     (

@@ -1,0 +1,142 @@
+"""How a ring ends: closed, given up by one rank, entered by two threads, its groups destroyed by others."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    Topology,
+    VirtualRing,
+    burst_attention,
+    communicators,
+    context,
+    shard_batch,
+)
+from burst_plugin.agreement import told
+from burst_plugin.communicators import new_group_like
+from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.reference import Problem, reference, relative
+
+X = torch.randn(1, 16, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_second_thread_that_enters_ends_the_ring() -> None:
+    ring = VirtualRing(Topology(1, 2))
+    with ring.members[1].alone(), pytest.raises(RuntimeError, match="while another of its passes was running"):
+        ring.attention(*Problem.draw(8, (2, 2))[:3])
+    assert ring.members[1].is_broken
+
+
+def _entered_by_two(rank: int) -> None:
+    """Rank 1 calls attention, at a call that ranks do not compare, while a thread of its own is in a pass."""
+    cp = ContextParallel(dist.group.WORLD, check="sparse")
+    for _ in range(4):
+        burst_attention(X, X, X, cp)
+    with cp.member.alone() if rank else nullcontext():
+        burst_attention(X, X, X, cp)
+
+
+def test_other_ranks_hear_of_a_second_thread() -> None:
+    first, second = run_ranks_outcomes(_entered_by_two, 2, timeout_s=30.0)
+    assert "RuntimeError: burst attention was entered" in second.error
+    assert "RingError: rank 1 gave up: RuntimeError: burst attention was entered" in first.error
+
+
+def _batch_in_a_thread(rank: int) -> str:
+    """One thread compares a batch while another is in a pass: their messages would be taken for each other's."""
+    cp = ContextParallel(dist.group.WORLD)
+    burst_attention(X, X, X, cp)
+    with cp.member.alone(), pytest.raises(RuntimeError, match="cut batches in the thread that trains") as raised:
+        shard_batch({"input_ids": torch.arange(32)[None]}, cp)
+    return str(raised.value)
+
+
+def test_batches_are_not_compared_in_the_middle_of_a_pass() -> None:
+    run_ranks(_batch_in_a_thread, 2)
+
+
+def _given_up(rank: int) -> None:
+    """Rank 1 gives up between two calls, and lives on; then all close."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
+    burst_attention(X, X, X, cp)
+    assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
+    if rank:
+        cp.member.give_up(MemoryError("no room"))
+    dist.barrier()
+    with mock.patch.object(context, "barrier", side_effect=AssertionError("the other does not come")):
+        cp.close()
+    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+
+
+def test_closing_waits_for_nobody_once_a_rank_has_given_up() -> None:
+    run_ranks(_given_up, 2)
+
+
+def _destroyed(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    cp = ContextParallel(group)
+    burst_attention(X, X, X, cp)
+    dist.destroy_process_group(group)
+    cp.close()
+    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+
+
+def test_closing_after_the_group_was_destroyed_leaves_nothing_behind() -> None:
+    run_ranks(_destroyed, 2)
+
+
+def _barrier_fails(rank: int) -> None:
+    """That of rank 1, which says so to rank 0."""
+    cp = ContextParallel(dist.group.WORLD)
+    burst_attention(X, X, X, cp)
+    if rank:
+        lost = mock.patch.object(context, "barrier", side_effect=RuntimeError("Connection closed by peer"))
+        with lost, pytest.raises(RuntimeError, match="Connection closed"):
+            cp.close()
+    dist.barrier()
+    with mock.patch.object(context, "barrier", side_effect=AssertionError("once is enough")):
+        cp.close()
+    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+
+
+def test_closing_again_after_it_failed_waits_for_nobody() -> None:
+    run_ranks(_barrier_fails, 2)
+
+
+def _second_group_fails(rank: int, problem: Problem) -> float:
+    """One of the two groups that sums travel on cannot be made at first."""
+    cp, makes = ContextParallel(dist.group.WORLD, ranks_per_node=2), []
+
+    def second_fails(*args: object) -> dist.ProcessGroup:
+        makes.append(args)
+        if len(makes) == 2:
+            raise RuntimeError("out of memory")
+        return new_group_like(*args)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(communicators, "new_group_like", second_fails),
+        pytest.raises(RuntimeError, match="out of memory"),
+    ):
+        cp.connect([True])
+    cp.connect([True])
+    q, k, v, dout = (cp.shard(x).requires_grad_() for x in problem[:4])
+    burst_attention(q, k, v, cp, mask=Causal()).backward(dout)  # type: ignore[union-attr]
+    assert q.grad is not None
+    return relative(cp.unshard(q.grad), reference(problem, Causal()).dq)
+
+
+def test_communicators_that_could_not_be_made_are_made_at_the_next_call() -> None:
+    assert max(run_ranks(_second_group_fails, 4, Problem.draw(32, (4, 2)))) < 2e-6
+
+
+def test_an_error_without_a_text_is_told_by_its_name() -> None:
+    assert told(ValueError()) == "ValueError()"
+    assert told(ValueError("of q")) == "of q"
