@@ -36,7 +36,7 @@ def main(device: torch.device) -> None:
         print(cp.describe(), cp.traffic(), sep="\n")
 
 
-gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
 here = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
 if gpu:
     torch.cuda.set_device(here)

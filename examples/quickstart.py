@@ -43,7 +43,7 @@ def choose_device(settings: Settings) -> tuple[Settings, str]:
     if settings.device != "cpu":
         import torch  # takes a moment, so not for --help
 
-        gpus = torch.cuda.device_count()
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # counted without a driver that fits
     if settings.device == "cuda" and gpus < settings.ranks:
         raise RunError(
             f"--device cuda: got {gpus} GPUs for {settings.ranks} ranks, expected one for each: "

@@ -171,7 +171,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     if not block.enabled:
         return _without_rings(adapter, original, *args, **kwargs)
     mpu = given.get("mpu")
-    made = make_groups(size, None if isinstance(mpu, RequestedSize) else mpu)
+    if isinstance(mpu, RequestedSize):
+        mpu, config = None, _without_batch_of_one_ring(config)
+    made = make_groups(size, mpu)
     cp = ContextParallel(made.context, strategy=block.strategy)
     cp.connect()
     session = Session(cp, made.world)
@@ -184,6 +186,18 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         loader.bind(session)
     log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
     return engine
+
+
+def _without_batch_of_one_ring(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of Accelerate's without the `train_batch_size` that it works out, if that is of one ring.
+
+    It multiplies by the data-parallel sizes that `ParallelismConfig` was given, which are 1 by default. DeepSpeed
+    works out that of all rings.
+    """
+    micro, steps = (config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    if isinstance(micro, int) and isinstance(steps, int) and config.get("train_batch_size") == micro * steps:
+        return {name: value for name, value in config.items() if name != "train_batch_size"}
+    return config
 
 
 def _use_own_device(args: Any) -> None:

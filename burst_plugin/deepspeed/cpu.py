@@ -14,11 +14,14 @@ def enable() -> list[str]:
     DeepSpeed compiles its shared-memory collectives when the first process group is made, on all ranks at once, which
     takes minutes and may abort. They are left out.
     """
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # Accelerate would take GPUs all the same
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return ["environment: DS_ACCELERATOR=cpu", "deepspeed: no shared-memory collectives, so that nothing is compiled"]
+    return [
+        "environment: DS_ACCELERATOR=cpu, no visible GPUs",
+        "deepspeed: no shared-memory collectives, so that nothing is compiled",
+    ]
 
 
 def prepare(directory: Path) -> list[str]:

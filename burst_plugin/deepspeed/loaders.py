@@ -92,17 +92,23 @@ class ShardedLoader:
             self.loader.end_of_dataloader = True  # type: ignore[attr-defined]
 
 
-def exchanged(batch: Mapping[str, Any] | None, cp: ContextParallel) -> list[Mapping[str, Any]]:
+def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective.
 
-    None says that there are no more, and gives []. ValueError on every rank if only some say so.
+    None says that there are no more, and gives []. ValueError on every rank if only some say so, or if a batch of
+    some rank is no dict.
     """
     cp.member.check_open()
     if cp.group is None:
         return [] if batch is None else [batch]
     everyone: list[Any] = [None] * cp.ranks
-    mine = None if batch is None else {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
+    mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
+    if isinstance(batch, Mapping):
+        mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     dist.all_gather_object(everyone, mine, group=cp.group)
+    strange = {rank: each for rank, each in enumerate(everyone) if isinstance(each, str)}
+    if strange:
+        raise ValueError(f"a batch has to be a dict of tensors by name; these ranks have others: {strange}")
     ended = [rank for rank, each in enumerate(everyone) if each is None]
     if len(ended) == cp.ranks:
         return []

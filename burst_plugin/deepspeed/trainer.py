@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from burst_plugin.wrapping import wrap
 __all__ = ["install_trainer"]
 
 _TESTED = ("5.20", "5.23")
+_OLDEST = "5.8"  # in which what Trainer makes of Ulysses' losses is a function
 
 
 def install_trainer(adapter: Adapter) -> list[str]:
@@ -36,11 +38,14 @@ def install_trainer(adapter: Adapter) -> list[str]:
     from transformers import trainer
 
     warn_if_untested("transformers", _TESTED)
-    wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
-    ulysses = ulysses_sp.UlyssesSPAttentionHF
-    wrap(ulysses, "register_with_transformers", _requested_size)
     wrap(PartialState, "__init__", _count_processes)
     wrap(DeepSpeedPlugin, "fill_match", _leave_block_alone)
+    ulysses = ulysses_sp.UlyssesSPAttentionHF
+    if not hasattr(trainer, "deepspeed_sp_compute_loss"):
+        wrap(ulysses, "register_with_transformers", _refuse_earlier_trainer)
+        return [f"transformers {version('transformers')}: Trainer is left alone, {_OLDEST} or newer could use rings"]
+    wrap(ulysses, "register_with_transformers", _requested_size)
+    wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
     wrap(trainer, "deepspeed_sp_compute_loss", partial(_compute_loss, adapter))
@@ -62,14 +67,27 @@ def _of(adapter: Adapter, trainer: Any) -> Session | None:
 
 def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`UlyssesSPAttentionHF.register_with_transformers`: the `mpu` that Accelerate passes to DeepSpeed."""
+    if not _block_is_enabled():
+        return original(*args, **kwargs)
+    return RequestedSize(int(kwargs["sequence_parallel_size"]))
+
+
+def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same, where Trainer cannot be given the loss of a ring."""
+    if _block_is_enabled():
+        raise ValueError(
+            f'"{BLOCK}" with sp_size needs transformers {_OLDEST} or newer, got {version("transformers")}: update it'
+        )
+    return original(*args, **kwargs)
+
+
+def _block_is_enabled() -> bool:
+    """Whether Accelerate's DeepSpeed configuration asks for rings."""
     from accelerate.state import AcceleratorState
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
-    config = {} if plugin is None else plugin.deepspeed_config
-    block = Block.of(config)
-    if block is None or not block.enabled:
-        return original(*args, **kwargs)
-    return RequestedSize(int(kwargs["sequence_parallel_size"]))
+    block = Block.of({} if plugin is None else plugin.deepspeed_config)
+    return block is not None and block.enabled
 
 
 def _loader(

@@ -5,7 +5,7 @@ from outside Megatron's own files, for the whole process::
 
     from burst_plugin.megatron import cpu
 
-    cpu.enable()                                     # before or after importing megatron.core
+    cpu.enable()                                     # before or after importing megatron.core, see `enable`
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(context_parallel_size=4)
 
@@ -40,6 +40,8 @@ from torch.overrides import TorchFunctionMode
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it tells of
 _CPU = torch.device("cpu")
+# What Megatron takes its optimizers and norms from, if it is there: they launch CUDA kernels on any tensor.
+_CUDA_PACKAGES = ("transformer_engine", "transformer_engine_torch", "apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 
 
 def enable(*, force: bool = False) -> list[str]:
@@ -54,7 +56,8 @@ def enable(*, force: bool = False) -> list[str]:
         One line of plain English for each kind of redirection.
 
     Raises:
-        RuntimeError: this machine has a usable GPU and ``force`` is false.
+        RuntimeError: this machine has a usable GPU and ``force`` is false; or Transformer Engine or Apex, which need
+            one, are imported already: Megatron-core imports them where they are installed.
     """
     done: list[str] | None = getattr(torch.cuda, _REPORT, None)
     if done is not None:
@@ -65,7 +68,7 @@ def enable(*, force: bool = False) -> list[str]:
             "it would hide them from the whole process. Leave the call out to train on the GPUs, "
             "or set CUDA_VISIBLE_DEVICES= to hide them, or pass force=True to use the CPU all the same."
         )
-    lines = [_set_environment(), _stop_compilers()]
+    lines = [_hide_cuda_packages(), _set_environment(), _stop_compilers()]
     for meaning, replacements in _replacements().items():
         _replace(replacements)
         lines.append(f"torch.cuda: {', '.join(sorted(replacements))} {meaning}")
@@ -303,6 +306,18 @@ def _run_lazy_calls_at_once() -> None:
 
 
 # ------------------------------------------------------------------------------------- compilers, environment
+
+
+def _hide_cuda_packages() -> str:
+    """Packages that need a GPU are not found from now on, so that Megatron takes what it has in their place."""
+    loaded = [name for name in _CUDA_PACKAGES if sys.modules.get(name) is not None]
+    if loaded:
+        raise RuntimeError(
+            f"burst_plugin.megatron.cpu.enable(): {', '.join(loaded)} are imported already, and Megatron-core takes "
+            "optimizers from them that need a GPU. Call enable() before megatron.core is imported."
+        )
+    sys.modules.update(dict.fromkeys(_CUDA_PACKAGES))  # type: ignore[arg-type]
+    return f"imports: {', '.join(_CUDA_PACKAGES)} are not found"
 
 
 def _set_environment() -> str:

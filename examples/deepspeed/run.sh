@@ -12,7 +12,7 @@ script=${1:-train.py}
 shift || true
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count())')
+gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count() * torch.cuda.is_available())')
 if [ "$gpus" -lt 4 ]; then cpu=--cpu; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONWARNINGS=ignore DS_LOG_LEVEL=error
 

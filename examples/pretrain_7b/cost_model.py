@@ -102,6 +102,7 @@ def run_of(variables: dict[str, list[str]], model: str, length: str, nodes: int)
 
     full = "full" if "full" in flags else "mlp" if "mlp" in flags else "none"
     cp, heads = value("--context-parallel-size"), value("--num-attention-heads")
+    tp = value("--tensor-model-parallel-size")
     return Run(
         layers=value("--num-layers"),
         hidden=value("--hidden-size"),
@@ -111,10 +112,10 @@ def run_of(variables: dict[str, list[str]], model: str, length: str, nodes: int)
         vocab=value("--vocab-size"),
         tokens=value("--seq-length"),
         batch=value("--global-batch-size"),
-        tp=value("--tensor-model-parallel-size"),
+        tp=tp,
         cp=cp,
         pp=value("--pipeline-model-parallel-size"),
-        inner=value("--hierarchical-context-parallel-sizes", cp),
+        inner=value("--hierarchical-context-parallel-sizes", min(cp, GPUS_PER_NODE // tp)),
         recompute=full,
         gpus=nodes * GPUS_PER_NODE,
     )
@@ -139,6 +140,16 @@ def memory_bytes(run: Run) -> dict[str, float]:
         "logits": run.local_tokens * run.vocab / run.tp * (BF16 + 2 * FP32),
         "ring buffers": _ring_buffers(run),
     }
+
+
+def gib_per_gpu(run: Run) -> float:
+    """All of it."""
+    return sum(memory_bytes(run).values()) / 2**30
+
+
+def fits(run: Run, machine: Machine) -> str:
+    """What to say behind a size."""
+    return " (does not fit)" if gib_per_gpu(run) > machine.gpu_gib else ""
 
 
 def _ring_buffers(run: Run) -> float:
@@ -230,9 +241,8 @@ def table(machine: Machine, variables: dict[str, list[str]]) -> str:
         for length in LENGTHS:
             for nodes in NODES:
                 run = run_of(variables, model, length, nodes)
-                gib = sum(memory_bytes(run).values()) / 2**30
                 seconds = sum(step_seconds(run, machine).values())
-                size = f"{gib:.0f}" + (" (does not fit)" if gib > machine.gpu_gib else "")
+                size = f"{gib_per_gpu(run):.0f}" + fits(run, machine)
                 cut = f"{run.tp} × {run.cp} × {run.pp} × {run.dp}"
                 levels = f"{run.cp // run.inner} × {run.inner}"
                 cells = (model, length, nodes, cut, levels, run.recompute, size, f"{seconds:.0f}")
@@ -248,7 +258,9 @@ def details(run: Run, machine: Machine) -> str:
         ("seconds per step", step_seconds(run, machine), "s"),
     ):
         lines += ["", title, *(f"  {name:24}{value:8.1f} {unit}" for name, value in parts.items())]
-        lines.append(f"  {'together':24}{sum(parts.values()):8.1f} {unit}")
+        lines.append(
+            f"  {'together':24}{sum(parts.values()):8.1f} {unit}" + (fits(run, machine) if unit == "GiB" else "")
+        )
     return "\n".join(lines)
 
 

@@ -459,6 +459,17 @@ def test_ranks_that_take_turns_with_one_batch_are_told() -> None:
     assert run_ranks(_turns_that_are_alike, 2, [BATCH, other]) == [[], []]
 
 
+def _turns_with_a_list(rank: int) -> str:
+    """A collator of rank 1's gives a list of samples."""
+    loader = burst.sharded_loader([[BATCH] if rank else BATCH], _engine(), exchange=True)
+    return _said(lambda: list(loader))
+
+
+def test_batches_that_are_no_dicts_are_refused_on_every_rank() -> None:
+    for said in run_ranks(_turns_with_a_list, 2):
+        assert "a batch has to be a dict of tensors by name; these ranks have others: {1: 'list'}" in said
+
+
 def _later_loss(rank: int) -> list[str]:
     """A loss that is another one from the second step on."""
     burst.install()

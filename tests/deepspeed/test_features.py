@@ -79,7 +79,8 @@ def test_an_unmodified_loop_on_whole_batches(cp: int, compiled: bool) -> None:
         for name, x in model.named_parameters():
             x += truth.changes[name]
         expected = float(model(**BATCHES[0]).loss)
-    for losses, changes, evaluated in run_ranks(_plain_loop, cp, run, compiled):
+    timeout_s = 120.0 if compiled else 60.0  # compiling takes most of it
+    for losses, changes, evaluated in run_ranks(_plain_loop, cp, run, compiled, timeout_s=timeout_s):
         assert losses == pytest.approx(truth.losses, rel=1e-6)
         assert worst(changes, truth.changes)[0] <= 2e-5
         assert evaluated == pytest.approx(expected, rel=1e-5)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Trainer
 
+from burst_plugin import deepspeed as burst
 from tests.support.deepspeed_run import Run, llama, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
@@ -57,6 +58,30 @@ def test_training_evaluation_and_generation_equal_one_rank(tmp_path: Path, ranks
     """Uneven labels, accumulation, clipping; with ZeRO 3 the model is read under zero.Init."""
     setup = save_model(Setup(run, str(tmp_path), rows=64))
     check(run_ranks(_train, ranks, [setup], True, timeout_s=120.0), _reference(setup, ranks))
+
+
+def test_accelerate_need_not_be_told_how_many_rings_there_are(tmp_path: Path) -> None:
+    """It takes one, for which it works out the size of a batch."""
+    setup = Setup(Run(cp=2, stage=2, accumulation=4), str(tmp_path), max_steps=2, rows=64, counts_rings=False)
+    check(run_ranks(_train, 4, [save_model(setup)], True, timeout_s=120.0), _reference(setup, 4))
+
+
+def _with_an_earlier_trainer(rank: int, setup: Setup) -> tuple[list[str], str]:
+    """Whose loss with `sp_size` is a method; what `install` reports, and what happens then."""
+    import transformers.trainer
+
+    del transformers.trainer.deepspeed_sp_compute_loss
+    report = burst.install().report
+    with pytest.raises(ValueError, match="needs transformers") as refused:
+        train(setup, deepspeed=True)
+    return report, str(refused.value)
+
+
+def test_an_earlier_trainer_is_left_alone_and_refused(tmp_path: Path) -> None:
+    setup = save_model(Setup(Run(cp=2, stage=2), str(tmp_path)))
+    for report, refusal in run_ranks(_with_an_earlier_trainer, 2, setup):
+        assert any("Trainer is left alone, 5.8 or newer could use rings" in line for line in report)
+        assert '"burst_attention" with sp_size needs transformers 5.8 or newer' in refusal
 
 
 def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

@@ -80,11 +80,22 @@ def test_the_command_is_what_the_cost_model_prices(
     assert run.groups % run.tp == 0
     assert run.tokens % (2 * run.cp * run.tp) == 0
     assert run.inner * run.tp <= model.GPUS_PER_NODE
-    if run.inner < run.cp:
+    if 1 < run.inner < run.cp:
         sizes = line[line.index("--hierarchical-context-parallel-sizes") + 1 :][:2]
         assert int(sizes[0]) * int(sizes[1]) == run.cp
-    else:
-        assert run.cp * run.tp <= model.GPUS_PER_NODE
+    else:  # all in one node, or one in each: ranks find out by themselves
+        assert "--hierarchical-context-parallel-sizes" not in line
+        assert run.cp * run.tp <= model.GPUS_PER_NODE or run.inner == 1
+
+
+@pytest.mark.parametrize("apex", [False, True])
+def test_without_apex_its_kernel_is_not_asked_for(shown: dict[str, str], tmp_path: Path, apex: bool) -> None:
+    (tmp_path / "text.idx").write_text("")
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {0 if apex else 1}\necho "$@"\n')
+    python.chmod(0o755)
+    places = {**shown, "DATA": str(tmp_path / "text"), "OUT": str(tmp_path / "out"), "PYTHON": str(python)}
+    assert ("--no-gradient-accumulation-fusion" in pretrain(**places).stdout) == (not apex)
 
 
 def test_launchers(shown: dict[str, str]) -> None:

@@ -33,6 +33,7 @@ class Setup:
     length: int = 32
     max_steps: int = 2
     options: dict[str, Any] = field(default_factory=dict)
+    counts_rings: bool = True  # and tells Accelerate
     trainer: Callable[..., Any] | None = None
     """Makes the trainer of model, arguments and data; Trainer itself if None."""
 
@@ -72,10 +73,9 @@ def arguments(setup: Setup, *, deepspeed: bool) -> TrainingArguments:
             **setup.run.config,
         }
         if dist.get_world_size() > 1:
+            rings = dist.get_world_size() // setup.run.cp if setup.counts_rings else None
             more["parallelism_config"] = ParallelismConfig(
-                sp_size=setup.run.cp,
-                sp_backend="deepspeed",
-                dp_shard_size=dist.get_world_size() // setup.run.cp,
+                sp_size=setup.run.cp, sp_backend="deepspeed", dp_shard_size=rings
             )
     return TrainingArguments(
         **{
