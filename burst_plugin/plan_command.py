@@ -9,6 +9,7 @@ import torch
 
 from burst_plugin.planner import Links, Plan, plans, visit_seconds
 from burst_plugin.shapes import Shapes
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
 
 __all__ = ["add_arguments", "lines"]
@@ -48,7 +49,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     best_first = plans(topology, shapes, visit_s, links)
     yield f"{topology}, {local} tokens per rank, {options.heads} heads of {dim}, {options.dtype}, {options.mask}"
     yield (
-        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'backward':>10}{'forward ms':>12}{'backward ms':>13}"
+        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'travels':>11}{'forward ms':>12}{'backward ms':>13}"
         f"{'over the bound':>16}"
     )
     best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(best_first)}
@@ -61,7 +62,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         if degree > 1 and plan is not of_degree[degree]:
             continue
         yield (
-            f"{strategy.schedule:<16}{degree:>8}{strategy.parts!s:>8}{strategy.backward:>10}"
+            f"{strategy.schedule:<16}{degree:>8}{strategy.parts!s:>8}{', '.join(plan.travellers):>11}"
             f"{1e3 * plan.forward.time_s:>12.2f}{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
         )
     yield _advice(best_first[0])
@@ -72,7 +73,9 @@ def _advice(best: Plan) -> str:
     compute_s = best.forward.compute_s + best.backward.compute_s
     waits = best.step_s > 1.02 * compute_s
     why = f"{busiest[1]}-node links are what ranks wait for" if waits else "all communication is hidden behind work"
-    options = f"schedule={best.strategy.schedule!r}, parts={best.strategy.parts}"
-    if best.strategy.ulysses_degree > 1:
-        options += f", ulysses_degree={best.strategy.ulysses_degree}"
-    return f"Best: Strategy({options}); {why}."
+    options = {name: getattr(best.strategy, name) for name in ("schedule", "parts")}
+    for name in ("forward", "backward", "ulysses_degree"):
+        value = getattr(best.strategy, name)
+        if value != getattr(Strategy(), name):
+            options[name] = value
+    return f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {why}."

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.schedule import SCHEDULES, usual
 from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
 from burst_plugin.simulation import Links, Load, nic_of, simulate
 from burst_plugin.strategy import Strategy, choose_traveller
@@ -25,6 +25,7 @@ from burst_plugin.transfers import Schedule
 __all__ = ["Links", "Load", "Plan", "Price", "pass_price", "plans", "price", "visit_seconds"]
 
 _PARTS = (1, 2, 4)
+_ALIKE = 1.01  # what a plan may cost more than the cheapest and be taken all the same, if it is the simpler one
 
 
 @dataclass(frozen=True, order=True)
@@ -61,6 +62,8 @@ class Plan(NamedTuple):
     strategy: Strategy
     forward: Price
     backward: Price
+    travellers: tuple[str, str]
+    """The side that travels forward, and that which travels backward."""
 
     @property
     def step_s(self) -> float:
@@ -82,7 +85,7 @@ def pass_price(
     is added: all operands on their way to their heads, all results on their way back.
     """
     degree = strategy.ulysses_degree
-    ring = shapes.of_team(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+    ring = _in_ring(shapes, degree)
     traveller = choose_traveller(strategy, direction, ring)
     load = Load.of(ring, direction, traveller, degree * visit_s)
     teams = topology.of_teams(degree)
@@ -91,6 +94,11 @@ def pass_price(
     exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     return replace(ring_price, time_s=ring_price.time_s + max(exchange_s.values()), link_s=busy_s)
+
+
+def _in_ring(shapes: Shapes, degree: int) -> Shapes:
+    """What goes around, once the ranks of a team have exchanged heads: blocks of all of its tokens."""
+    return shapes.of_team(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
 
 
 def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
@@ -120,34 +128,58 @@ def _exchanged_bytes(shapes: Shapes, degree: int, direction: str) -> int:
 def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> list[Plan]:
     """Every schedule x degree of the exchange of heads x numbers of parts, with the travellers that suit; best first.
 
-    The best is the cheapest; of those that are alike to 1 %, the one with the lowest degree and the fewest parts.
+    The best is the cheapest; of those that are alike to 1 %, the one with the lowest degree, the fewest parts and the
+    schedule that is the default. So are the travellers, unless the other side is cheaper by more than that.
     `visit_s` is the seconds of work on a whole block, forward and backward.
     """
     candidates = []
     for name, degree in product(SCHEDULES, (n for n in topology.team_sizes if n in shapes.team_degrees)):
         several = [n for n in _PARTS if shapes.of_team(degree).kv_heads % n == 0]
-        options: dict[str, Any] = {"schedule": name, "ulysses_degree": degree}
-        options["ranks_per_node"] = topology.ranks_per_node
+        plain = Strategy(schedule=name, ulysses_degree=degree, ranks_per_node=topology.ranks_per_node)
         best = {
-            (direction, parts): min(
-                (pass_price(strategy, direction, topology, shapes, each_s, links), traveller)
-                for traveller in SIDES
-                for strategy in [Strategy(parts=parts, forward=traveller, backward=traveller, **options)]
+            (direction, parts): _best_traveller(
+                replace(plain, parts=parts), direction, topology, shapes, each_s, links
             )
             for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
             for parts in several
         }
         for parts in product(several, several):
-            (forward, forward_traveller), (backward, backward_traveller) = (
-                best[each] for each in zip(DIRECTIONS, parts, strict=True)
-            )
-            strategy = Strategy(parts=parts, forward=forward_traveller, backward=backward_traveller, **options)
-            candidates.append(Plan(strategy, forward, backward))
+            forward, backward = (best[each] for each in zip(DIRECTIONS, parts, strict=True))
+            strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
+            travellers = forward.traveller, backward.traveller
+            candidates.append(Plan(strategy, forward.price, backward.price, travellers))
     best_s = min(each.step_s for each in candidates)
-    return sorted(
-        candidates,
-        key=lambda each: (max(each.step_s, 1.01 * best_s), each.strategy.ulysses_degree, each.parts, each.step_s),
-    )
+
+    def order(plan: Plan) -> tuple[float, int, int, bool, float]:
+        degree = plan.strategy.ulysses_degree
+        is_unusual = plan.strategy.schedule != usual(topology.of_teams(degree))
+        return max(plan.step_s, _ALIKE * best_s), degree, plan.parts, is_unusual, plan.step_s
+
+    return sorted(candidates, key=order)
+
+
+class _Choice(NamedTuple):
+    """The price of a pass, the side that travels then, and the option that has it travel."""
+
+    price: Price
+    traveller: str
+    option: str
+
+
+def _best_traveller(
+    strategy: Strategy, direction: str, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+) -> _Choice:
+    """The side to send around in one pass: that of `strategy`, unless the other one saves time."""
+    options: dict[str, dict[str, Any]] = {side: {direction: side} for side in SIDES}
+    prices = {
+        side: pass_price(replace(strategy, **option), direction, topology, shapes, visit_s, links)
+        for side, option in options.items()
+    }
+    usual_side = choose_traveller(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
+    best = min(prices, key=lambda side: prices[side].time_s)
+    if prices[usual_side].time_s <= _ALIKE * prices[best].time_s:
+        return _Choice(prices[usual_side], usual_side, getattr(strategy, direction))
+    return _Choice(prices[best], best, best)
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     topology = Topology(4, 4)
     busy = plans(topology, shapes, (0.001, 0.002), Links(450e9, 5e9))
     assert busy[0].strategy.schedule == "two_level_ring"
-    assert busy[0].strategy.backward == "kv", "8 of 32 heads travel cheaper than 32"
+    assert busy[0].travellers == ("kv", "kv"), "8 of 32 heads travel cheaper than 32"
     assert min(map(busy[0].strategy.parts_of, DIRECTIONS)) > 1
     idle = plans(topology, shapes, (0.05, 0.1), Links(450e9, 50e9))
     assert idle[0].strategy.parts == 1
@@ -101,8 +101,29 @@ def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     assert min(times) * 1.01 >= times[0]
     many = plans(topology, shapes._replace(kv_heads=32), (0.001, 0.002), Links(450e9, 5e9))
     ring = next(each for each in many if each.strategy.ulysses_degree == 1)
-    assert ring.strategy.backward == "q", "dq of 32 heads is half of dk and dv of 32"
+    assert ring.travellers == ("kv", "q"), "dq of 32 heads is half of dk and dv of 32"
     assert many[0].strategy.ulysses_degree == 16, "links are slow, and an exchange of heads takes less than 15 hops"
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8, 32])
+@pytest.mark.parametrize("gb_s", [1e9, 50e9])
+def test_a_strategy_runs_as_it_was_priced(kv_heads: int, gb_s: float) -> None:
+    """Options that were left at "auto" among them."""
+    shapes = Shapes(1, 8192, 8192, 32, kv_heads, 128, 128, torch.bfloat16)
+    topology, links, visit_s = Topology(2, 4), Links(FAST, gb_s), (0.001, 0.002)
+    for plan in plans(topology, shapes, visit_s, links):
+        for direction, side, each_s in zip(DIRECTIONS, plan.travellers, visit_s, strict=True):
+            again = pass_price(plan.strategy, direction, topology, shapes, each_s, links)
+            assert again == getattr(plan, direction)
+            forced = replace(plan.strategy, **{direction: side})
+            assert pass_price(forced, direction, topology, shapes, each_s, links) == again
+
+
+def test_of_schedules_that_are_alike_the_default_is_taken() -> None:
+    shapes = Shapes(1, 8192, 8192, 32, 8, 128, 128, torch.bfloat16)
+    idle = plans(Topology(4, 8), shapes, (1.0, 2.0), Links(450e9, 50e9))
+    assert idle[0].strategy == Strategy(schedule="two_level_ring", ranks_per_node=8)
+    assert plans(Topology(1, 8), shapes, (1.0, 2.0), Links(450e9, 50e9))[0].strategy.schedule == "flat_ring"
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
