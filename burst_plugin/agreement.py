@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,10 @@ from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, lost_peer_error
 
-__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "told"]
+__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "prepared_together", "told"]
+
+T = TypeVar("T")
+Agreed = TypeVar("Agreed")
 
 EXCHANGE_BYTES = 2048  # what each rank tells each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
@@ -43,8 +47,8 @@ class Agreement:
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
 
-        Between all pairs, so that a rank that is lost has a name: RingError. With NCCL, which could not tell, and
-        keeps megabytes for every pair that ever met, in one collective.
+        Between all pairs, so that the rank that is lost can be named: RingError. With NCCL, which cannot tell, and
+        holds megabytes for every pair that is connected, in one all-gather.
         """
         encoded = _encode(text)
         mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -75,6 +79,30 @@ class Agreement:
     def record_failures_in(self, store: Store) -> None:
         """From now on the first rank to miss another says so in `store`."""
         self._transport.store = store
+
+
+def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
+    """What this rank prepares, once all ranks have, and what they agreed on.
+
+    Args:
+        prepare: of this rank alone; may raise.
+        agree: collective, with what was prepared, or None and the problem with it; raises ValueError on every rank if
+            any has one.
+
+    Raises:
+        ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
+    """
+    prepared, problem, cause = None, "", None
+    try:
+        prepared = prepare()
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        problem, cause = told(error), error
+    try:
+        agreed = agree(prepared, problem)
+    except ValueError as error:
+        raise error from cause or error.__cause__
+    assert prepared is not None, "agree raises if any rank has a problem"
+    return prepared, agreed
 
 
 def told(error: BaseException) -> str:

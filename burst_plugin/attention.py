@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from burst_plugin.agreement import told
+from burst_plugin.agreement import prepared_together
 from burst_plugin.call import Call, CallKind
 from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
@@ -279,21 +279,20 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Out
 
 def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Call, int]:
     """This rank's call, and its number: checked here, and compared with those of the other ranks."""
-    problem, call, cause = "", None, None
-    try:
+
+    def prepared() -> Call:
         call = prepare(cp.member, inputs, request, cp.calls)
         cp.member.note_call(call.kind.choices)
-        problem = cp.device_problem(inputs.q.device)
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
-        problem, cause = told(error), error
-    try:
+        cp.check_device(inputs.q.device)
+        return call
+
+    def agree(call: Call | None, problem: str) -> int:
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        signature = {"takes part in gradients": gradients, **call.signature} if call else {}
-        number = cp.agree_on_attention(signature, problem)
-    except ValueError as error:
-        raise error from cause
-    assert call is not None, "agree_on_attention raises if any rank has a problem"
-    return call, number
+        return cp.agree_on_attention(
+            {"takes part in gradients": gradients, **call.signature} if call else {}, problem
+        )
+
+    return prepared_together(prepared, agree)
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_plugin.agreement import told
+from burst_plugin.agreement import prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.layout import even_length
 from burst_plugin.mask import Documents, Mask, PerRow, key_padding
@@ -77,30 +77,26 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     Raises:
         ValueError: on every rank of `cp`, for a batch that cannot be cut, or that differs between ranks.
     """
-    problem, cause, whole, mask, checksum, signature = "", None, None, None, 0, {}
-    try:
-        whole = _whole(batch)
-        length = whole["position_ids"].shape[1]
-        padded = even_length(length, cp.ranks)
-        mask = _mask(batch, whole["position_ids"], padded)
-        compared = [*whole.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
-        checksum = _checksum_of([x for x in compared if isinstance(x, Tensor)])
-        signature = {"batch": f"{list(whole['position_ids'].shape)} with checksum {checksum}"}
-    except Exception as error:
-        problem, cause = told(error), error
-    try:
-        number = cp.agree(signature, problem)
-    except ValueError as error:
-        if problem:
-            raise error from cause
-        raise ValueError(
-            f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let the "
-            "sampler count data-parallel ranks, not all ranks (Trainer and Accelerate: sp_size of ParallelismConfig)"
-        ) from error
-    assert whole is not None, "agree raises if any rank has a problem"
+
+    def agree(read: _Read | None, problem: str) -> int:
+        try:
+            shape = None if read is None else list(read.whole["position_ids"].shape)
+            return cp.agree({} if read is None else {"batch": f"{shape} with checksum {read.checksum}"}, problem)
+        except ValueError as error:
+            if problem:
+                raise
+            raise ValueError(
+                f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let "
+                "the sampler count data-parallel ranks, not all ranks (Trainer, Accelerate: sp_size of "
+                "ParallelismConfig)"
+            ) from error
+
+    read, number = prepared_together(partial(_read, batch, cp.ranks), agree)
+    whole, padded = read.whole, read.padded
     local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
     valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
-    shard = SequenceShard(cp, length, padded, mask, valid, (checksum + number) % _SEEDS)
+    length = whole["position_ids"].shape[1]
+    shard = SequenceShard(cp, length, padded, read.mask, valid, (read.checksum + number) % _SEEDS)
     if cp.ranks > 1:
         for name in ("input_ids", "inputs_embeds"):
             if name in local:
@@ -131,6 +127,23 @@ def check_shard(batch: Mapping[str, Any]) -> None:
 def shifted(labels: Tensor) -> Tensor:
     """Each token's target: the label of the token after it; `IGNORE` for the last one. labels: [B, S]."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+
+
+class _Read(NamedTuple):
+    """A whole batch: tensors [B, S, ...] that are to be cut, the length with padding, and what ranks compare."""
+
+    whole: dict[str, Tensor]
+    padded: int
+    mask: Mask | None
+    checksum: int
+
+
+def _read(batch: Mapping[str, Any], ranks: int) -> _Read:
+    whole = _whole(batch)
+    padded = even_length(whole["position_ids"].shape[1], ranks)
+    mask = _mask(batch, whole["position_ids"], padded)
+    compared = [*whole.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
+    return _Read(whole, padded, mask, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
 
 def _whole(batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -244,9 +257,9 @@ def _documents(bounds: Sequence[int], shape: Sequence[int], padded: int) -> Mask
 def _starts(positions: Tensor, valid: Tensor, packed: bool) -> tuple[int, ...]:
     """Where documents start in a row of positions [S].
 
-    At 0, and at real tokens whose position is one more neither than that of the token before nor than that of the
-    last real one: padding in between may count or not. Unless the row is `packed`, only where positions start again:
-    others are shared ones, of images or branches.
+    At token 0, and at every real token whose position is not one more than that of the token before it, nor than that
+    of the last real one: padding in between may count or not. Unless the row is `packed`, positions have to start
+    again there: others are shared ones, of images or branches.
     """
     breaks = (positions[1:] - positions[:-1] != 1) & valid[1:]
     real = valid.nonzero().flatten()

@@ -258,9 +258,9 @@ class ContextParallel:
 
         For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
         RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
-        nothing is left to destroy. While an exception is handled, as in `finally`, and after a pass that was left
-        half way, no rank waits for others; with NCCL communicators are left alone then, since destroying them could
-        wait. RuntimeError in the middle of a pass.
+        nothing is left to destroy. All ranks wait for each other first, but not while an exception is handled, as in
+        `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
+        could wait. RuntimeError in the middle of a pass.
         """
         self.member.close()
         self.calls.clear()
@@ -333,23 +333,22 @@ class ContextParallel:
             self._agreement.compare(ours, problem, when)
         return number
 
-    def device_problem(self, device: torch.device) -> str:
-        """Why the group cannot move tensors of `device`; empty if it can."""
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if the group cannot move tensors of `device`."""
         if self.group is None or device in self._devices:
-            return ""
+            return
         here = group_device(self.group)
         if here.type == device.type == "cuda" and here != device:
-            return (
+            raise ValueError(
                 f"q, k, v are on {device}, but the current GPU, on which ranks meet, is {here}; call "
                 "torch.cuda.set_device before the process groups are made"
             )
         if here.type != device.type:  # gloo says that it moves what GPUs hold, but sends none of it from rank to rank
-            return (
+            raise ValueError(
                 f"q, k, v are on {device}, but the context-parallel group moves tensors of {here}; move q, k, v "
                 "there, or make the group with a backend for them: NCCL for GPUs, gloo for CPUs"
             )
         self._devices.add(device)
-        return ""
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:
         per_node = self.strategy.ranks_per_node

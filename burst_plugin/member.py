@@ -130,8 +130,8 @@ class Member:
     def note_pass(self, direction: str, number: int) -> None:
         """Remember that this pass of that call is the next one of this rank.
 
-        If ranks make passes in unlike orders, the sizes of their messages match all the same. On CPUs labels tell, on
-        GPUs, where there are none, only this digest does.
+        Ranks that make passes in unlike orders may send messages of the same sizes. On CPUs the labels of messages
+        show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
         """
         self.passes_digest = hash((self.passes_digest, number, direction == "backward"))
 

@@ -19,8 +19,8 @@ _MS, _US, _MB = 1e3, 1e6, 1e-6
 class Event(NamedTuple):
     """One thing that a rank did; times are `time.perf_counter()` seconds."""
 
-    kind: str  # "move", and within it "post" and "wait"; "kernel"
-    direction: str  # "forward" or "backward"
+    kind: str  # "pass"; within it "kernel" and "move", and within that "post" and "wait"
+    direction: str  # "forward", "backward", or "exchange" of heads
     step: int
     link: str  # of posts and waits: "intra" or "inter"
     start_s: float

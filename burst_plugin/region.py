@@ -82,7 +82,10 @@ class Mask(ABC):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether, of as many queries as keys, any attends to a key after it; else what comes last needs no mask."""
+        """Whether, of as many queries as keys, a query may attend to a later key.
+
+        If none may, padding at the end needs no mask.
+        """
         return True
 
     @property

@@ -1,6 +1,6 @@
 """Ring schedules as data: who visits which block when, and what travels over which link meanwhile.
 
-Pure Python, no torch. At every step each rank visits the block of one *owner*. What a schedule is made of is in
+Pure Python, without torch. At every step each rank visits the block of one *owner*. What a schedule is made of is in
 `burst_plugin.transfers`, and how any of them is run in parts (`Schedule.in_parts`); a new one is a function here and
 a line at the end.
 

@@ -68,7 +68,7 @@ def project(dout: Tensor, factor: Tensor) -> Tensor:
     It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `factor`.
 
     A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
-    output on `dout`: `dout * delta / rowsum(dout**2)`, of which `row_factor` is what a row has in common. By
+    output on `dout`: `dout * delta / rowsum(dout**2)`, in which `row_factor` is what `dout` is multiplied by. By
     Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
     Source: design of this package.
     """

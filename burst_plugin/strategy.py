@@ -26,7 +26,8 @@ class Strategy:
     `ContextParallel.tokens` chooses for a mask.
     schedule: flat_ring, two_level_ring, direct, or auto: two levels where the topology has two, and direct for masks
     that leave so little that it sends less.
-    forward, backward: which side travels, q or kv; auto takes the one with fewer bytes per hop.
+    forward, backward: which side travels, q ("pass-Q", arXiv 2411.01783; backward: BurstAttention, 2403.09347) or kv
+    ("pass-KV", ring attention, 2310.01889); auto takes the one with fewer bytes per hop.
     kernel: by name; or auto: the fastest that can; or one of your own, an object such as
     `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by name.
     ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.

@@ -33,14 +33,13 @@ Place = tuple[Tensor, ...] | Room
 class TileSums:
     """What accumulates on a side of the visits: tensors [B, S, H, D] or [B, H, S], to which tiles contribute.
 
-    In this order they are: empty, in tensors that hold nothing yet or with `Room` alone; `_kept`, where there is but
-    room and one contribution came that covers everything, as the kernel returned it; in `_tensors`, where the first
-    contribution is copied and others are added. `filled` ones begin in tensors that hold values.
+    Their states, in this order: empty, in `_tensors` that hold nothing yet or with only `_room` for them; `_kept`:
+    one contribution to all rows, just as the kernel returned it, while there is only room; in `_tensors`, into which
+    the first contribution is copied and others are added. `filled` ones begin in tensors that hold values.
     """
 
-    nothing: tuple[
-        float, ...
-    ]  # what rows that nothing was added to read as, by tensor; a side may have fewer tensors
+    # What rows that nothing was added to read as, by tensor; a side may have fewer tensors.
+    nothing: tuple[float, ...]
 
     def __init__(self, place: Place, filled: bool = False) -> None:
         self._tensors: tuple[Tensor, ...] | None = place if isinstance(place, tuple) else None

@@ -1,6 +1,6 @@
 """Nodes and ranks: where the ranks of a context-parallel group sit, and which link joins two of them.
 
-Pure Python, no torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made
+Pure Python, without torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made
 and checked on a laptop.
 
     Topology(nodes=2, ranks_per_node=4)      rank = node * ranks_per_node + local rank

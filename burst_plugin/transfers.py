@@ -1,6 +1,6 @@
 """A schedule as data: visits and transfers, and what can be asked of them.
 
-Pure Python, no torch. A *block* is one rank's share of whatever travels; the rank that it belongs to is its
+Pure Python, without torch. A *block* is one rank's share of whatever travels; the rank that it belongs to is its
 *owner*. At every step each rank *visits* one block, that is, works on it together with what it has at home.
 Operands move ahead of the work (*gather*), sums follow one step behind and end at the owner (*reduce*).
 
@@ -279,9 +279,9 @@ class Schedule:
     def validate(self, needs: Needs | None = None) -> Schedule:
         """Check that the schedule is exact, and return it.
 
-        Each block visits each rank once, or each that `needs` it, with the rows needed; links are as the topology
-        says; nothing is worked on or sent before it is there, and nothing is sent to a rank that has it; every
-        contribution reaches its owner once.
+        Each rank visits every block, or each that it `needs`, once, and its own a second time if some of that work is
+        `kept` for the end; the rows needed arrive; links are as the topology says; nothing is worked on or sent
+        before it is there, and nothing is sent to a rank that has it; every contribution reaches its owner once.
         Raises ScheduleError naming the first rank, step and block for which this fails.
         """
         for rank, visits in enumerate(self.visits):

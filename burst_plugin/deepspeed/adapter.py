@@ -23,7 +23,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups, log_dist
 
-from burst_plugin.agreement import judge, note, told
+from burst_plugin.agreement import judge, note, prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
 from burst_plugin.deepspeed.engine_session import Session
@@ -270,23 +270,25 @@ def _loaded(config: Any) -> dict[str, Any] | None:
 
 def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
     """The block, and the context-parallel size. ValueError on every rank if any has a problem, or if they differ."""
-    block, size, problem, cause = None, 0, "", None
-    try:
+
+    def prepared() -> tuple[Block, int]:
         block = Block.of(config)
         assert block is not None, "the block is there"
-        if block.enabled:
-            size = _size(block, given)
-            problem = "; ".join(conflicts(config, size) + _problems(given, size))
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
-        problem, cause = told(error), error
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, note([f"context_parallel_size={size}", str(block)], problem))
-    try:
+        if not block.enabled:
+            return block, 0
+        size = _size(block, given)
+        problems = conflicts(config, size) + _problems(given, size)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return block, size
+
+    def agree(mine: tuple[Block, int] | None, problem: str) -> None:
+        said: list[Any] = [None] * dist.get_world_size()
+        lines = [] if mine is None else [f"context_parallel_size={mine[1]}", str(mine[0])]
+        dist.all_gather_object(said, note(lines, problem))
         judge(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
-    except ValueError as error:
-        raise error from cause
-    assert block is not None, "one that is not valid is a problem"
-    return block, size
+
+    return prepared_together(prepared, agree)[0]
 
 
 def _size(block: Block, given: Mapping[str, Any]) -> int:

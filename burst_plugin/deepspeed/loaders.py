@@ -81,7 +81,7 @@ class ShardedLoader:
 
     @contextmanager
     def _not_at_its_end(self, more: bool) -> Iterator[None]:
-        """While there is `more` of the last batch: at the end of a loader Accelerate takes a step for each turn."""
+        """Hide the end of the loader while `more` ranks have their turn: Accelerate takes an optimizer step at it."""
         if not (more and getattr(self.loader, "end_of_dataloader", False)):
             yield
             return

@@ -75,7 +75,8 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
 def entry(model: torch.nn.Module) -> torch.nn.Module:
     """The module whose arguments are a batch: the model of transformers or PEFT inside a module of one's own.
 
-    What such a module does besides, with whole labels say, then does not fit what a rank has, instead of being wrong.
+    If that module computes with whole labels itself, shapes do not match and it fails, rather than computing a wrong
+    loss.
     """
     original = getattr(model, "_orig_mod", model)  # torch.compile's
     if _is_pretrained(original) or _is_peft(original):

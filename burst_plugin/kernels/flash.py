@@ -23,7 +23,7 @@ from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import fit, round_up
 from burst_plugin.tiles import FULL, Band
 
-__all__ = ["ALIGN_BYTES", "Ask", "FlashKernel", "Piece", "pieces"]
+__all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces"]
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
 _DQ_ROWS, _DQ_DIMS = 128, 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq
@@ -155,6 +155,21 @@ class FlashKernel(ABC):
     def _each_in_slices(self, each: Iterable[tuple[Queries, Tensor, Tensor]], ask: Ask) -> list[tuple[Tensor, ...]]:
         """All dq, all dk and all dv."""
         return list(zip(*(self._backward_in_slices(*part, ask) for part in each), strict=True))
+
+
+class FlashAttention2(FlashKernel):
+    """A build of flash-attention 2: that of the package flash-attn, and PyTorch's own."""
+
+    tall = False
+    largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
+
+    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
+        """What there are backward kernels for on every GPU: all multiples of 8 up to 192, and 256.
+
+        Source: `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in PyTorch's sdp_utils.cpp.
+        """
+        dim = round_up(max(qk_dim, v_dim), 8)
+        return (256, 256) if dim > 192 else (dim, dim)
 
 
 def _of_heads(queries: Queries, heads: slice) -> Queries:

@@ -10,24 +10,21 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import library
-from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.flash import Ask, FlashAttention2
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Queries
-from burst_plugin.kernels.torch_flash import whole_dims
 
 __all__ = ["FlashAttn2Kernel"]
 
 _MODULE = "flash_attn.flash_attn_interface"
 
 
-class FlashAttn2Kernel(FlashKernel):
+class FlashAttn2Kernel(FlashAttention2):
     """16-bit types; windows; softcap; grouped heads."""
 
     name = "flash_attn_2"
     limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)), "flash-attn 2.7 or newer")
-    features = FlashKernel.features | {"softcap"}
-    tall = False
-    largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
+    features = FlashAttention2.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)
@@ -35,9 +32,6 @@ class FlashAttn2Kernel(FlashKernel):
             return found
         version = str(getattr(library.load("flash_attn"), "__version__", "2.7"))
         return f"it needs flash-attn 2.7 or newer, not {version}" if library.older(version, (2, 7)) else None
-
-    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        return whole_dims(qk_dim, v_dim)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = library.load(_MODULE)._flash_attn_forward(q, k, v, **_options(ask), return_softmax=False)

@@ -12,20 +12,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.flash import Ask, FlashAttention2
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Queries
-from burst_plugin.kernels.shaping import round_up
 
-__all__ = ["TorchFlashKernel", "activated_library", "whole_dims"]
-
-
-def whole_dims(qk_dim: int, v_dim: int) -> tuple[int, int]:
-    """The head dim that flash-attention 2 has backward kernels for on every GPU: all multiples of 8 up to 192, and
-    256 (`check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in PyTorch's sdp_utils.cpp).
-    """
-    dim = round_up(max(qk_dim, v_dim), 8)
-    return (256, 256) if dim > 192 else (dim, dim)
+__all__ = ["TorchFlashKernel", "activated_library"]
 
 
 def activated_library() -> str | None:
@@ -34,13 +25,11 @@ def activated_library() -> str | None:
     return name
 
 
-class TorchFlashKernel(FlashKernel):
+class TorchFlashKernel(FlashAttention2):
     """16-bit types; windows; grouped heads."""
 
     name = "torch_flash"
     limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)))
-    tall = False
-    largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
     def _refuse_library(self, case: Case) -> str | None:
         library = activated_library()
@@ -48,9 +37,6 @@ class TorchFlashKernel(FlashKernel):
             return f"{library} is activated in its place; torch.nn.attention.restore_flash_attention_impl() ends that"
         built = torch.backends.cuda.is_flash_attention_available()
         return None if built else "this PyTorch was built without flash-attention"
-
-    def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        return whole_dims(qk_dim, v_dim)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(

@@ -88,8 +88,8 @@ def _check_replaceable(original: Any, layer_number: int | None) -> None:
 class BurstCoreAttention(MegatronModule):
     """Attention over the context-parallel group, in the place of Megatron's DotProductAttention.
 
-    Holds no groups, unless `pg_collection` has others than Megatron's global ones: these are looked up when it runs,
-    so that it may be given another collection, as Megatron-Bridge does to evaluate with other sizes. With
+    Looks up Megatron's global groups when it runs, and keeps `pg_collection` only if that holds others: so it may be
+    given another collection, as Megatron-Bridge does to evaluate with other sizes. With
     softmax_type="learnable" it has the parameter `softmax_offset` [heads/TP], as Megatron's has. Raises ValueError
     naming each field of the configuration that cannot be honoured, and what to write instead.
     """

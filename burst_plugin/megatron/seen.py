@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Seen:
-    """Answers by tensor, kept while the tensor's memory lives, it is not written to, and one microbatch lasts.
+    """What was read from tensors, remembered until the memory is freed or written to, or the microbatch ends.
 
     Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. Torch does not
     notice everything that writes: collectives and NumPy do not count. So an answer ends, too, when the layer that
