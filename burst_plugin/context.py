@@ -131,21 +131,22 @@ class ContextParallel:
                 "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
                 "the shard"
             )
-        tokens = tokens or Tokens(max(1, local.shape[dim] * self.ranks))  # a rank without any has to say so, below
+        held, dim = local.shape[dim], dim % local.ndim
+        tokens = tokens or Tokens(max(1, held * self.ranks))  # a rank without any has to say so, below
         layout = self.member.route_table.layout(tokens)
         lengths = [token_count(runs) for runs in self.member.route_table.shards(tokens)]
         problem = ""
-        if local.shape[dim] != lengths[self.rank]:
+        if held != lengths[self.rank]:
             problem = (
                 f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
-                f"{list(local.shape)} has {local.shape[dim]} along dim {dim}; pass the tokens= of its shard"
+                f"{list(local.shape)} has {held} along dim {dim}; pass the tokens= of its shard"
             )
-        others = [*local.shape[:dim], *local.shape[dim:][1:]]
-        signature = {"unshard": tokens, "dim": dim % local.ndim, "other sizes": others, "dtype": local.dtype}
+        others = [*local.shape[:dim], *local.shape[dim + 1 :]]
+        signature = {"unshard": tokens, "dim": dim, "other sizes": others, "dtype": local.dtype}
         self.agree(signature, problem)
         if self.group is None:
             return layout.unshard([local], dim, tokens)
-        padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim:][1:]))
+        padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim + 1 :]))
         padded.narrow(dim, 0, lengths[self.rank]).copy_(local)
         shards = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(shards, padded, group=self.group)

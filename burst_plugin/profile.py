@@ -13,6 +13,7 @@ move is all that is done between two kernels: waits, posts, packing, adding up w
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -168,8 +169,8 @@ class Profile:
         self._clocks: dict[str, _Clock] = {"cpu": _HostClock()}
         self._spans: list[_Span] = []
         self._events: list[Event] = []
-        self._batches = iter(range(2**62))
-        self._passes = iter(range(2**62))
+        self._batches = itertools.count()
+        self._passes = itertools.count()
         self._start_s, self._stop_s = time.perf_counter(), 0.0
         self.epoch_s = time.time() - self._start_s  # added to an event's times, it gives seconds since 1970
 

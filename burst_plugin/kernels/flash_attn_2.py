@@ -23,7 +23,9 @@ class FlashAttn2Kernel(FlashAttention2):
     """16-bit types; windows; softcap; grouped heads."""
 
     name = "flash_attn_2"
-    limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)), "flash-attn 2.7 or newer")
+    limits = Limits(
+        "cuda", HALVES, dims=((256, 256),), capability=((8, 0), (12, 1)), library="flash-attn 2.7 or newer"
+    )
     features = FlashAttention2.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:

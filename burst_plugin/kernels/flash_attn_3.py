@@ -26,7 +26,13 @@ class FlashAttn3Kernel(FlashKernel):
     """16-bit types; windows; softcap; grouped heads."""
 
     name = "flash_attn_3"
-    limits = Limits("cuda", HALVES, ((256, 256),), ((9, 0), (9, 0)), "flash-attention 3 (`flash_attn_interface`)")
+    limits = Limits(
+        "cuda",
+        HALVES,
+        dims=((256, 256),),
+        capability=((9, 0), (9, 0)),
+        library="flash-attention 3 (`flash_attn_interface`)",
+    )
     features = FlashKernel.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:

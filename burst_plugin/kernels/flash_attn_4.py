@@ -29,7 +29,13 @@ class FlashAttn4Kernel(FlashKernel):
     """16-bit types; windows; softcap; grouped heads; 192 with 128 head dims without filling up."""
 
     name = "flash_attn_4"
-    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (11, 0)), "flash-attn-4, 4.0.0b26 or newer")
+    limits = Limits(
+        "cuda",
+        HALVES,
+        dims=((128, 128), (192, 128)),
+        capability=((9, 0), (11, 0)),
+        library="flash-attn-4, 4.0.0b26 or newer",
+    )
     features = FlashKernel.features | {"softcap"}
 
     def _refuse_library(self, case: Case) -> str | None:

@@ -40,7 +40,14 @@ class TorchCudnnKernel:
     """
 
     name = "torch_cudnn"
-    limits = Limits("cuda", HALVES, ((128, 128), (192, 128)), ((9, 0), (10, 3)), "cuDNN 9.15.1 or newer", True)
+    limits = Limits(
+        "cuda",
+        HALVES,
+        dims=((128, 128), (192, 128)),
+        capability=((9, 0), (10, 3)),
+        library="cuDNN 9.15.1 or newer",
+        keeps_plans=True,
+    )
     features = frozenset({"head dims"})
 
     def refuse(self, case: Case) -> str | None:
@@ -66,7 +73,7 @@ class TorchCudnnKernel:
         v_dim, dims = v.shape[-1], _dims(k, v)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *(_heads_first(x, dim) for x, dim in zip((q, k, v), dims, strict=True)),
-            *(None, True, 0.0, how.band == CAUSAL),
+            *(None, True, 0.0, how.band == CAUSAL),  # attn_bias, compute_log_sumexp, dropout_p, is_causal
             scale=how.scale,
         )
         return out.transpose(1, 2)[..., :v_dim], lse.reshape(q.shape[0], q.shape[2], q.shape[1])
@@ -86,8 +93,10 @@ class TorchCudnnKernel:
         lse = queries.lse.contiguous()
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *(dout, q, k, v, out, lse.unsqueeze(-1) if _statistics_have_a_dim() else lse, *state),
-            *(None, None, None, rows, keys, 0.0, how.band == CAUSAL),
+            *(dout, q, k, v, out, lse.unsqueeze(-1) if _statistics_have_a_dim() else lse),
+            *state,  # philox_seed, philox_offset
+            *(None, None, None),  # attn_bias, cum_seq_q, cum_seq_k
+            *(rows, keys, 0.0, how.band == CAUSAL),  # max_q, max_k, dropout_p, is_causal
             scale=how.scale,
         )
         dq, dk, dv = (grad.transpose(1, 2) for grad in (dq, dk, dv))

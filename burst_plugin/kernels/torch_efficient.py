@@ -34,7 +34,7 @@ class TorchEfficientKernel:
     """
 
     name = "torch_efficient"
-    limits = Limits("cuda", (torch.float32, *HALVES), (), ((7, 0), (12, 1)))
+    limits = Limits("cuda", (torch.float32, *HALVES), capability=((7, 0), (12, 1)))
     features = frozenset({"head dims", "bias", "deterministic"})
 
     def refuse(self, case: Case) -> str | None:
@@ -54,7 +54,10 @@ class TorchEfficientKernel:
         v_dim, rows, bias = v.shape[-1], q.shape[1], _masked_bias(q, how)
         q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(q, k, v, _whole_bias(bias, q, k), None, None, None, None, 0.0, _mask(how), True), scale=how.scale
+            *(q, k, v, _whole_bias(bias, q, k)),
+            *(None, None, None, None),  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            *(0.0, _mask(how), True),  # dropout_p, custom_mask_type, compute_log_sumexp
+            scale=how.scale,
         )
         lse = lse[:, :, :rows]
         if bias is not None:
@@ -74,8 +77,10 @@ class TorchEfficientKernel:
         bias = _whole_bias(_masked_bias(q, how), q, k)
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv, dbias = torch.ops.aten._efficient_attention_backward(
-            *(dout, q, k, v, bias, out, None, None, rows, k.shape[1], lse, 0.0, *state, _mask(how)),
-            how.wants_dbias,
+            *(dout, q, k, v, bias, out),
+            *(None, None, rows, k.shape[1]),  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            *(lse, 0.0, *state),  # logsumexp, dropout_p, philox_seed, philox_offset
+            *(_mask(how), how.wants_dbias),  # custom_mask_type, bias_requires_grad
             scale=how.scale,
             num_splits_key=1 if how.deterministic else None,
         )

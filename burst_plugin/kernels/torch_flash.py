@@ -29,7 +29,7 @@ class TorchFlashKernel(FlashAttention2):
     """16-bit types; windows; grouped heads."""
 
     name = "torch_flash"
-    limits = Limits("cuda", HALVES, ((256, 256),), ((8, 0), (12, 1)))
+    limits = Limits("cuda", HALVES, dims=((256, 256),), capability=((8, 0), (12, 1)))
 
     def _refuse_library(self, case: Case) -> str | None:
         library = activated_library()
@@ -40,7 +40,9 @@ class TorchFlashKernel(FlashAttention2):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, False, False),
+            *(q, k, v),
+            *(None, None, q.shape[1], k.shape[1]),  # cum_seq_q, cum_seq_k, max_q, max_k
+            *(0.0, False, False),  # dropout_p, is_causal, return_debug_mask
             scale=ask.scale,
             window_size_left=ask.left,
             window_size_right=ask.right,
@@ -55,7 +57,9 @@ class TorchFlashKernel(FlashAttention2):
         )
         with _deterministic(ask.deterministic):
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                *(dout, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, False, *state),
+                *(dout, q, k, v, out, lse),
+                *(None, None, q.shape[1], k.shape[1]),  # cum_seq_q, cum_seq_k, max_q, max_k
+                *(0.0, False, *state),  # dropout_p, is_causal, rng_state, unused
                 scale=ask.scale,
                 window_size_left=ask.left,
                 window_size_right=ask.right,
