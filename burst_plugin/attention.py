@@ -71,9 +71,9 @@ def _work(kind: CallKind, direction: str, part: Part, visit: Visit, own: Mapping
     traveller = kind.travellers[direction]
     home = OTHER_SIDE[traveller]
     here = part.operands if visit.is_own else {**part.operands, traveller: part.incoming(traveller, visit.operands)}
-    site = kind.site(direction, visit.owner)
+    positions = kind.positions(direction, visit.owner)
     for tile in kind.tiles[direction, visit.owner, visit.turn]:
-        contributions = part.compute(here["q"], here["kv"], tile, site)
+        contributions = part.compute(here["q"], here["kv"], tile, positions)
         if contributions[home]:
             own[home].parts[visit.part].add(tile, home, contributions[home])
         if contributions[traveller]:

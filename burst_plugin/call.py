@@ -28,7 +28,7 @@ from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
 from burst_plugin.sums import OwnSums
 from burst_plugin.teams import TeamBlock
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
-from burst_plugin.tile_work import NOWHERE, Site, TileWork
+from burst_plugin.tile_work import NO_POSITIONS, TileWork, VisitPositions
 from burst_plugin.tiles import FULL, Tile
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
@@ -119,12 +119,12 @@ class CallKind:
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
         return tuple(tiles)
 
-    def site(self, direction: str, owner: int) -> Site:
+    def positions(self, direction: str, owner: int) -> VisitPositions:
         """Which tokens meet in a visit, if anything depends on them."""
         if not self._needs_sites:
-            return NOWHERE
+            return NO_POSITIONS
         runs = self.routes[direction].runs
-        return Site(*(positions(runs[side][owner], self.device) for side in SIDES))
+        return VisitPositions(*(positions(runs[side][owner], self.device) for side in SIDES))
 
     @cached_property
     def _needs_sites(self) -> bool:

@@ -17,7 +17,7 @@ from burst_plugin.kernels import Queries
 from burst_plugin.rows import take_rows
 from burst_plugin.softmax import project
 from burst_plugin.sums import OwnSums, Place, PlainSums, SoftmaxSums, TileSums, in_parts
-from burst_plugin.tile_work import Site, TileWork
+from burst_plugin.tile_work import TileWork, VisitPositions
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
 
@@ -43,7 +43,7 @@ class Part(Protocol):
         """Sums in tensors, in the order of `Shapes.side`, or in room for them; `filled`: they hold values already."""
         ...
 
-    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
         """The work of one tile: what it adds to the sums of either side, () for nothing."""
         ...
 
@@ -67,17 +67,17 @@ class ForwardPart:
         """See `Part.sums`; only queries sum up anything."""
         return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
 
-    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
         """See `Part.compute`."""
-        return {"q": self._work.forward(queries[0], keys, tile, site), "kv": ()}
+        return {"q": self._work.forward(queries[0], kv, tile, positions), "kv": ()}
 
 
 class BackwardPart:
     """dq, dk and dv. `factor` [B, H, S] is what travelling queries send in place of out; None if they send that."""
 
-    def __init__(self, work: TileWork, queries: Queries, keys: Tensors, factor: Tensor | None) -> None:
+    def __init__(self, work: TileWork, queries: Queries, kv: Tensors, factor: Tensor | None) -> None:
         self._work, self._queries, self._factor = work, queries, factor
-        self.operands: dict[str, Tensors] = {"q": queries[:4], "kv": keys}
+        self.operands: dict[str, Tensors] = {"q": tuple(queries), "kv": kv}
 
     def outgoing(self, side: str) -> Tensors:
         """See `Part.outgoing`."""
@@ -96,9 +96,9 @@ class BackwardPart:
         """See `Part.sums`."""
         return PlainSums(place, filled)
 
-    def compute(self, queries: Tensors, keys: Tensors, tile: Tile, site: Site) -> dict[str, Tensors]:
+    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
         """See `Part.compute`; `queries` are in the order of `Queries`."""
-        dq, dkv = self._work.backward(Queries(*queries), keys, tile, site)
+        dq, dkv = self._work.backward(Queries(*queries), kv, tile, positions)
         return {"q": dq, "kv": dkv}
 
 
@@ -128,9 +128,9 @@ def forward_parts(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) ->
     return [ForwardPart(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
 
 
-def backward_parts(works: Sequence[TileWork], queries: Queries, keys: Tensors, factor: Tensor | None) -> list[Part]:
+def backward_parts(works: Sequence[TileWork], queries: Queries, kv: Tensors, factor: Tensor | None) -> list[Part]:
     """One for each part of the heads; `factor` [B, H, S] as in `BackwardPart`, of all heads."""
     parts = len(works)
     factors = [None] * parts if factor is None else [one for (one,) in in_parts((factor,), parts)]
-    each = zip(works, in_parts((*queries[:4], *keys), parts), factors, strict=True)
-    return [BackwardPart(work, Queries(*mine[:4]), mine[4:], own) for work, mine, own in each]
+    each = zip(works, in_parts(queries, parts), in_parts(kv, parts), factors, strict=True)
+    return [BackwardPart(work, Queries(*q_side), kv_side, own) for work, q_side, kv_side, own in each]

@@ -12,17 +12,17 @@ from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.rows import rows_of
 from burst_plugin.tiles import Band, Tile
 
-__all__ = ["NOWHERE", "Site", "TileWork", "bias_grad"]
+__all__ = ["NO_POSITIONS", "TileWork", "VisitPositions", "bias_grad"]
 
 
-class Site(NamedTuple):
+class VisitPositions(NamedTuple):
     """Which tokens meet in a visit: positions [Sq] and [Sk], int64; None where nothing depends on them."""
 
     q: Tensor | None = None
     k: Tensor | None = None
 
 
-NOWHERE = Site()
+NO_POSITIONS = VisitPositions()
 
 
 class TileWork:
@@ -33,50 +33,52 @@ class TileWork:
 
     def __init__(self, kernel: Kernel, how: How, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
         self._kernel, self._base, self._bias = kernel, how, bias
-        self._without_site: dict[tuple[Band, int], How] = {}
+        self._without_positions: dict[tuple[Band, int], How] = {}
         self.dbias: Tensor | None = None
         self.max_logits = max_logits
 
-    def forward(self, q: Tensor, keys: tuple[Tensor, ...], tile: Tile, site: Site) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, kv: tuple[Tensor, ...], tile: Tile, positions: VisitPositions
+    ) -> tuple[Tensor, Tensor]:
         """(out, lse) of the tile's queries on its keys."""
-        q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *keys), (tile.q, tile.k, tile.k), strict=True))
-        how = self._how(tile, site)
+        q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *kv), (tile.q, tile.k, tile.k), strict=True))
+        how = self._how(tile, positions)
         out, lse = self._kernel.forward(q, k, v, how)
         if self.max_logits is not None:
             self.max_logits = self.max_logits.maximum(largest_scores(q, k, how))
         return _unfolded(out, tile), _unfolded_rows(lse, tile)
 
     def backward(
-        self, queries: Queries, keys: tuple[Tensor, ...], tile: Tile, site: Site
+        self, queries: Queries, kv: tuple[Tensor, ...], tile: Tile, positions: VisitPositions
     ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
         """((dq,), (dk, dv)) that the tile contributes."""
         q, dout, out = (_tokens(x, tile.q, tile) for x in queries[:3])
-        k, v = (_tokens(x, tile.k, tile) for x in keys)
+        k, v = (_tokens(x, tile.k, tile) for x in kv)
         lse = _folded_rows(rows_of(queries.lse, tile.q, tile.batch), tile)
-        grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, self._how(tile, site))
+        grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, self._how(tile, positions))
         if grads.dbias is not None and self._bias is not None:
-            self._add_to_dbias(grads.dbias, self._bias, tile, site)
+            self._add_to_dbias(grads.dbias, self._bias, tile, positions)
         return (_unfolded(grads.dq, tile),), (_unfolded(grads.dk, tile), _unfolded(grads.dv, tile))
 
-    def _how(self, tile: Tile, site: Site) -> How:
+    def _how(self, tile: Tile, positions: VisitPositions) -> How:
         first = 0 if tile.batch is None else tile.batch[0]
-        if site.q is None or site.k is None:
-            how = self._without_site.get((tile.band, first))
+        if positions.q is None or positions.k is None:
+            how = self._without_positions.get((tile.band, first))
             if how is None:
                 how = self._base._replace(band=tile.band, first_batch_row=first)
-                self._without_site[tile.band, first] = how
+                self._without_positions[tile.band, first] = how
             return how
-        q, k = site.q[tile.q], site.k[tile.k]
+        q, k = positions.q[tile.q], positions.k[tile.k]
         bias = self._bias
         if bias is not None:
             bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, k)
         return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_batch_row=first)
 
-    def _add_to_dbias(self, part: Tensor, bias: Tensor, tile: Tile, site: Site) -> None:
-        assert site.k is not None
+    def _add_to_dbias(self, part: Tensor, bias: Tensor, tile: Tile, positions: VisitPositions) -> None:
+        assert positions.k is not None
         if self.dbias is None:
             self.dbias = torch.zeros_like(bias, dtype=part.dtype)
-        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, site.k[tile.k], part)
+        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, positions.k[tile.k], part)
 
 
 def bias_grad(bias: Tensor, works: Sequence[TileWork]) -> Tensor:
