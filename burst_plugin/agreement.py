@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -35,10 +36,15 @@ class Agreement:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
-        self.is_on_cpu = group_device(group).type == "cpu"  # as the tensors are that the group moves
+        self.is_on_cpu = group_device(group).type == "cpu"
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
         self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
+        return group_device(self._group)
 
     def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
         """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
@@ -57,14 +63,13 @@ class Agreement:
         return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        device = group_device(self._group)  # the GPU may have been set after the ring was made
-        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=device)
+        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(everyone, mine.to(device), group=self._group)
+        gather(everyone, mine.to(self.device), group=self._group)
         return everyone.cpu().view(self._ranks, -1).unbind()
 
     def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
-        mine = mine.to(group_device(self._group))
+        mine = mine.to(self.device)
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]

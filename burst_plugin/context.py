@@ -227,16 +227,17 @@ class ContextParallel:
 
     def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        self.member.ring_id = agreement.exchange(token_hex(8), "connecting")[0]
+        ring_id = agreement.exchange(token_hex(8), "connecting")[0]
         shared = dist.distributed_c10d._get_default_store()
-        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on one, threads wait for each other
-        store = PrefixStore(f"burst_plugin/{self.member.ring_id}", own)
+        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
+        store = PrefixStore(f"burst_plugin/{ring_id}", own)
         agreement.record_failures_in(store)
         self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
             self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
         self._watch = FailureWatch(store, self.rank)
+        self.member.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
@@ -263,18 +264,22 @@ class ContextParallel:
         `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
         could wait. RuntimeError in the middle of a pass.
         """
+        some_gave_up = self.member.is_broken or (self._watch is not None and self._watch.some_gave_up())
+        self.release()
+        if self.group is not None and self._communicators and dist.is_initialized():
+            if some_gave_up or sys.exc_info()[0] is not None:
+                if launches_batches(self.group):
+                    return
+            elif is_alive(self.group):
+                self._wait_for_all(self.group)
+        self._communicators.destroy()
+
+    def release(self) -> None:
+        """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
         self.member.close()
         self.calls.clear()
-        some_gave_up = self.member.is_broken
         if self._watch is not None:
-            some_gave_up = some_gave_up or self._watch.some_gave_up()
             self._watch.close()
-        if self.group is not None and self._communicators and is_alive(self.group):
-            if not some_gave_up and sys.exc_info()[0] is None:
-                self._wait_for_all(self.group)
-            elif launches_batches(self.group):
-                return
-        self._communicators.destroy()
 
     def _wait_for_all(self, group: dist.ProcessGroup) -> None:
         """Until no rank is in a pass any more. If that fails, the next `close` waits for nobody."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from burst_plugin.planner import Links, Plan, plans, visit_seconds
+from burst_plugin.planner import Links, Plan, buffer_bytes, plans, visit_seconds
 from burst_plugin.shapes import Shapes
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
@@ -65,10 +65,10 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
             f"{strategy.schedule:<16}{degree:>8}{strategy.parts!s:>8}{', '.join(plan.travellers):>11}"
             f"{1e3 * plan.forward.time_s:>12.2f}{1e3 * plan.backward.time_s:>13.2f}{plan.step_s / bound_s:>15.2f}x"
         )
-    yield _advice(best_first[0])
+    yield _advice(best_first[0], buffer_bytes(best_first[0], topology, shapes))
 
 
-def _advice(best: Plan) -> str:
+def _advice(best: Plan, nbytes: float) -> str:
     busiest = max((p.link_s[link], link.value) for p in (best.forward, best.backward) for link in Link)
     compute_s = best.forward.compute_s + best.backward.compute_s
     waits = best.step_s > 1.02 * compute_s
@@ -78,4 +78,7 @@ def _advice(best: Plan) -> str:
         value = getattr(best.strategy, name)
         if value != getattr(Strategy(), name):
             options[name] = value
-    return f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {why}."
+    return (
+        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {why}. "
+        f"Its ring's buffers take about {nbytes / 2**30:.2f} GiB of a rank's memory, for all layers together."
+    )

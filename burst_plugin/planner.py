@@ -9,12 +9,13 @@ How ranks and messages move is in `burst_plugin.simulation`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from burst_plugin.buffer_count import most_held
 from burst_plugin.schedule import SCHEDULES, usual
 from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
 from burst_plugin.simulation import Links, Load, nic_of, simulate
@@ -22,7 +23,7 @@ from burst_plugin.strategy import Strategy, choose_traveller
 from burst_plugin.topology import Link, Topology
 from burst_plugin.transfers import Schedule
 
-__all__ = ["Links", "Load", "Plan", "Price", "pass_price", "plans", "price", "visit_seconds"]
+__all__ = ["Links", "Load", "Plan", "Price", "buffer_bytes", "pass_price", "plans", "price", "visit_seconds"]
 
 _PARTS = (1, 2, 4)
 _ALIKE = 1.01  # what a plan may cost more than the cheapest and be taken all the same, if it is the simpler one
@@ -180,6 +181,24 @@ def _best_traveller(
     if prices[usual_side].time_s <= _ALIKE * prices[best].time_s:
         return _Choice(prices[usual_side], usual_side, getattr(strategy, direction))
     return _Choice(prices[best], best, best)
+
+
+def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
+    """About how many bytes the ring's communication buffers take where most are needed, for all layers together.
+
+    Buffers of one size serve either pass. An exchange of heads has what it sends and what it receives besides.
+    """
+    degree = plan.strategy.ulysses_degree
+    teams, ring = topology.of_teams(degree), _in_ring(shapes, degree)
+    counts: Counter[float] = Counter()  # by size
+    for direction, traveller in zip(DIRECTIONS, plan.travellers, strict=True):
+        load, parts = Load.of(ring, direction, traveller, 0.0), plan.strategy.parts_of(direction)
+        schedule = SCHEDULES[plan.strategy.schedule_for(teams)](teams, load.reduce_bytes > 0, None)
+        held = most_held(schedule.in_parts(parts))
+        in_pass = Counter({load.gather_bytes / parts: held.operands})
+        in_pass[load.reduce_bytes / parts] += held.sums
+        counts |= in_pass
+    return sum(size * count for size, count in counts.items())
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:

@@ -23,18 +23,14 @@ class FailureWatch:
     Ending the processes is left to the time-out and the launcher.
     """
 
-    def __init__(self, store: Store, rank: int, period_s: float = _PERIOD_S) -> None:
-        self._closed = threading.Event()
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a connection, see `ContextParallel`
-        arguments = (self._store, f"rank {rank} ", period_s, self._closed)
+    def __init__(self, store: Store, rank: int, period_s: float | None = None) -> None:
+        self._closed, self._seen = threading.Event(), threading.Event()
+        arguments = (store, f"rank {rank} ", period_s or _PERIOD_S, self._closed, self._seen)
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
 
     def some_gave_up(self) -> bool:
-        """Whether any rank has, this one among them, or the store is gone, with the rank that hosted it."""
-        try:
-            return bool(self._store.check([FIRST_FAILURE]))
-        except RuntimeError:
-            return True
+        """Whether a rank is known to have given up; asks nobody."""
+        return self._seen.is_set()
 
     def close(self) -> None:
         """Look no more."""
@@ -44,12 +40,13 @@ class FailureWatch:
         self.close()
 
 
-def _watch(store: Store, own: str, period_s: float, closed: threading.Event) -> None:
+def _watch(store: Store, own: str, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
     while not closed.wait(period_s):
         try:
             if not store.check([FIRST_FAILURE]):
                 continue
             text = store.get(FIRST_FAILURE).decode()
+            seen.set()
         except RuntimeError:  # the store went with the rank that hosted it
             return
         if not text.startswith(own):

@@ -113,6 +113,8 @@ def test_plan_says_what_suits_a_cluster() -> None:
     idle = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45").stdout
     assert "2x4 (nodes x ranks per node), 8192 tokens per rank, 32/8 heads of 128, bfloat16, causal" in idle
     assert "Best: Strategy(schedule='two_level_ring', parts=1); all communication is hidden behind work." in idle
+    block = 8192 * 8 * 2 * 128 * 2 / 2**30  # 8 heads of keys and values in bfloat16; sums are twice as large
+    assert f"buffers take about {(4 + 5 * 2) * block:.2f} GiB" in idle
     busy = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "2").stdout
     assert "parts=(4, 2)); inter-node links are what ranks wait for." in busy
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from unittest import mock
 
@@ -19,6 +20,7 @@ from burst_plugin import (
     communicators,
     context,
     shard_batch,
+    watch,
 )
 from burst_plugin.agreement import told
 from burst_plugin.communicators import new_group_like
@@ -64,13 +66,16 @@ def test_batches_are_not_compared_in_the_middle_of_a_pass() -> None:
 
 
 def _given_up(rank: int) -> None:
-    """Rank 1 gives up between two calls, and lives on; then all close."""
-    cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
-    burst_attention(X, X, X, cp)
+    """Rank 1 gives up between two calls, and lives on; then, once the other knows, all close."""
+    with mock.patch.object(watch, "_PERIOD_S", 0.05):
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
+        burst_attention(X, X, X, cp)
     assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
     if rank:
         cp.member.give_up(MemoryError("no room"))
-    dist.barrier()
+    assert cp._watch is not None
+    while not cp._watch.some_gave_up():
+        time.sleep(0.01)
     with mock.patch.object(context, "barrier", side_effect=AssertionError("the other does not come")):
         cp.close()
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
@@ -94,15 +99,14 @@ def test_closing_after_the_group_was_destroyed_leaves_nothing_behind() -> None:
 
 
 def _barrier_fails(rank: int) -> None:
-    """That of rank 1, which says so to rank 0."""
+    """That of rank 1; rank 0 closes once."""
     cp = ContextParallel(dist.group.WORLD)
     burst_attention(X, X, X, cp)
     if rank:
         lost = mock.patch.object(context, "barrier", side_effect=RuntimeError("Connection closed by peer"))
         with lost, pytest.raises(RuntimeError, match="Connection closed"):
             cp.close()
-    dist.barrier()
-    with mock.patch.object(context, "barrier", side_effect=AssertionError("once is enough")):
+    with mock.patch.object(context, "barrier", side_effect=AssertionError("once is enough") if rank else None):
         cp.close()
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 

@@ -15,7 +15,8 @@ class EmulatedDevice:
 
     A GPU ends its kernel in time, however many ranks want a processor then, and has the next one in its queue. So by
     how much a process woke up late is taken off its next kernel; not if it has waited for anything in between, since
-    what was waited for, such as a message, would not have come any sooner.
+    what was waited for, such as a message, would not have come any sooner. (One that came while the process overslept
+    was not waited for: by that much at most is a kernel early.)
     """
 
     def __init__(self) -> None:

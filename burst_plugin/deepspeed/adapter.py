@@ -225,7 +225,7 @@ def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None
             session.detach()
             if adapter.latest is session:
                 adapter.latest = next(reversed([*adapter.sessions.values()]), None)
-            session.cp.member.close()  # its buffers; its groups are not destroyed, since ranks may end one by one
+            session.cp.release()  # its groups are not destroyed, since ranks may end one by one
     finally:
         original(engine)
 

@@ -56,8 +56,8 @@ def enable(*, force: bool = False) -> list[str]:
         One line of plain English for each kind of redirection.
 
     Raises:
-        RuntimeError: this machine has a usable GPU and ``force`` is false; or Transformer Engine or Apex, which need
-            one, are imported already: Megatron-core imports them where they are installed.
+        RuntimeError: this machine has a usable GPU and ``force`` is false; or Megatron-core has been imported already
+            and taken optimizers from Transformer Engine or Apex, which need one.
     """
     done: list[str] | None = getattr(torch.cuda, _REPORT, None)
     if done is not None:
@@ -68,7 +68,7 @@ def enable(*, force: bool = False) -> list[str]:
             "it would hide them from the whole process. Leave the call out to train on the GPUs, "
             "or set CUDA_VISIBLE_DEVICES= to hide them, or pass force=True to use the CPU all the same."
         )
-    lines = [_hide_cuda_packages(), _set_environment(), _stop_compilers()]
+    lines = [hide_cuda_packages(), _set_environment(), _stop_compilers()]
     for meaning, replacements in _replacements().items():
         _replace(replacements)
         lines.append(f"torch.cuda: {', '.join(sorted(replacements))} {meaning}")
@@ -308,15 +308,16 @@ def _run_lazy_calls_at_once() -> None:
 # ------------------------------------------------------------------------------------- compilers, environment
 
 
-def _hide_cuda_packages() -> str:
+def hide_cuda_packages() -> str:
     """Packages that need a GPU are not found from now on, so that Megatron takes what it has in their place."""
-    loaded = [name for name in _CUDA_PACKAGES if sys.modules.get(name) is not None]
-    if loaded:
+    loaded = [name for name in sys.modules if name.partition(".")[0] in _CUDA_PACKAGES]
+    taken = [name for name in loaded if sys.modules[name] is not None and name in _CUDA_PACKAGES]
+    if taken and "megatron.core.optimizer" in sys.modules:
         raise RuntimeError(
-            f"burst_plugin.megatron.cpu.enable(): {', '.join(loaded)} are imported already, and Megatron-core takes "
-            "optimizers from them that need a GPU. Call enable() before megatron.core is imported."
+            f"burst_plugin.megatron.cpu.enable(): Megatron-core has been imported beside {', '.join(taken)}, and has "
+            "taken optimizers from there that need a GPU. Call enable() before megatron.core is imported."
         )
-    sys.modules.update(dict.fromkeys(_CUDA_PACKAGES))  # type: ignore[arg-type]
+    sys.modules.update(dict.fromkeys([*_CUDA_PACKAGES, *loaded]))  # type: ignore[arg-type]
     return f"imports: {', '.join(_CUDA_PACKAGES)} are not found"
 
 

@@ -82,7 +82,7 @@ read -r -d '' -a words <<<"$flags $TOKENIZER" || true
 words+=(--data-path "$DATA" --data-cache-path "$out/cache" --train-iters "$iters")
 words+=(--save "$out/checkpoints" --load "$out/checkpoints")
 [ "$mode" = smoke ] || words+=(--tensorboard-dir "$out/tensorboard")
-if [ "$mode" = run ] && ! "$python" -c 'import fused_weight_gradient_mlp_cuda' >/dev/null 2>&1; then
+if [ "$mode" = run ] && ! "$python" -c 'import torch, fused_weight_gradient_mlp_cuda' >/dev/null 2>&1; then
     echo "pretrain.sh: Apex' fused_weight_gradient_mlp_cuda is not installed: --no-gradient-accumulation-fusion" >&2
     words+=(--no-gradient-accumulation-fusion)
 fi

@@ -164,6 +164,7 @@ def _passes(rank: int, contender: Contender, case: Case) -> dict[str, list[_Pass
         for _ in range(6):
             dist.barrier()
             forward, out = timed(partial(session.attend, q, k, v))
+            dist.barrier()
             backward, _ = timed(partial(out.backward, torch.zeros_like(out)))
             for direction, one in zip(DIRECTIONS, (forward, backward), strict=True):
                 found[direction].append(one)

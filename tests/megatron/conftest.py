@@ -2,6 +2,11 @@
 
 import pytest
 
+pytest.importorskip("megatron", reason="megatron-core is not installed")
+
+from burst_plugin.megatron import cpu
+
+cpu.hide_cuda_packages()  # as every rank does, before Megatron looks for them
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 pytest.importorskip("megatron.core.distributed")
 pytest.importorskip("megatron.core.models.gpt")

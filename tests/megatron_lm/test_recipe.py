@@ -92,7 +92,8 @@ def test_the_command_is_what_the_cost_model_prices(
 def test_without_apex_its_kernel_is_not_asked_for(shown: dict[str, str], tmp_path: Path, apex: bool) -> None:
     (tmp_path / "text.idx").write_text("")
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit {0 if apex else 1}\necho "$@"\n')
+    asked = "import torch, fused_weight_gradient_mlp_cuda"  # which finds libraries of torch only behind torch
+    python.write_text(f'#!/bin/sh\n[ "$2" = "{asked}" ] && exit {0 if apex else 1}\necho "$@"\n')
     python.chmod(0o755)
     places = {**shown, "DATA": str(tmp_path / "text"), "OUT": str(tmp_path / "out"), "PYTHON": str(python)}
     assert ("--no-gradient-accumulation-fusion" in pretrain(**places).stdout) == (not apex)
