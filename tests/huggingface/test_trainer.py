@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import Trainer
 
-from burst_plugin import deepspeed as burst
+from burst_plugin.deepspeed.adapter import Adapter
+from burst_plugin.deepspeed.trainer import install_trainer
 from tests.support.deepspeed_run import Run, llama, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
@@ -71,7 +72,7 @@ def _with_an_earlier_trainer(rank: int, setup: Setup) -> tuple[list[str], str]:
     import transformers.trainer
 
     del transformers.trainer.deepspeed_sp_compute_loss
-    report = burst.install().report
+    report = install_trainer(Adapter())  # whatever else an earlier test has installed in the process that forked
     with pytest.raises(ValueError, match="needs transformers") as refused:
         train(setup, deepspeed=True)
     return report, str(refused.value)
