@@ -165,9 +165,14 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
 
 
 def cut_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
-    """This rank's part of a batch, by Megatron; of all the ranks of context parallelism, or of `group`."""
+    """This rank's part of a batch, by Megatron; of all the ranks of context parallelism, or of `group`.
+
+    The group is always given: without one Megatron from 0.18 on takes the whole world, unless it has been repaired.
+    """
+    from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    group = group or parallel_state.get_context_parallel_group()
     since_0_18 = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
     return get_batch_on_this_cp_rank(batch, cp_group=group, **since_0_18)
 
