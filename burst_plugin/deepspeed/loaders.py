@@ -105,7 +105,8 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
     if isinstance(batch, Mapping):
         mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
-    dist.all_gather_object(everyone, mine, group=cp.group)
+    with cp.member.alone():
+        dist.all_gather_object(everyone, mine, group=cp.group)
     strange = {rank: each for rank, each in enumerate(everyone) if isinstance(each, str)}
     if strange:
         raise ValueError(f"a batch has to be a dict of tensors by name; these ranks have others: {strange}")

@@ -19,6 +19,7 @@ import burst_plugin
 import burst_plugin.deepspeed as burst
 from burst_plugin import ContextParallel, Strategy, shard_batch
 from burst_plugin.deepspeed import adapter
+from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import Run, build, configuration, draw, llama, start
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -468,6 +469,18 @@ def _turns_with_a_list(rank: int) -> str:
 def test_batches_that_are_no_dicts_are_refused_on_every_rank() -> None:
     for said in run_ranks(_turns_with_a_list, 2):
         assert "a batch has to be a dict of tensors by name; these ranks have others: {1: 'list'}" in said
+
+
+def _turns_beside_a_pass(rank: int) -> str:
+    """A loader's thread asks for the others' batches while another thread is in a pass."""
+    cp = ContextParallel(dist.group.WORLD)
+    with cp.member.alone():
+        return _said(exchanged, BATCH, cp)
+
+
+def test_ranks_do_not_exchange_batches_in_the_middle_of_a_pass() -> None:
+    for said in run_ranks(_turns_beside_a_pass, 2):
+        assert said.startswith("RuntimeError: burst attention was entered, or ranks were to compare a batch")
 
 
 def _later_loss(rank: int) -> list[str]:
