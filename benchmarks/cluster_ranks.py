@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from random import Random
+from statistics import median
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
-_TRIALS = 3  # of each configuration, if there are several
+_TRIALS = 7  # of each configuration, if there are several
 _ALIKE = 1.02  # no such difference is told from chance in so few turns
 LEAD_S = 0.1  # by which a start is agreed on beforehand
 
@@ -105,9 +106,9 @@ class Entry:
     nic_bytes: dict[str, int]
 
     @property
-    def least_s(self) -> float:
-        """Of a forward and a backward pass: what a few turns say best, since other programs only add to them."""
-        return sum(min(times) for times in self.times.values())
+    def typical_s(self) -> float:
+        """Of a forward and a backward pass: the sum of their medians, by which contenders are compared too."""
+        return sum(median(times) for times in self.times.values())
 
 
 def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
@@ -158,8 +159,8 @@ def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[
     for turn in range(_TRIALS if len(entries) > 1 else 1):
         for entry in entries:
             _take_turn(entry, inputs, count=turn == 0)
-    best_s = min(entry.least_s for entry in entries)
-    return next(entry for entry in entries if entry.least_s <= _ALIKE * best_s), {}
+    best_s = min(entry.typical_s for entry in entries)
+    return next(entry for entry in entries if entry.typical_s <= _ALIKE * best_s), {}
 
 
 def parts_by_degree(case: Case, slept: Slept, links: Links) -> dict[int, int | tuple[int, int]]:
