@@ -6,7 +6,8 @@ kernels compute.
 
 One run is interleaved: in every round each contender does one forward and one backward pass, between a start agreed
 on by all ranks and the end of the last one. Figures are medians over rounds. The bound is the longer of all work and
-of all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price.
+of all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price. Neither knows
+of latency.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from statistics import median
 from typing import Any
@@ -42,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rates", nargs="+", type=float, default=[100, 200, 400], metavar="MBIT", help="of a NIC")
     parser.add_argument("--heads", nargs="+", default=["16/16", "16/4"], metavar="Q/KV", help="query/kv heads")
     parser.add_argument("--nic", choices=("rank", "node"), default="rank", help="whose a NIC is")
+    parser.add_argument("--latency-ms", type=float, default=0.0, metavar="MS", help="one way, between NICs")
     parser.add_argument("--compute", choices=("slept", "real"), default="slept")
     parser.add_argument("--visit-ms", nargs=2, type=float, default=[30, 75], metavar=("FWD", "BWD"), help="if slept")
     parser.add_argument("--seq", type=int, help="tokens per rank (default: as many as make keys and values 1 MiB)")
@@ -53,18 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, save."""
-    reason = EmulatedCluster.unavailable()
+    reason = EmulatedCluster.unavailable(options.latency_ms)
     if reason is not None:
-        print(f"bench cluster: skipped, no cluster can be emulated here: {reason}")
+        print(f"bench cluster: skipped, no such cluster can be emulated here: {reason}")
         return 0
-    if options.rounds < 1 or min(options.rates) <= 0 or min(options.visit_ms) < 0:
-        raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms 0 or more")
+    if options.rounds < 1 or min(options.rates) <= 0 or min(*options.visit_ms, options.latency_ms) < 0:
+        raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms and --latency-ms 0 or more")
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     chosen = [c for c in CONTENDERS if not options.contenders or c.name in options.contenders]
     names = tuple(c.name for c in chosen)
     absent = {c.name: reason for c in chosen if (reason := c.absent()) is not None}
     console = Console(width=None if sys.stdout.isatty() else 120)
-    variant = "cluster" if slept else "cluster-real"
+    variant = "-".join(["cluster", *([] if slept else ["real"]), *(["latency"] if options.latency_ms else [])])
     campaign = Campaign.begin("cluster", options, variant=variant, free=("topologies", "rates"))
 
     def measured(setting: Setting) -> list[Row]:
@@ -75,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
         return measure(setting, Work(cases, slept, names, absent, options.rounds, timeout_s, parts))
 
     def show(setting: Setting, rows: list[Row]) -> None:
-        console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}, ms", rows))
+        late = f", {setting.latency_ms:g} ms away" if setting.latency_ms else ""
+        console.print(table_of(f"{setting.topology}, {setting.rate_mbit:g} mbit per {setting.nic}{late}, ms", rows))
 
     for setting in settings(options):
         campaign.measure(setting.is_of, partial(measured, setting), partial(show, setting))
@@ -92,7 +96,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         if len(sizes) != 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
             raise RefusedError(f"--topologies {text} is not valid; write nodes x ranks per node, such as 2x4")
         for rate in options.rates:
-            yield Setting(int(sizes[0]), int(sizes[1]), rate, options.nic)
+            yield Setting(int(sizes[0]), int(sizes[1]), rate, options.nic, options.latency_ms)
 
 
 def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
@@ -119,7 +123,7 @@ def parts_of(
 
 def measure(setting: Setting, work: Work) -> list[Row]:
     """Rows of all cases and contenders on one cluster."""
-    with EmulatedCluster(setting.nodes, setting.ranks_per_node, setting.rate_mbit, setting.nic) as cluster:
+    with EmulatedCluster(**asdict(setting)) as cluster:
         measured = cluster.run(measure_in_rank, setting, work, timeout_s=work.timeout_s * len(work.cases))
     return [row for found in measured[0] for row in rows_of(setting, work.slept, *found)]
 
@@ -135,10 +139,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of one contender on one case: both directions, and their sum."""
     base = {
-        "nodes": setting.nodes,
-        "ranks_per_node": setting.ranks_per_node,
-        "rate_mbit": setting.rate_mbit,
-        "nic": setting.nic,
+        **asdict(setting),
         "q_heads": case.q_heads,
         "kv_heads": case.kv_heads,
         "seq": case.seq,

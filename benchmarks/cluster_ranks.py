@@ -43,6 +43,7 @@ class Setting:
     ranks_per_node: int
     rate_mbit: float
     nic: str = "rank"
+    latency_ms: float = 0.0
 
     @property
     def topology(self) -> Topology:

@@ -10,6 +10,7 @@ from rich.table import Table
 __all__ = ["table_of", "verdicts"]
 
 Row = Mapping[str, Any]
+_PLACE = ("nodes", "ranks_per_node", "rate_mbit", "nic", "latency_ms", "q_heads", "kv_heads", "direction")
 OURS, FLAT = "burst", "burst flat ring"
 TO_BOUND, TO_MODEL, TWICE, PREDICTED = 1.08, 1.10, 2.0, 2.2
 
@@ -81,7 +82,7 @@ def _worst(name: str, rows: Sequence[Row], key: str, limit: float) -> str:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    return tuple(row[k] for k in ("nodes", "ranks_per_node", "rate_mbit", "nic", "q_heads", "kv_heads", "direction"))
+    return tuple(row[k] for k in _PLACE)
 
 
 def _where(row: Row) -> str:

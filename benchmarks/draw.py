@@ -111,8 +111,7 @@ def draw_cluster(result: Result) -> Any:
             axis.set_title(f"{topology} ranks, {rate}", loc="left", fontsize=11)
         axes[row][0].set_ylabel(f"time / {cases[0].yardstick()}")
         axes[row][0].set_ylim(bottom=0)  # when all are drawn: after that nothing makes room for a longer bar
-    what = cases[0].what
-    title = f"Emulated cluster (nodes × ranks per node), a NIC per {what['nic']}, compute {what['compute']}"
+    title = f"Emulated cluster (nodes × ranks per node), {figures.kind(cases[0])}"
     _finish(figure, result, title, names)
     return figure
 

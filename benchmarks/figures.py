@@ -10,7 +10,7 @@ from benchmarks.results import Result
 
 Row = Mapping[str, Any]
 DIRECTIONS = ("forward", "backward", "both")
-_CLUSTER_CASE = ("compute", "nic", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads")
+_CLUSTER_CASE = ("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads")
 _ATTENTION_CASE = ("ranks", "dtype", "causal", "q_heads", "kv_heads", "head_dim", "seq")
 
 
@@ -108,6 +108,13 @@ def refused(cases: Sequence[Case]) -> dict[tuple[str, str], list[Case]]:
 def topology(case: Case) -> str:
     """Nodes × ranks per node."""
     return f"{case.what['nodes']}×{case.what['ranks_per_node']}"
+
+
+def kind(case: Case) -> str:
+    """What cluster it is, but for its size and its links' rate."""
+    latency_ms = case.what["latency_ms"]
+    away = f", {latency_ms:g} ms away" if latency_ms else ""
+    return f"a NIC per {case.what['nic']}{away}, compute {case.what['compute']}"
 
 
 def rate(case: Case) -> str:

@@ -8,6 +8,7 @@ With a NIC per rank, as in most GPU clusters, each rank is a namespace (here 2 n
      +------------+-- eth --+------------+         nic  shaped in both directions, one bridge for all
 
 With a NIC per node each node is a namespace; its ranks share one shaped `nic` and reach each other over loopback.
+With latency each `nic` ends in a bridge of its own, and `eth` is a process that holds what it hands on (`wire`).
 
 Every rank is addressed by its `nic`; which device a packet takes is decided by the route alone, so gloo is told of
 one interface only. The namespaces are built inside one private network and mount namespace (and, without root, a
@@ -20,17 +21,22 @@ import ctypes
 import functools
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
+from benchmarks import wire
 from benchmarks.ranks import join_gloo, launch, launcher_environment, values
 
 TOOLS = ("unshare", "mount", "ip", "tc")
 BUILD_S = 60.0
+_READY = "ready"
 _BURST = "burst 128kb limit 4mb"  # tbf's bucket, room for two of the largest packets, and its queue
 
 _PRELUDE = """
@@ -60,13 +66,21 @@ class EmulatedCluster:
     Args:
         rate_mbit: what each `nic` carries per direction, in 10⁶ bit/s; None leaves it unshaped.
         nic: "rank" if each rank has a NIC of its own, "node" if the ranks of a node share one.
+        latency_ms: by which whatever leaves a `nic` comes later to another one, milliseconds.
 
     Raises:
-        ValueError: for sizes, rates or kinds that cannot be.
+        ValueError: for sizes, rates, latencies or kinds that cannot be.
         RuntimeError: on entering, if the namespaces cannot be built; see `unavailable`.
     """
 
-    def __init__(self, nodes: int, ranks_per_node: int, rate_mbit: float | None = None, nic: str = "rank") -> None:
+    def __init__(
+        self,
+        nodes: int,
+        ranks_per_node: int,
+        rate_mbit: float | None = None,
+        nic: str = "rank",
+        latency_ms: float = 0.0,
+    ) -> None:
         for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
             if not 1 <= size <= 250:
                 raise ValueError(f"{name} is {size}; expected 1 .. 250")
@@ -74,26 +88,32 @@ class EmulatedCluster:
             raise ValueError(f"rate_mbit is {rate_mbit}; expected more than 0, or None for an unshaped nic")
         if nic not in ("rank", "node"):
             raise ValueError(f'nic is {nic!r}; expected "rank" or "node"')
+        if not 0 <= latency_ms < float("inf"):
+            raise ValueError(f"latency_ms is {latency_ms}; expected 0 or more")
         self.nodes = nodes
         self.ranks_per_node = ranks_per_node
         self.rate_mbit = rate_mbit
         self.nic = nic
+        self.latency_ms = latency_ms
         self.world_size = nodes * ranks_per_node
         self._files: dict[str, int] = {}
+        self._wire: int | None = None  # a process
 
     @staticmethod
-    def unavailable() -> str | None:
-        """Why no cluster can be built here; None if one can."""
-        return _unavailable()
+    def unavailable(latency_ms: float = 0.0) -> str | None:
+        """Why no cluster can be built here, with such a latency; None if one can."""
+        return _unavailable() or (_no_wire() if latency_ms else None)
 
     def __enter__(self) -> EmulatedCluster:
-        reason = _unavailable()
+        reason = self.unavailable(self.latency_ms)
         if reason is not None:
             raise RuntimeError(f"no cluster can be emulated here: {reason}")
         if self._files:
             raise RuntimeError("this cluster is already built; expected to be entered once")
         try:
             self._build()
+            if self.latency_ms:
+                self._lay_wires()
         except BaseException:
             self._close()
             raise
@@ -129,6 +149,11 @@ class EmulatedCluster:
         """The name of a rank's namespace."""
         return f"rank{rank}" if self.nic == "rank" else f"node{rank // self.ranks_per_node}"
 
+    @property
+    def _hosts(self) -> list[str]:
+        """The names of all namespaces with a `nic`, in the order of their numbers."""
+        return list(dict.fromkeys(map(self._host, range(self.world_size))))
+
     def _build(self) -> None:
         """Build the namespaces from a process inside their parent, open them, and let it go."""
         flags = _unshare_flags()
@@ -156,16 +181,49 @@ class EmulatedCluster:
         self._files["switch"] = os.open(process / "ns/net", os.O_RDONLY)
         if user:
             self._files["user"] = os.open(process / "ns/user", os.O_RDONLY)
-        for host in sorted({self._host(rank) for rank in range(self.world_size)}):
+        for host in self._hosts:
             self._files[host] = os.open(f"{process}/root{runtime}/netns/{host}", os.O_RDONLY)
+
+    def _lay_wires(self) -> None:
+        """Fork the process that connects the hosts; it ends when this one closes its socket, or dies."""
+        here, there = socket.socketpair()
+        with here, there:
+            self._wire = os.fork()
+            if self._wire == 0:
+                here.close()
+                self._hold_frames(there)
+            there.close()
+            said = here.recv(1 << 16).decode()
+            self._files["wire"] = here.detach()
+        if said != _READY:
+            raise RuntimeError(f"connecting the nodes failed:\n{said}")
+
+    def _hold_frames(self, parent: socket.socket) -> NoReturn:
+        """What that process does, in the namespace of the bridges."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for the parent
+        try:
+            if "user" in self._files:
+                _setns(self._files["user"])
+            _setns(self._files["switch"])
+            taps = [wire.tap(f"tap{number}") for number in range(len(self._hosts))]
+            parent.sendall(_READY.encode())
+            wire.serve(taps, self.latency_ms / 1e3, parent.fileno())
+            os._exit(0)
+        except BaseException:
+            parent.sendall(traceback.format_exc().encode())
+        finally:
+            os._exit(1)
 
     def _close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
+        if self._wire is not None:
+            os.waitpid(self._wire, 0)
+            self._wire = None
 
     def _script(self) -> str:
         """The shell script that builds all, prints where the namespaces are, and waits for its input to end."""
-        lines = [_PRELUDE, *_batch("ip", _bridge("eth"))]
+        lines = [_PRELUDE, *([] if self.latency_ms else _batch("ip", _bridge("eth")))]
         for node in range(self.nodes):
             if self.nic == "node":
                 lines += self._shaped_host(f"node{node}", node, f"10.77.255.{node + 1}", [])
@@ -183,7 +241,10 @@ class EmulatedCluster:
     ) -> Iterator[str]:
         """The lines that add one namespace with its `nic`, and, given a bridge of its node, its `nvl`."""
         yield f"ip netns add {host}"
-        yield from _batch("ip", _cable("nic", number, host, "eth"))
+        bridge = f"eth{number}" if self.latency_ms else "eth"
+        if self.latency_ms:
+            yield from _batch("ip", [*_bridge(bridge), *_tap(f"tap{number}", bridge)])
+        yield from _batch("ip", _cable("nic", number, host, bridge))
         if node_bridge is not None:
             yield from _batch("ip", _cable("nvl", number, host, node_bridge))
         own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *routes]
@@ -229,6 +290,11 @@ def _cable(device: str, number: int, host: str, bridge: str) -> list[str]:
     ]
 
 
+def _tap(name: str, bridge: str) -> list[str]:
+    """A device that a program reads from and writes to, on a bridge."""
+    return [f"tuntap add {name} mode tap vnet_hdr", f"link set {name} master {bridge}", *_up(name)]
+
+
 def _setns(file: int) -> None:
     """Move this process into a namespace (os.setns came with Python 3.12)."""
     if ctypes.CDLL(None, use_errno=True).setns(file, 0) != 0:
@@ -243,6 +309,11 @@ def _unshare_flags() -> tuple[str, ...] | None:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0:
             return flags
     return None
+
+
+def _no_wire() -> str | None:
+    """Why there can be no latency."""
+    return None if os.access(wire.DEVICE, os.R_OK | os.W_OK) else f"{wire.DEVICE} cannot be opened, for latency"
 
 
 @functools.cache

@@ -35,11 +35,10 @@ def _cluster(result: Result) -> str:
         body.append([figures.rate(cases[0]), *([_range(ratios, "{:.2f}")] if bounded else []), *cells])
     cases = [case for group in groups for case in group]
     topologies, heads = (", ".join(dict.fromkeys(map(name, cases))) for name in (figures.topology, figures.heads))
-    what = cases[0].what
     over_bound = f"time of {ours} over the bound, each pass by itself; " if bounded else ""
     text = (
-        f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; a NIC per {what['nic']}; compute "
-        f"{what['compute']}): {over_bound}time of the others over that of {ours}, forward and backward together. "
+        f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; {figures.kind(cases[0])}): "
+        f"{over_bound}time of the others over that of {ours}, forward and backward together. "
         "Least to most over all settings, with the median."
     )
     head = ["link", *([f"{ours} / bound"] if bounded else []), *others]

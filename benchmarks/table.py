@@ -82,7 +82,7 @@ def _picture(path: Path, result: Result, directory: Path) -> list[str]:
 def _cluster(result: Result) -> list[str]:
     """Times over the bound, or over the first contender's, by topology, rate and heads."""
     parts = []
-    for cases in figures.alike(figures.cluster_cases(result), "compute", "nic"):
+    for cases in figures.alike(figures.cluster_cases(result), "compute", "nic", "latency_ms"):
         rows = [row for case in cases for row in case.rows]
         names = figures.contenders(rows)
         directions = cases[0].directions()
@@ -101,8 +101,8 @@ def _cluster(result: Result) -> list[str]:
         over = "the bound" if yardstick == "bound" else f"that of {yardstick}"
         meaning = f" The bound is the longer of computing and of sending all bytes of {names[0]} over the link."
         parts.append(
-            f"Emulated cluster, a NIC per {cases[0].what['nic']}, compute {cases[0].what['compute']}: time over "
-            f"{over}, {words}.{meaning if yardstick == 'bound' else ''}"
+            f"Emulated cluster, {figures.kind(cases[0])}: time over {over}, {words}."
+            f"{meaning if yardstick == 'bound' else ''}"
         )
         parts.append(markdown(head, body))
         parts += _missing(result, cases, lambda case: f"{figures.topology(case)}, {figures.heads(case)} heads")

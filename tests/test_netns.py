@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import netns
+from benchmarks import netns, wire
 from benchmarks.netns import EmulatedCluster, interface_bytes
 from benchmarks.ranks import RankError
 from tests.support.ranks import run_ranks
@@ -131,6 +134,65 @@ def test_a_shared_nic_carries_what_leaves_its_node() -> None:
         assert any(only_once() for _ in range(3)), "TCP may send a segment again, but not each time"
 
 
+LATENCY_MS = 10.0
+
+
+def there_and_back(rank: int, peer: int) -> float:
+    """The least time of a byte from rank 0 to another one and of its answer, ms."""
+    took_s = []
+    for _ in range(10):
+        dist.barrier()
+        begin_s, byte = time.perf_counter(), torch.zeros(1, dtype=torch.uint8)
+        if rank == 0:
+            dist.send(byte, peer)
+            dist.recv(byte, peer)
+        elif rank == peer:
+            dist.recv(byte, 0)
+            dist.send(byte, 0)
+        took_s.append(time.perf_counter() - begin_s)
+    return 1e3 * min(took_s)
+
+
+@pytest.mark.parametrize("nic", ["rank", "node"])
+def test_other_nodes_are_as_far_away_as_asked(nic: str) -> None:
+    with EmulatedCluster(2, 2, RATE_MBIT, nic, LATENCY_MS) as cluster:
+        assert 2 * LATENCY_MS <= cluster.run(there_and_back, 2)[0] < 3 * LATENCY_MS
+        assert cluster.run(there_and_back, 1)[0] < LATENCY_MS
+
+        def seconds() -> float:
+            ranks = cluster.run(transfer, (0, 2))
+            assert carried(ranks[0][2])
+            assert carried(ranks[2][1])
+            return float(ranks[2][0])
+
+        way_s = EXPECTED_S + 1e-3 * LATENCY_MS
+        assert_soon(seconds, way_s, 0.25)  # gloo asks before it sends, and TCP begins slowly
+
+
+def test_the_process_that_holds_messages_ends_with_its_cluster() -> None:
+    program = """if True:
+        import time
+        from benchmarks.netns import EmulatedCluster
+        with EmulatedCluster(2, 1, latency_ms=1.0) as cluster:
+            print(cluster._wire, flush=True)
+            time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        holder = psutil.Process(int(user.stdout.readline()))
+        assert holder.ppid() == user.pid
+        user.kill()
+    holder.wait(10)
+
+
+def test_without_tun_devices_there_is_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "DEVICE", "/dev/net/none")
+    assert EmulatedCluster.unavailable() is None
+    assert EmulatedCluster.unavailable(1.0) == "/dev/net/none cannot be opened, for latency"
+    with pytest.raises(RuntimeError, match="cannot be opened"), EmulatedCluster(2, 1, latency_ms=1.0):
+        pass
+
+
 def test_ranks_know_their_place() -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     with EmulatedCluster(2, 3) as cluster:
@@ -138,16 +200,17 @@ def test_ranks_know_their_place() -> None:
     assert places == [[rank, 6, rank % 3, 3, rank // 3] for rank in range(6)]
 
 
-def test_failures_are_raised_and_nothing_stays_behind() -> None:
+@pytest.mark.parametrize("latency_ms", [0.0, 1.0])
+def test_failures_are_raised_and_nothing_stays_behind(latency_ms: float) -> None:
     def fail(rank: int) -> None:
         raise ValueError(f"rank {rank}, {interface_bytes('eth0')}")
 
     own = os.stat("/proc/self/ns/net").st_ino
     files = sorted(os.listdir("/proc/self/fd"))
     said = r"there is no device 'eth0' here; expected one of .*'nic', 'nvl'"
-    with pytest.raises(RankError, match=said), EmulatedCluster(1, 2) as cluster:
+    with pytest.raises(RankError, match=said), EmulatedCluster(1, 2, latency_ms=latency_ms) as cluster:
         cluster.run(fail)
-    with pytest.raises(KeyboardInterrupt), EmulatedCluster(1, 2):
+    with pytest.raises(KeyboardInterrupt), EmulatedCluster(1, 2, latency_ms=latency_ms):
         raise KeyboardInterrupt
     assert sorted(os.listdir("/proc/self/fd")) == files
     assert os.stat("/proc/self/ns/net").st_ino == own
@@ -169,7 +232,8 @@ def test_it_works_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
             reason = EmulatedCluster.unavailable()
             if reason is not None:
                 return reason
-            with EmulatedCluster(2, 1, rate_mbit=RATE_MBIT) as cluster:
+            latency_ms = 1.0 if EmulatedCluster.unavailable(1.0) is None else 0.0
+            with EmulatedCluster(2, 1, RATE_MBIT, latency_ms=latency_ms) as cluster:
                 return cluster.run(transfer, (0, 1))
         finally:
             os.setresuid(0, 0, 0)  # only to report
@@ -189,9 +253,11 @@ def test_it_works_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ranks_per_node": 251}, "ranks_per_node is 251"),
         ({"rate_mbit": 0}, "rate_mbit is 0"),
         ({"nic": "pod"}, "nic is 'pod'"),
+        ({"latency_ms": -1.0}, "latency_ms is -1.0; expected 0 or more"),
+        ({"latency_ms": float("inf")}, "latency_ms is inf"),
     ],
 )
-def test_impossible_clusters_are_refused(wrong: dict[str, int | str], said: str) -> None:
-    sizes: dict[str, int | str] = {"nodes": 2, "ranks_per_node": 2}
+def test_impossible_clusters_are_refused(wrong: dict[str, int | float | str], said: str) -> None:
+    sizes: dict[str, int | float | str] = {"nodes": 2, "ranks_per_node": 2}
     with pytest.raises(ValueError, match=said):
         EmulatedCluster(**(sizes | wrong))  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
 
 def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.limits.available_bytes", lambda: 5 * cluster.RANK_BYTES)
-    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
     with pytest.raises(RefusedError, match=r"at most 4 fit. Lower --topologies"):
         cluster.run(options("--topologies", "2x4"))
 
@@ -81,7 +81,7 @@ def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(mon
 def test_where_no_cluster_can_be_emulated_it_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: "the kernel lacks it")
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: "the kernel lacks it")
     assert cluster.run(options()) == 0
     assert "skipped" in capsys.readouterr().out
 
@@ -158,7 +158,7 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
 
     out = tmp_path / "cluster.json"
     asked = options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out))
-    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
     monkeypatch.setattr(cluster, "measure", measure)
     monkeypatch.setattr(results, "BUSY", 2.0)
     with pytest.raises(KeyboardInterrupt):
@@ -189,7 +189,7 @@ def test_a_cluster_is_measured_again_until_the_machine_is_quiet(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     times = iter([0.5, 0.3, 0.4, 0.7, 0.6])
-    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda: None)
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
     monkeypatch.setattr(results, "Watch", Loads)
     monkeypatch.setattr(
         cluster,
@@ -214,7 +214,7 @@ def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     asked = options(
         *("--topologies", "2x2", "--rates", "400", "--heads", "4/4", "--seq", "64", "--visit-ms", "2", "4"),
-        *("--contenders", "burst", "burst flat ring", "--rounds", "2", "--out", str(out)),
+        *("--latency-ms", "20", "--contenders", "burst", "burst flat ring", "--rounds", "2", "--out", str(out)),
     )
     assert cluster.run(asked) == 0
     result = load(out)
@@ -225,4 +225,5 @@ def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:
     for row in result.rows:
         assert row["repeats"] == 2
         assert row["time_s"] >= row["bound_s"], "4 visits slept"
+        assert row["time_s"] >= 0.02, "blocks come from another node"
         assert row["nic_bytes"] > 0

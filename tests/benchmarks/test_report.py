@@ -302,7 +302,7 @@ def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
     ]
     every = [made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", [*CLUSTER, *more])]
     lines = summary({Path(f"{result.benchmark}.json"): result for result in every}).splitlines()
-    assert lines[0].startswith("Emulated cluster (2×4, 4×4 nodes×ranks; 16/4 heads; a NIC per rank; compute slept): ")
+    assert lines[0].startswith("Emulated cluster (2×4, 4×4 nodes×ranks; 16/4 heads; a NIC per rank, compute slept): ")
     assert "| link | burst / bound | flat | Ulysses |" in lines
     assert "| 100 mbit | 1.05 to 1.25 (1.20) | 1.50 to 2.10 (1.80) | 1.20, 1 refused |" in lines
     assert "| no limit | 1.60 | refused | refused |" in lines
