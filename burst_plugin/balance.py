@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from burst_plugin.layout import LAYOUTS, Tokens, positions
+from burst_plugin.layout import LAYOUTS, Tokens, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, RouteTable
@@ -25,16 +25,18 @@ def imbalance(table: RouteTable, attending: Attending) -> float:
     return max(_uneven(work_by_rank(table, attending, home)) for home in SIDES)
 
 
-def choose_tokens(table: RouteTable, length: int, mask: Mask) -> Tokens:
+def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:
     """The way to deal out a sequence that attends to itself within `mask`.
 
     Of the layouts whose imbalance is good, or else of the most even ones, the one that sends the fewest rows over the
-    scarcer link. Documents are also tried one by one.
+    scarcer link. Documents are also tried one by one. `alike` leaves out those by which ranks hold unequal numbers.
     """
     plain = Attending(Tokens(length), Tokens(length), mask)
     work = {home: _work(plain, home) for home in SIDES}
     splits = (None,) if mask.documents is None else (mask.documents, None)
     candidates = [Tokens(length, split, layout) for layout in LAYOUTS for split in splits]
+    if alike:
+        candidates = [tokens for tokens in candidates if len(set(map(token_count, table.shards(tokens)))) == 1]
     uneven = {tokens: max(_uneven(_shares(table, tokens, pairs)) for pairs in work.values()) for tokens in candidates}
     limit = max(GOOD, min(uneven.values()))
     return min(

@@ -12,19 +12,22 @@ Labels are shifted over the whole sequence, since the neighbour of a shard's las
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from burst_plugin.agreement import prepared_together
 from burst_plugin.context import ContextParallel
-from burst_plugin.layout import even_length
-from burst_plugin.mask import Documents, Mask, PerRow, key_padding
+from burst_plugin.layout import Tokens, even_length
+from burst_plugin.mask import Causal, Documents, Mask, PerRow, key_padding
+from burst_plugin.strategy import AUTO
 
 __all__ = ["IGNORE", "KEY", "SequenceShard", "check_shard", "shard_batch", "shifted"]
 
@@ -32,7 +35,10 @@ KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 IGNORE = -100  # label of a token that has no part in the loss
 _PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 _SEEDS = 2**31 - 1
+_UNEVEN = 1.3  # times the mean, from which on it is worth a word
 _MARK = "_burst_plugin_shard"  # what ids that were cut have
+_LOOKED_AT: WeakKeyDictionary[ContextParallel, bool] = WeakKeyDictionary()  # whether its first packed batch was
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +46,8 @@ class SequenceShard:
     """What the local tensors of a sharded batch are part of; travels with them to every attention layer.
 
     cp: the ranks that hold the sequence between them.
-    length: tokens of the whole sequence, without padding; padded: with it, a multiple of what the layout deals out.
+    length: tokens of the whole sequence, without padding.
+    tokens: with what makes all ranks hold equally many, and how they are dealt out.
     mask: padding and document bounds in whole positions, on top of what a layer itself asks for; None: neither. What
         makes the length fit comes last, where causal layers never see it; others add `Keys(((0, length),))`.
     valid_tokens: labels that take part in the loss, in the whole batch.
@@ -49,14 +56,14 @@ class SequenceShard:
 
     cp: ContextParallel
     length: int
-    padded: int
+    tokens: Tokens
     mask: Mask | None = None
     valid_tokens: int = 0
     seed: int = 0
 
     def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, padding cut off, on every rank; collective, without gradient."""
-        return self.cp.unshard(local, dim).narrow(dim, 0, self.length)
+        return self.cp.unshard(local, dim, self.tokens).narrow(dim, 0, self.length)
 
 
 def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0) -> dict[str, Any]:
@@ -92,11 +99,11 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             ) from error
 
     read, number = prepared_together(partial(_read, batch, cp.ranks), agree)
-    whole, padded = read.whole, read.padded
-    local = {name: _shard(name, x, cp, padded, pad_token_id) for name, x in whole.items()}
+    whole, tokens = read.whole, _tokens(cp, read)
+    local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in whole.items()}
     valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
     length = whole["position_ids"].shape[1]
-    shard = SequenceShard(cp, length, padded, read.mask, valid, (read.checksum + number) % _SEEDS)
+    shard = SequenceShard(cp, length, tokens, read.mask, valid, (read.checksum + number) % _SEEDS)
     if cp.ranks > 1:
         for name in ("input_ids", "inputs_embeds"):
             if name in local:
@@ -215,8 +222,26 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
         )
 
 
-def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id: int) -> Tensor:
-    missing = padded - x.shape[1]
+def _tokens(cp: ContextParallel, read: _Read) -> Tokens:
+    """How a batch is dealt out: by the layout of the group, or where that is "auto" as suits causal layers."""
+    mask = Causal() if read.mask is None else Causal() & read.mask
+    if cp.strategy.layout == AUTO:
+        return cp.tokens(read.padded, mask, alike=True)
+    tokens = Tokens(read.padded)
+    if read.mask is not None and not _LOOKED_AT.get(cp, False):
+        _LOOKED_AT[cp] = True
+        uneven = cp.imbalance(mask, tokens)
+        if uneven > _UNEVEN and cp.rank == 0:
+            _LOG.warning(
+                'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" deals '
+                "every batch out evenly",
+                uneven,
+            )
+    return tokens
+
+
+def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_id: int) -> Tensor:
+    missing = tokens.length - x.shape[1]
     if missing:
         if name == "position_ids":  # the last one: a table of learned positions may end there
             tail = x[:, -1:].expand(-1, missing)
@@ -224,7 +249,7 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, padded: int, pad_token_id:
             fill = {"shift_labels": IGNORE, "input_ids": pad_token_id}.get(name, 0)
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
         x = torch.cat([x, tail], 1)
-    return cp.shard(x)
+    return cp.shard(x, tokens=tokens)
 
 
 def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | None:

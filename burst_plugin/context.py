@@ -158,12 +158,13 @@ class ContextParallel:
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
         return positions(self.member.route_table.shards(tokens)[self.rank], device)
 
-    def tokens(self, length: int, mask: Mask) -> Tokens:
+    def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
 
-        Pass it as `tokens=` to `shard`, `unshard`, `positions` and `burst_attention`.
+        Pass it as `tokens=` to `shard`, `unshard`, `positions` and `burst_attention`. With `alike` all ranks hold
+        equally many tokens, for a length that `layout.even_length` gives.
         """
-        return choose_tokens(self.member.route_table, length, mask)
+        return choose_tokens(self.member.route_table, length, mask, alike)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Most over mean of the ranks' attention work; 1 is even."""

@@ -143,8 +143,9 @@ class RouteTable:
         name = tokens.layout or self._strategy.layout
         if name == AUTO:
             raise ValueError(
-                "layout='auto' depends on the mask: let tokens = cp.tokens(length, mask), and pass tokens= to shard, "
-                "positions and burst_attention; or name a layout"
+                "layout='auto' depends on the mask: let tokens = cp.tokens(length, mask), or what shard_batch has "
+                "chosen, batch['burst'].tokens, and pass tokens= to shard, positions and burst_attention; or name a "
+                "layout"
             )
         return LAYOUTS[name]
 

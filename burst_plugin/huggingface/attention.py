@@ -107,10 +107,11 @@ def forward(
             "attention only: call burst_plugin.huggingface.prepare(model) first"
         )
     problem = _problem(module, attention_mask, options)
-    if query.shape[2] * shard.cp.ranks != shard.padded:
+    share = shard.tokens.length // shard.cp.ranks
+    if query.shape[2] != share:
         problem = (
-            f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is "
-            f"{shard.padded // shard.cp.ranks}: something in the model adds or drops tokens, as prompt tuning does"
+            f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is {share}: "
+            f"something in the model adds or drops tokens, as prompt tuning does"
         )
     if key.shape[2] != query.shape[2]:
         problem = (
@@ -128,7 +129,7 @@ def forward(
     )
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     mask = _mask(module, shard, attention_mask, options)
-    out = burst_attention(q, k, v, shard.cp, mask=mask, scores=scores, sink=_sink(options, q))
+    out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=_sink(options, q))
     assert isinstance(out, Tensor), "lse was not asked for"
     return out, None
 
@@ -175,7 +176,7 @@ def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: M
     """The layer's own mask and the batch's, in whole positions."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
-    if own.looks_ahead and shard.padded > shard.length:  # what fills up is nobody's key
+    if own.looks_ahead and shard.tokens.length > shard.length:  # what fills up is nobody's key
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)
 

@@ -116,6 +116,7 @@ def test_options_of_the_ring() -> None:
         {"ranks_per_node": 2, "schedule": "two_level_ring", "backward": "q"},
         {"layout": "striped", "backward": "kv"},
         {"layout": "contiguous", "kernel": "reference"},
+        {"layout": "auto"},
     ]
     check([replace(STEPS, stage=3, cp=4, block=block) for block in blocks], 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import re
 from copy import deepcopy
@@ -25,7 +26,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from burst_plugin import ContextParallel, Documents, key_padding
+from burst_plugin import Causal, ContextParallel, Documents, Tokens, key_padding
 from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
@@ -177,6 +178,39 @@ def _packed(*rows: tuple[int, ...]) -> Batch:
 @pytest.mark.parametrize("rows", [[(13, 1, 18)], [(13, 1, 18), (30, 2)], [(9, 20), (29,)]], ids=str)
 def test_packed_samples_do_not_attend_to_each_other(rows: list[tuple[int, ...]]) -> None:
     check(MASKED, 4, _packed(*rows))
+
+
+def test_a_layout_may_be_chosen_for_every_batch() -> None:
+    check(MASKED, 4, _packed((3, 1, 28), (30, 2)), layout="auto")
+    check(["llama", "gpt_oss"], 4, _padded(length=27), layout="auto")
+
+
+def _dealt(rank: int, batch: dict[str, Any], layout: str) -> tuple[float, int, list[str]]:
+    """How uneven the work on the shards of a batch is, how many tokens a rank has, and what is logged for two."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)  # ranks are quiet otherwise
+    logging.getLogger("burst_plugin").addHandler(handler)
+    cp = ContextParallel(dist.group.WORLD, layout=layout)
+    shards = [shard_batch(batch, cp) for _ in range(2)]
+    shard = shards[0]["burst"]
+    assert torch.equal(shard.unshard(shards[0]["input_ids"]), batch["input_ids"])
+    return cp.imbalance(Causal() & shard.mask, shard.tokens), shards[0]["input_ids"].shape[1], said
+
+
+def test_packed_batches_are_dealt_out_evenly_or_it_is_said_that_they_are_not() -> None:
+    batch = _packed((512, 20, 31, 7, 190, 8))
+    for uneven, rows, said in run_ranks(_dealt, 4, batch, "auto"):
+        assert uneven <= 1.05
+        assert rows == 768 // 4
+        assert said == []
+    first, *others = run_ranks(_dealt, 4, batch, "zigzag")
+    (text,) = first[2]
+    assert f"one rank {first[0]:.1f} times" in text
+    assert 'layout="auto"' in text
+    assert first[0] > 1.3
+    assert all(said == [] for *_, said in others)
 
 
 def test_packed_samples_with_padding() -> None:
@@ -444,7 +478,7 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
 )
 def test_what_a_layer_asks_for_is_honoured_or_refused(options: dict[str, Any], message: str) -> None:
     x = torch.zeros(1, 2, 4, 8)
-    shard = SequenceShard(ContextParallel(), 4, 4)
+    shard = SequenceShard(ContextParallel(), 4, Tokens(4))
     with pytest.raises(ValueError, match=re.escape(message)):
         forward(_Layer(), x, x, x, **{"attention_mask": None, "burst": shard, **options})
 
