@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
+
+_NOT_FAR = 1.5  # times the time of the fastest
 
 __all__ = ["Gradients", "OneRank", "Whole", "fastest"]
 
@@ -62,14 +64,20 @@ class OneRank:
 def fastest(whole: Whole, causal: bool, most: Callable[[float], float], tokens: int = 4096) -> OneRank:
     """The kernel that is quickest in forward and backward on the first `tokens` tokens.
 
-    `most` gives the largest number of all ranks, so that they choose the same one.
+    `most` gives the largest number of all ranks, so that they choose the same one. On a GPU so few tokens are
+    a matter of launches: there those that are not far behind are timed on the whole sequence.
 
     Candidates are all kernels of the package that can do it, called as it calls them, and
     `scaled_dot_product_attention` with autograd.
     """
-    few = whole.head(tokens)
-    found = [(most(_duration_s(candidate, few)), candidate) for candidate in _candidates(whole, causal)]
-    return min(found, key=lambda pair: pair[0])[1]
+
+    def by_time(candidates: Sequence[OneRank], whole: Whole) -> list[tuple[float, OneRank]]:
+        return sorted(((most(_duration_s(each, whole)), each) for each in candidates), key=lambda pair: pair[0])
+
+    found = by_time(_candidates(whole, causal), whole.head(tokens))
+    if whole.q.is_cuda and whole.q.shape[1] > tokens:
+        found = by_time([each for took_s, each in found if took_s < _NOT_FAR * found[0][0]], whole)
+    return found[0][1]
 
 
 def synchronize(device: torch.device) -> None:

@@ -27,7 +27,8 @@ class CopyNetwork(InProcessNetwork):
         super().__init__(ranks)
         self._device = device
         streams = range(ranks) if device.type == "cuda" else ()
-        self._streams = [torch.cuda.Stream(device) for _ in streams]  # type: ignore[no-untyped-call]
+        # Before kernels that are queued already, as the streams of NCCL's communicators.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in streams]  # type: ignore[no-untyped-call]
 
     def _posted(self, parcel: Parcel) -> None:
         if not self._streams:

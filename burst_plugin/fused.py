@@ -48,14 +48,15 @@ def _merge(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
     inside = there[:, None] & (columns < sizes[2])[None, :]
+    at_out = _at(tensors[0], strides[0], batch, tokens, head, columns)
     at_lse = _at_rows(tensors[1], strides[1], batch, tokens, head)
+    # All reads are under way before anything waits for one.
+    ours = tl.load(at_out, mask=inside, other=0.0)
+    theirs = tl.load(_at(tensors[2], strides[2], batch, tokens, head, columns), mask=inside, other=0.0)
     a = tl.load(at_lse, mask=there, other=0.0)
     b = tl.load(_at_rows(tensors[3], strides[3], batch, tokens, head), mask=there, other=0.0)
     empty = a == -float("inf")
     weight = (1.0 / (1.0 + tl.exp(tl.where(empty, -3.4e38, a) - b)))[:, None]  # 1 / inf where b is -inf
-    at_out = _at(tensors[0], strides[0], batch, tokens, head, columns)
-    ours = tl.load(at_out, mask=inside, other=0.0)
-    theirs = tl.load(_at(tensors[2], strides[2], batch, tokens, head, columns), mask=inside, other=0.0)
     tl.store(at_out, ours * (1.0 - weight) + theirs.to(tl.float32) * weight, mask=inside)
     tl.debug_barrier()  # lse is read by more threads than write it
     apart = tl.where(empty & (b == -float("inf")), 0.0, tl.abs(a - b))
@@ -110,6 +111,7 @@ def try_out(device: torch.device) -> None:
     rows, ones = torch.zeros(2, 2, 3, device=device), torch.zeros(2, 3, 2, 4, device=device)
     merge_(ones, rows, ones.bfloat16(), rows.clone())
     row_delta(ones.bfloat16(), ones.bfloat16())
+    row_factor(ones.bfloat16(), ones.bfloat16())
 
 
 def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ check "mypy" mypy
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PY" -m pytest "$@"
 status=$?
 
+# GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.
+if [ $# -eq 0 ] && "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    "$PY" -m pytest -m gpu || status=1
+fi
+
 if [ -n "$failed" ]; then
     echo "tests/run.sh: failed before pytest: $failed" >&2
     [ "$status" -ne 0 ] || status=1

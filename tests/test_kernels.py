@@ -98,9 +98,12 @@ def test_large_tiles_with_low_scores(where: Run, shape: tuple[int, int]) -> None
     found, truth = run(where, low, How(FULL, scores)), reference(low, Full(), scores)
     assert float(attention_scores(low, scores).amax()) < -88.7
     assert all(bool(x.isfinite().all()) for x in found[:4])
+    bound = where.bound(where.dtypes[0])
+    if where.dtypes[0] is torch.float32:  # which rounds scores of 16 * 60 before they are scaled
+        bound = max(bound, 8 * 2**-24 * 960 * scores.scale)
     # All queries and all keys are alike in their first dim, where gradients are differences of large numbers.
     for name, got, expected in zip(("out", "dq", "dk", "dv"), found[:4], truth[:4], strict=True):
-        assert relative(got[..., 1:], expected[..., 1:]) < where.bound(where.dtypes[0]), name
+        assert relative(got[..., 1:], expected[..., 1:]) < bound, name
 
 
 def attention_scores(problem: Problem, scores: Scores) -> torch.Tensor:

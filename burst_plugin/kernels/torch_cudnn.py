@@ -30,6 +30,7 @@ _OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for key
 _WHOLE_KEYS = 92600  # the first whose backward kernels on Hopper mask what is behind the last key
 _BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
+_seen_dims: set[int] = set()  # of the lse that PyTorch returned
 
 
 class TorchCudnnKernel:
@@ -76,6 +77,7 @@ class TorchCudnnKernel:
             *(None, True, 0.0, how.band == CAUSAL),  # attn_bias, compute_log_sumexp, dropout_p, is_causal
             scale=how.scale,
         )
+        _seen_dims.add(lse.ndim)
         return out.transpose(1, 2)[..., :v_dim], lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
@@ -127,8 +129,13 @@ def _heads_first(x: Tensor, dim: int) -> Tensor:
     return fit(x, dim, _ALIGN_BYTES).transpose(1, 2)
 
 
-@cache
 def _statistics_have_a_dim() -> bool:
     """Whether this PyTorch keeps the lse as [B, H, Sq, 1]; older ones have [B, H, Sq]."""
+    return 4 in _seen_dims if _seen_dims else _described_with_a_dim()
+
+
+@cache
+def _described_with_a_dim() -> bool:
+    """The same by what it says of shapes, before it has returned any."""
     x = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
     return bool(torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim == 4)

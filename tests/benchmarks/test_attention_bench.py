@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 
 from benchmarks import attention, attention_ranks, limits, overhead, results
 from benchmarks.__main__ import main
-from benchmarks.attention_ranks import SILENT, Measured
+from benchmarks.attention_ranks import SILENT, Measured, _largest_error
 from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess, Times, rounds
 from benchmarks.attention_rows import Found, attention_flops
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.memory import PeakMemory
-from benchmarks.one_rank import Whole
+from benchmarks.one_rank import Gradients, Whole
 from benchmarks.results import load
 from benchmarks.silent import SilentTransport
 from burst_plugin import Strategy, Topology, VirtualRing
@@ -203,7 +204,7 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
     found = {KERNEL: times(6.0, 3.0, 3.0), KERNEL_ALONE: times(2.0, 1.0, 1.0), "ring": times(4.0, 2.0, 3.0)}
     found[f"ring{SILENT}"] = times(1.0, 1.5, 2.9)
     every = [
-        Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.1), (7, 0.0))
+        Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.01), (7, 0.0))
     ]
     row = Found(CASE, every, virtual).row("contender", ["slower", "ring"])
     assert row["configuration"] == "ring", "the only one that was kept"
@@ -213,7 +214,23 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
     assert (row["kernel_s"], row["kernel_alone_s"]) == (3.0, 1.0)
     assert row["exposed_s"] == pytest.approx(0.5)
     assert row["flops_per_s"] == attention_flops(CASE)["both"] / 3.0
-    assert (row["peak_bytes"], row["error"]) == (7, 0.1)
+    assert (row["peak_bytes"], row["error"]) == (7, 0.01)
+
+
+@pytest.mark.parametrize("error", [0.1, float("nan")])
+def test_times_of_wrong_results_are_no_times(error: float) -> None:
+    one = Times([1.0], [1.0], [2.0])
+    every = [Measured("it", {"ring": one, KERNEL: one}, {"ring": 1}, {"ring": each}) for each in (0.0, error, 0.0)]
+    row = Found(CASE, every, False).row("contender", ["ring"])
+    assert row["refused"] == f"what it computed is wrong: relative error {error:.1e}"
+    assert "both_s" not in row
+
+
+def test_a_nan_counts_whatever_is_beside_it() -> None:
+    right, wrong = torch.ones(2), torch.tensor([1.0, float("nan")])
+    for place in range(4):
+        found = [wrong if n == place else right for n in range(4)]
+        assert isnan(_largest_error(Gradients(*found), Gradients(*[right] * 4)))
 
 
 @pytest.mark.parametrize(
