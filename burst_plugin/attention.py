@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -216,6 +217,7 @@ def burst_attention(
     cp: ContextParallel,
     *,
     mask: Mask = Causal(),
+    softmax_scale: float | None = None,
     scores: Scores = Scores(),
     sink: Tensor | None = None,
     bias: Tensor | None = None,
@@ -231,6 +233,7 @@ def burst_attention(
         v: [B, S_local, Hkv, Dv].
         cp: the context-parallel group; its layout says which tokens the rows are (`cp.shard`, `cp.positions`).
         mask: any of `burst_plugin.mask`, combined with `&`; in positions of the whole sequence.
+        softmax_scale: what scores are multiplied by, `D ** -0.5` if None; the same as `scores=Scores(scale=...)`.
         scores: scale, softcap, ALiBi slopes, dropout.
         sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
             gpt-oss; zeros are "off by one" attention. Its gradient is that of this rank's queries: sum it over ranks.
@@ -255,6 +258,12 @@ def burst_attention(
         RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
             the process instead.
     """
+    if softmax_scale is not None:
+        if scores.scale is not None:
+            raise ValueError(
+                f"got softmax_scale={softmax_scale} and scores with scale={scores.scale}, which mean the same; give one"
+            )
+        scores = replace(scores, scale=softmax_scale)
     inputs = Inputs(q, k, v, sink, bias)
     request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse)
     if torch.compiler.is_compiling():

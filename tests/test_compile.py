@@ -25,7 +25,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, window: int) -> Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 4, 4).unbind(2)
-        attended = burst_attention(q, k, v, self.cp, mask=SlidingWindow(window), scores=Scores(softcap=2.0))
+        attended = burst_attention(
+            q, k, v, self.cp, mask=SlidingWindow(window), softmax_scale=0.3, scores=Scores(softcap=2.0)
+        )
         assert isinstance(attended, Tensor)
         return torch.sin(self.out(attended.flatten(2)))
 

@@ -218,12 +218,21 @@ def test_what_cudnn_has_no_kernel_for_is_left_to_flash_attention(
     ],
 )
 def test_which_cudnn_may_give_nan(
-    gpu: str, cudnn: int, shape: tuple[int, int], faulty: bool, monkeypatch: pytest.MonkeyPatch
+    gpu: str,
+    cudnn: int,
+    shape: tuple[int, int],
+    faulty: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pretend(monkeypatch, gpu, cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU[gpu])
     monkeypatch.setattr(torch_cudnn, "_is_hopper", torch_cudnn._is_hopper.__wrapped__)
+    torch_cudnn._tell_once.cache_clear()
+    caplog.set_level(logging.WARNING)
     assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
+    assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * faulty, "once"
 
 
 @pytest.mark.parametrize("kernel", ["torch_flash", "flash_attn_2"], indirect=True)

@@ -55,6 +55,9 @@ def test_gradients_pass_gradcheck(cp: ContextParallel) -> None:
 def test_softmax_scale_is_used(cp: ContextParallel) -> None:
     q, k, v = Problem.draw(8, (2, 2))[:3]
     scaled = burst_attention(q, k, v, cp, scores=Scores(scale=2 * 8**-0.5))
+    assert torch.equal(scaled, burst_attention(q, k, v, cp, softmax_scale=2 * 8**-0.5))
+    with pytest.raises(ValueError, match=r"got softmax_scale=2.0 and scores with scale=1.0, which mean the same"):
+        burst_attention(q, k, v, cp, softmax_scale=2.0, scores=Scores(scale=1.0))
     torch.testing.assert_close(scaled, burst_attention(2 * q, k, v, cp))
 
 

@@ -12,6 +12,7 @@ that do not fill such blocks is left to PyTorch's flash-attention there.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cache
 
@@ -30,6 +31,7 @@ _OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for key
 _WHOLE_KEYS = 92600  # the first whose backward kernels on Hopper mask what is behind the last key
 _BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
+_LOG = logging.getLogger(__name__)
 _seen_dims: set[int] = set()  # of the lse that PyTorch returned
 
 
@@ -110,8 +112,20 @@ def _version() -> int:
 
 
 def _may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
-    """Whether gradients of such a tile may be, see the top of this file."""
-    return _is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
+    """Whether gradients of such a tile may be, see the top of this file; says so once."""
+    found = _is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
+    if found:
+        _tell_once()
+    return found
+
+
+@cache
+def _tell_once() -> None:
+    _LOG.warning(
+        "on this GPU torch_cudnn leaves backward passes of tiles that do not fill blocks of %d rows to torch_flash, "
+        "which is slower; lengths that divide by %d times twice the number of ranks fill them",
+        *(_BLOCK, _BLOCK),
+    )
 
 
 @cache

@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 
+from burst_plugin.deepspeed.config import Block, conflicts
 from tests.support.megatron_lm import ROOT, checkout
 
 RECIPE = ROOT / "examples" / "pretrain_7b"
@@ -283,6 +284,10 @@ def test_the_deepspeed_twin_says_the_same(model: ModuleType) -> None:
     block = {"enabled", "context_parallel_size", "ranks_per_node", "layout", "schedule", "backward", "kernel"}
     assert set(twin["burst_attention"]) == block
     assert twin["burst_attention"]["layout"] == "zigzag"
+    burst_block = Block.of(twin)
+    assert burst_block is not None
+    assert burst_block.context_parallel_size == 8
+    assert conflicts(twin, 8) == []
 
 
 # --------------------------------------------------------------------------------------------------------- cost model
