@@ -31,7 +31,7 @@ __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
 _TRIALS = 7  # of each configuration, if there are several
-_ALIKE = 1.02  # no such difference is told from chance in so few turns
+_ALIKE = 1.01  # no such difference is told from chance in so few turns
 LEAD_S = 0.1  # by which a start is agreed on beforehand
 
 

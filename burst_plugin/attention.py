@@ -261,7 +261,8 @@ def burst_attention(
     if softmax_scale is not None:
         if scores.scale is not None:
             raise ValueError(
-                f"got softmax_scale={softmax_scale} and scores with scale={scores.scale}, which mean the same; give one"
+                f"got softmax_scale={softmax_scale} and scores with scale={scores.scale}, which mean the same; "
+                "give one"
             )
         scores = replace(scores, scale=softmax_scale)
     inputs = Inputs(q, k, v, sink, bias)

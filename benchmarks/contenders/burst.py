@@ -22,7 +22,7 @@ class Burst:
     """`burst_attention` by a strategy, whose kernel and ranks per node are those of the case.
 
     With `several` the rest is open too, as to a user who asks `burst plan`: heads exchanged by several ranks or none,
-    and on described links parts as the planner says.
+    without that keys and values that travel backward, and on described links parts as the planner says.
     """
 
     name: str
@@ -42,10 +42,13 @@ class Burst:
         return None
 
     def configurations(self, case: Case) -> tuple[Contender, ...]:
-        """See `Contender.configurations`; `several` of them differ in how many ranks exchange heads."""
+        """See `Contender.configurations`; `several` of them differ in who travels, and how many exchange heads."""
+        if not self.several:
+            return (self,) if self.refuse(case) is None else ()
         sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
-        several = [self.of_degree(n) for n in (sizes if self.several else [1])]
-        return tuple(each for each in several if each.refuse(case) is None)
+        by_keys = replace(self, name=f"{self.name}, kv back", strategy=replace(self.strategy, backward="kv"))
+        exchanging = (self.of_degree(n) for n in sizes if n > 1)
+        return tuple(each for each in (self, by_keys, *exchanging) if each.refuse(case) is None)
 
     def of_degree(self, degree: int) -> Burst:
         """With that many ranks exchanging heads."""
