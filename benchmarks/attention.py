@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
             partial(is_of, case), partial(_measure, case, chosen, options), show if leads else lambda _: None
         )
     campaign.end()
-    return int(any("refused" in row and "error" in row for row in campaign.rows))
+    return int(any(row.get("wrong", False) for row in campaign.rows))
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -44,7 +44,7 @@ class Found:
         best = next(name for name in configurations if name in self.every[0].times)  # the others have left
         error = max((measured.errors[best] for measured in self.every), key=lambda x: (x != x, x))  # NaN is the worst
         if not error <= WRONG:
-            return named | {"refused": f"what it computed is wrong: relative error {error:.1e}", "error": error}
+            return named | {"refused": f"what it computed is wrong: relative error {error:.1e}", "wrong": True}
         return named | self._times(best) | self._exposed(best) | self._peaks(best) | {"configuration": best}
 
     def _times(self, name: str) -> dict[str, Any]:

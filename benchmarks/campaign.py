@@ -148,5 +148,8 @@ def _rows_of(path: Path, settings: Mapping[str, Any], free: Sequence[str]) -> li
     asked = json.loads(json.dumps(dict(settings)))
     unlike = [name for name, value in asked.items() if name not in free and before.settings.get(name) != value]
     if unlike or any("load" not in row for row in before.rows):
-        raise RefusedError(f"--resume: {path} is of other options ({', '.join(unlike)}); use the same, or remove it")
+        raise RefusedError(
+            f"--resume: {path} is of other options ({', '.join(unlike)}), or of an earlier version that did not have "
+            "them; use the same, or remove it"
+        )
     return before.rows

@@ -34,7 +34,7 @@ from burst_plugin.shapes import DIRECTIONS
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
-RANK_BYTES = 400 << 20  # of one forked rank: gloo's connections, buffers and blocks of the sizes used here
+RANK_BYTES = 400 << 20  # of one forked rank, but for its tensors: libraries, and gloo's connections
 BLOCK_BYTES = 1 << 20
 
 
@@ -71,8 +71,8 @@ def run(options: argparse.Namespace) -> int:
     campaign = Campaign.begin("cluster", options, variant=variant, free=("topologies", "rates"))
 
     def measured(setting: Setting) -> list[Row]:
-        check_ranks(setting.topology.ranks, RANK_BYTES, "--topologies")
         cases = tuple(case_of(setting, heads, options) for heads in options.heads)
+        check_ranks(setting.topology.ranks, max(map(rank_bytes, cases)), "--topologies or --seq")
         parts = parts_of(setting, cases, slept)
         timeout_s = 120.0 + 90.0 * options.rounds
         return measure(setting, Work(cases, slept, names, absent, options.rounds, timeout_s, parts))
@@ -109,6 +109,11 @@ def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
     return Case(
         setting.nodes, setting.ranks_per_node, seq, q_heads, kv_heads, head_dim, torch.bfloat16, options.causal
     )
+
+
+def rank_bytes(case: Case) -> int:
+    """About what one rank needs: queries, gradients and sums in float32, a ring's blocks, of several contenders."""
+    return RANK_BYTES + 24 * case.batch * case.seq * case.q_heads * case.head_dim * case.dtype.itemsize
 
 
 def parts_of(

@@ -21,7 +21,6 @@ import ctypes
 import functools
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from benchmarks import wire
-from benchmarks.ranks import join_gloo, launch, launcher_environment, values
+from benchmarks.ranks import join_gloo, launch, launcher_environment, undisturbed_fork, values
 
 TOOLS = ("unshare", "mount", "ip", "tc")
 BUILD_S = 60.0
@@ -188,20 +187,20 @@ class EmulatedCluster:
         """Fork the process that connects the hosts; it ends when this one closes its socket, or dies."""
         here, there = socket.socketpair()
         with here, there:
-            self._wire = os.fork()
-            if self._wire == 0:
-                here.close()
-                self._hold_frames(there)
+            with undisturbed_fork() as process:
+                if process == 0:
+                    self._hold_frames(here, there)
+                self._wire = process
             there.close()
             said = here.recv(1 << 16).decode()
             self._files["wire"] = here.detach()
         if said != _READY:
-            raise RuntimeError(f"connecting the nodes failed:\n{said}")
+            raise RuntimeError(f"the process that connects the nodes has ended: {said}")
 
-    def _hold_frames(self, parent: socket.socket) -> NoReturn:
-        """What that process does, in the namespace of the bridges."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: it is for the parent
+    def _hold_frames(self, other_end: socket.socket, parent: socket.socket) -> NoReturn:
+        """What that process does, in the namespace of the bridges; a terminal's signals are for the parent."""
         try:
+            other_end.close()
             if "user" in self._files:
                 _setns(self._files["user"])
             _setns(self._files["switch"])
@@ -210,7 +209,8 @@ class EmulatedCluster:
             wire.serve(taps, self.latency_ms / 1e3, parent.fileno())
             os._exit(0)
         except BaseException:
-            parent.sendall(traceback.format_exc().encode())
+            traceback.print_exc()
+            parent.sendall(b"it has said why above")
         finally:
             os._exit(1)
 
@@ -313,7 +313,11 @@ def _unshare_flags() -> tuple[str, ...] | None:
 
 def _no_wire() -> str | None:
     """Why there can be no latency."""
-    return None if os.access(wire.DEVICE, os.R_OK | os.W_OK) else f"{wire.DEVICE} cannot be opened, for latency"
+    try:
+        os.close(os.open(wire.DEVICE, os.O_RDWR))
+    except OSError as error:
+        return f"{wire.DEVICE} cannot be opened, for latency: {error.strerror}"
+    return None
 
 
 @functools.cache

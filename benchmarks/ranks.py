@@ -169,10 +169,7 @@ class _Crew:
     def fork(self, rank: int, body: Callable[[int], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        with _interrupts_deferred(), warnings.catch_warnings():
-            # Python 3.12 warns if the parent has threads; the ranks use nothing that those might hold
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        with undisturbed_fork() as pid:
             if pid == 0:
                 _run_rank(self, rank, body)
             self.running[rank] = pid
@@ -226,6 +223,15 @@ class _Crew:
     def _stack_written(self, rank: int) -> bool:
         """Whether the stack has reached `_run_rank`, near the root of the main thread, which comes last."""
         return "in _run_rank" in _read(self.directory / f"stack.{rank}")
+
+
+@contextmanager
+def undisturbed_fork() -> Iterator[int]:
+    """What `os.fork` returns; no exception of a signal handler comes before the end, and none at all in the child."""
+    with _interrupts_deferred(), warnings.catch_warnings():
+        # Python 3.12 warns if the parent has threads; children use nothing that those might hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield os.fork()
 
 
 @contextmanager

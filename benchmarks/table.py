@@ -120,7 +120,7 @@ def _ratios(case: Case, contender: str) -> str:
 
 
 def _attention(result: Result) -> list[str]:
-    """Time and share of the kernel's rate, by length."""
+    """Time and share of the kernel's rate, by length; then what rate that is, and the memory."""
     parts = []
     for cases in figures.alike(figures.attention_cases(result), "ranks", "dtype", "causal"):
         what, rows = cases[0].what, [row for case in cases for row in case.rows]
@@ -136,6 +136,12 @@ def _attention(result: Result) -> list[str]:
             "sequence, all at once; in brackets, of one that does so alone."
         )
         parts.append(markdown(["tokens", "heads", *names], body))
+        body = [
+            [f"{case.what['seq']:,}", figures.heads(case), *(_rate_and_memory(case, name) for name in names)]
+            for case in cases
+        ]
+        parts.append("Operations a second of all ranks together, and the most memory that one of them held.")
+        parts.append(markdown(["tokens", "heads", *names], body))
         parts += _missing(result, cases, lambda case: f"{case.what['seq']:,} tokens, {figures.heads(case)} heads")
     return parts
 
@@ -149,6 +155,15 @@ def _time_and_share(case: Case, contender: str) -> str:
     if alone_s is None or row.get("virtual"):
         return text
     return f"{text} ({alone_s / row['ranks'] / row['both_s']:.0%})"
+
+
+def _rate_and_memory(case: Case, contender: str) -> str:
+    row = case.row(contender)
+    if row is None:
+        return "refused" if case.refusal(contender) else "–"
+    rate, peak_bytes = row["flops_per_s"], row["peak_bytes"]
+    text = f"{rate / 1e12:,.0f} TFLOP/s" if rate > 1e13 else f"{rate / 1e9:,.0f} GFLOP/s"
+    return text if peak_bytes is None else f"{text}, {peak_bytes / 1e6:,.0f} MB"
 
 
 # ------------------------------------------------------------------------------------------------------------- train

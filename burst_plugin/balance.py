@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from burst_plugin.layout import LAYOUTS, Tokens, positions, token_count
+from burst_plugin.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, RouteTable
@@ -37,6 +37,11 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
     candidates = [Tokens(length, split, layout) for layout in LAYOUTS for split in splits]
     if alike:
         candidates = [tokens for tokens in candidates if len(set(map(token_count, table.shards(tokens)))) == 1]
+        if not candidates:
+            raise ValueError(
+                f"in no layout do {table.cp_ranks} ranks hold equally many of {length} tokens; "
+                f"{even_length(length, table.cp_ranks)} would do"
+            )
     uneven = {tokens: max(_uneven(_shares(table, tokens, pairs)) for pairs in work.values()) for tokens in candidates}
     limit = max(GOOD, min(uneven.values()))
     return min(

@@ -37,7 +37,8 @@ _PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_l
 _SEEDS = 2**31 - 1
 _UNEVEN = 1.3  # times the mean, from which on it is worth a word
 _MARK = "_burst_plugin_shard"  # what ids that were cut have
-_LOOKED_AT: WeakKeyDictionary[ContextParallel, bool] = WeakKeyDictionary()  # whether its first packed batch was
+_LOOKS = 100  # at batches, until one is uneven
+_looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # how many so far
 _LOG = logging.getLogger(__name__)
 
 
@@ -228,15 +229,17 @@ def _tokens(cp: ContextParallel, read: _Read) -> Tokens:
     if cp.strategy.layout == AUTO:
         return cp.tokens(read.padded, mask, alike=True)
     tokens = Tokens(read.padded)
-    if read.mask is not None and not _LOOKED_AT.get(cp, False):
-        _LOOKED_AT[cp] = True
+    if read.mask is not None and _looked_at.get(cp, 0) < _LOOKS:
+        _looked_at[cp] = _looked_at.get(cp, 0) + 1
         uneven = cp.imbalance(mask, tokens)
-        if uneven > _UNEVEN and cp.rank == 0:
-            _LOG.warning(
-                'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" deals '
-                "every batch out evenly",
-                uneven,
-            )
+        if uneven > _UNEVEN:
+            _looked_at[cp] = _LOOKS
+            if cp.rank == 0:
+                _LOG.warning(
+                    'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" '
+                    "deals every batch out evenly",
+                    uneven,
+                )
     return tokens
 
 

@@ -129,6 +129,11 @@ class RouteTable:
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
+    def cp_ranks(self) -> int:
+        """Number of ranks of the context-parallel group."""
+        return self._cp_topology.ranks
+
+    @property
     def ring_ranks(self) -> int:
         """Number of ranks of the ring."""
         return self._ring_topology.ranks

@@ -135,6 +135,9 @@ def test_a_shared_nic_carries_what_leaves_its_node() -> None:
 
 
 LATENCY_MS = 10.0
+needs_latency = pytest.mark.skipif(
+    EmulatedCluster.unavailable(1.0) is not None, reason=f"no latency: {EmulatedCluster.unavailable(1.0)}"
+)
 
 
 def there_and_back(rank: int, peer: int) -> float:
@@ -153,11 +156,14 @@ def there_and_back(rank: int, peer: int) -> float:
     return 1e3 * min(took_s)
 
 
+@needs_latency
 @pytest.mark.parametrize("nic", ["rank", "node"])
 def test_other_nodes_are_as_far_away_as_asked(nic: str) -> None:
     with EmulatedCluster(2, 2, RATE_MBIT, nic, LATENCY_MS) as cluster:
-        assert 2 * LATENCY_MS <= cluster.run(there_and_back, 2)[0] < 3 * LATENCY_MS
-        assert cluster.run(there_and_back, 1)[0] < LATENCY_MS
+        took_ms = [cluster.run(there_and_back, 2)[0] for _ in range(3)]
+        assert min(took_ms) >= 2 * LATENCY_MS
+        assert min(took_ms) < 3 * LATENCY_MS
+        assert min(cluster.run(there_and_back, 1)[0] for _ in range(3)) < LATENCY_MS
 
         def seconds() -> float:
             ranks = cluster.run(transfer, (0, 2))
@@ -169,6 +175,7 @@ def test_other_nodes_are_as_far_away_as_asked(nic: str) -> None:
         assert_soon(seconds, way_s, 0.25)  # gloo asks before it sends, and TCP begins slowly
 
 
+@needs_latency
 def test_the_process_that_holds_messages_ends_with_its_cluster() -> None:
     program = """if True:
         import time
@@ -188,7 +195,8 @@ def test_the_process_that_holds_messages_ends_with_its_cluster() -> None:
 def test_without_tun_devices_there_is_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "DEVICE", "/dev/net/none")
     assert EmulatedCluster.unavailable() is None
-    assert EmulatedCluster.unavailable(1.0) == "/dev/net/none cannot be opened, for latency"
+    said = "/dev/net/none cannot be opened, for latency: No such file or directory"
+    assert EmulatedCluster.unavailable(1.0) == said
     with pytest.raises(RuntimeError, match="cannot be opened"), EmulatedCluster(2, 1, latency_ms=1.0):
         pass
 
@@ -200,7 +208,7 @@ def test_ranks_know_their_place() -> None:
     assert places == [[rank, 6, rank % 3, 3, rank // 3] for rank in range(6)]
 
 
-@pytest.mark.parametrize("latency_ms", [0.0, 1.0])
+@pytest.mark.parametrize("latency_ms", [0.0, pytest.param(1.0, marks=needs_latency)])
 def test_failures_are_raised_and_nothing_stays_behind(latency_ms: float) -> None:
     def fail(rank: int) -> None:
         raise ValueError(f"rank {rank}, {interface_bytes('eth0')}")

@@ -99,6 +99,11 @@ class Session:
             valid_tokens = self._sum(float((shift_labels != IGNORE).sum()))
         return self._whole_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
 
+    def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
+        """The mean over all labels of a batch from each rank's over those of its shard; of one of all, just that."""
+        share = float((local["shift_labels"] != IGNORE).sum()) / max(local[KEY].valid_tokens, 1)
+        return self._whole_value(loss * (share * self.cp.ranks), self.cp.group)
+
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
         """See `burst_plugin.deepspeed.eval_batch`."""
         was_training = engine.module.training  # the engine itself is always in training

@@ -6,6 +6,7 @@ a data loader; where the configuration has the block "burst_attention", both are
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
@@ -48,6 +49,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
     wrap(ulysses_sp, "UlyssesSPDataLoaderAdapter", partial(_loader, adapter))
     wrap(trainer.Trainer, "get_batch_samples", partial(_count_tokens, adapter))
     wrap(trainer.Trainer, "prediction_step", partial(_predict, adapter))
+    wrap(trainer.Trainer, "evaluation_loop", partial(_evaluate, adapter))
     wrap(trainer, "deepspeed_sp_compute_loss", partial(_compute_loss, adapter))
     for module in (trainer, accelerate, accelerate.data_loader, accelerate.accelerator):
         wrap(module, "skip_first_batches", _skip_first_batches)
@@ -185,6 +187,14 @@ def _compute_loss(
     return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
+def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.evaluation_loop`: TRL's SFTTrainer, if it is there, predicts by a method of its own."""
+    trl = sys.modules.get("trl.trainer.sft_trainer")
+    if trl is not None and not hasattr(trl.SFTTrainer.prediction_step, "__wrapped__"):
+        wrap(trl.SFTTrainer, "prediction_step", partial(_predict, adapter))
+    return original(trainer, *args, **kwargs)
+
+
 def _predict(
     adapter: Adapter,
     original: Callable[..., Any],
@@ -194,7 +204,7 @@ def _predict(
     prediction_loss_only: bool,
     ignore_keys: Any = None,
 ) -> Any:
-    """`Trainer.prediction_step`: the ranks of a ring take turns with their batches, so that long ones fit."""
+    """`prediction_step` of Trainer and SFTTrainer: the ranks of a ring take turns with their batches."""
     session = _of(adapter, trainer)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
@@ -203,10 +213,15 @@ def _predict(
     with torch.no_grad():
         for rank, batch in enumerate(exchanged(inputs, session.cp)):
             local = session.shard_batch(trainer._prepare_inputs(batch))
-            if "shift_labels" in local:  # a trainer may have a loss of its own
-                loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
+            loss, outputs = None, None  # type: Any, Any
+            if "shift_labels" not in local:
+                outputs = model(**local)
+            elif prediction_loss_only:  # a trainer may have a loss of its own
+                loss = trainer.compute_loss(model, local)
             else:
-                loss, outputs = None, model(**local)
+                loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
+            if loss is not None:
+                loss = session.mean_by_labels(loss, local)
             whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[KEY])
             if rank == session.cp.rank:
                 mine, logits = loss, whole

@@ -127,7 +127,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert main([*ring, "--seq", "32", "64"]) == 130
     capsys.readouterr()
     assert main([*ring, "--seq", "64", "--mask", "full", "--resume"]) == 2
-    assert "attention.json.so-far is of other options (mask); use the same, or remove it" in capsys.readouterr().err
+    assert "attention.json.so-far is of other options (mask), or of an earlier version" in capsys.readouterr().err
 
 
 def test_ranks_of_torchrun_do_not_decide_for_themselves_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +224,7 @@ def test_times_of_wrong_results_are_no_times(error: float) -> None:
     row = Found(CASE, every, False).row("contender", ["ring"])
     assert row["refused"] == f"what it computed is wrong: relative error {error:.1e}"
     assert "both_s" not in row
+    assert json.loads(json.dumps(row, allow_nan=False)) == row, "it can be saved"
 
 
 def test_a_nan_counts_whatever_is_beside_it() -> None:

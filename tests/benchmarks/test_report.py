@@ -244,6 +244,7 @@ CLUSTER = [
 ATTENTION = [
     {"ranks": 2, "seq": seq, "q_heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "float32", "causal": True}
     | {"contender": contender, "both_s": both_s, "kernel_share": kernel_s / 2 / both_s}
+    | {"flops_per_s": 1e14 if contender == "burst" else 5e12, "peak_bytes": 2e9 if contender == "burst" else None}
     for seq, kernel_s in ((8192, 1.0), (16384, 4.0))
     for contender, both_s in (("burst", kernel_s / 1.92), ("flat", kernel_s / 1.6))
 ]
@@ -283,6 +284,7 @@ def test_tables_have_every_figure_with_its_machine_and_commit(tmp_path: Path) ->
     assert "- absent, not measured: USP (yunchang is not installed)" in lines
     assert "- refused by Ulysses: 2×4, 16/4 heads (4 heads, 8 ranks)" in lines
     assert "| 16,384 | 8/8 | 2,083 ms, 96% | 2,500 ms, 80% |" in lines
+    assert "| 16,384 | 8/8 | 100 TFLOP/s, 2,000 MB | 5,000 GFLOP/s |" in lines
     assert "| Megatron | 2 | 1 | 1,024 | 2,048 | 1,234 | 50.0% | 500 MB |" in lines
     assert "| Megatron | 2 | 2 | 1,024 | 2,048 | 1,234 | – | 250 MB |" in lines
     where = "Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC; python 3.11.0, torch 2.13.0"

@@ -44,13 +44,13 @@ def hosts() -> Iterator[list[socket.socket]]:
 
 def test_a_frame_is_held_for_the_latency_and_no_longer(hosts: list[socket.socket]) -> None:
     took_s = []
-    for _ in range(20):
+    for _ in range(30):
         begin_s = time.perf_counter()
         hosts[0].send(frame(EVERYBODY, ADDRESSES[0], b"hello"))
         assert hosts[1].recv(100) == frame(EVERYBODY, ADDRESSES[0], b"hello")
         took_s.append(time.perf_counter() - begin_s)
     assert min(took_s) >= LATENCY_S
-    assert min(took_s) < 1.2 * LATENCY_S
+    assert min(took_s) < 1.5 * LATENCY_S
 
 
 def test_frames_under_way_do_not_wait_for_each_other(hosts: list[socket.socket]) -> None:

@@ -27,10 +27,10 @@ def _train(rank: int, setups: list[Setup], deepspeed: bool) -> Outcome:
     return outcome
 
 
-def check(found: list[Outcome], truth: Outcome, *, on_ring: bool = True) -> None:
+def check(found: list[Outcome], truth: Outcome) -> None:
     """Losses, SGD steps, evaluation and words of all ranks."""
     for outcome in found:
-        assert outcome.evaluated_on_ring == on_ring
+        assert outcome.evaluated_on_ring
         assert outcome.losses == pytest.approx(truth.losses, rel=1e-5)
         error, name = worst(outcome.changes, truth.changes)
         assert error <= 2e-5, name
@@ -97,7 +97,7 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
-    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2), on_ring=False)
+    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
 
 
 class AddsUp(Trainer):
