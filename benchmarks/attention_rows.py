@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isnan
 from statistics import median
 from typing import Any
 
@@ -11,9 +12,9 @@ from benchmarks.attention_ranks import SILENT, Measured
 from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE
 from benchmarks.contenders import Case
 
-WRONG = 0.05  # relative, from which on no rounding explains it: bfloat16 gives up to 0.02
-
 __all__ = ["WRONG", "Found", "attention_flops", "is_of", "line"]
+
+WRONG = 0.05  # relative, from which on no rounding explains it: bfloat16 gives up to 0.02
 
 
 def attention_flops(case: Case) -> dict[str, float]:
@@ -42,7 +43,9 @@ class Found:
         if not configurations:
             return named
         best = next(name for name in configurations if name in self.every[0].times)  # the others have left
-        error = max((measured.errors[best] for measured in self.every), key=lambda x: (x != x, x))  # NaN is the worst
+        error = max(
+            (measured.errors[best] for measured in self.every), key=lambda x: (isnan(x), x)
+        )  # NaN is the worst
         if not error <= WRONG:
             return named | {"refused": f"what it computed is wrong: relative error {error:.1e}", "wrong": True}
         return named | self._times(best) | self._exposed(best) | self._peaks(best) | {"configuration": best}

@@ -258,15 +258,8 @@ def burst_attention(
         RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
             the process instead.
     """
-    if softmax_scale is not None:
-        if scores.scale is not None:
-            raise ValueError(
-                f"got softmax_scale={softmax_scale} and scores with scale={scores.scale}, which mean the same; "
-                "give one"
-            )
-        scores = replace(scores, scale=softmax_scale)
     inputs = Inputs(q, k, v, sink, bias)
-    request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse)
+    request = Request(mask, _scaled(scores, softmax_scale), _both_sides(tokens), return_max_logits, return_lse)
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 
@@ -276,6 +269,17 @@ def burst_attention(
     wanted = (True, return_lse, return_max_logits)
     chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants)
     return chosen if len(chosen) > 1 else chosen[0]
+
+
+def _scaled(scores: Scores, scale: float | None) -> Scores:
+    """`scores` with a scale given by itself. ValueError if they have one of their own."""
+    if scale is None:
+        return scores
+    if scores.scale is not None:
+        raise ValueError(
+            f"got softmax_scale={scale} and scores with scale={scores.scale}, which mean the same; give one"
+        )
+    return replace(scores, scale=scale)
 
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:

@@ -37,7 +37,7 @@ _PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_l
 _SEEDS = 2**31 - 1
 _UNEVEN = 1.3  # times the mean, from which on it is worth a word
 _MARK = "_burst_plugin_shard"  # what ids that were cut have
-_LOOKS = 100  # at batches, until one is uneven
+_LOOKS = 10  # at batches, until one is uneven; each takes as long as making a new mask's plan
 _looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # how many so far
 _LOG = logging.getLogger(__name__)
 
@@ -229,17 +229,16 @@ def _tokens(cp: ContextParallel, read: _Read) -> Tokens:
     if cp.strategy.layout == AUTO:
         return cp.tokens(read.padded, mask, alike=True)
     tokens = Tokens(read.padded)
-    if read.mask is not None and _looked_at.get(cp, 0) < _LOOKS:
-        _looked_at[cp] = _looked_at.get(cp, 0) + 1
+    looks = _looked_at.get(cp, 0)
+    if cp.rank == 0 and read.mask is not None and looks < _LOOKS:
         uneven = cp.imbalance(mask, tokens)
+        _looked_at[cp] = looks + 1 if uneven <= _UNEVEN else _LOOKS
         if uneven > _UNEVEN:
-            _looked_at[cp] = _LOOKS
-            if cp.rank == 0:
-                _LOG.warning(
-                    'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" '
-                    "deals every batch out evenly",
-                    uneven,
-                )
+            _LOG.warning(
+                'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" deals '
+                "every batch out evenly",
+                uneven,
+            )
     return tokens
 
 

@@ -161,8 +161,7 @@ class ContextParallel:
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
 
-        Pass it as `tokens=` to `shard`, `unshard`, `positions` and `burst_attention`. With `alike` all ranks hold
-        equally many tokens, for a length that `layout.even_length` gives.
+        It is for `tokens=` of all else. With `alike` ranks hold equally many, as lengths of `even_length` allow.
         """
         return choose_tokens(self.member.route_table, length, mask, alike)
 

@@ -213,7 +213,8 @@ def _predict(
     with torch.no_grad():
         for rank, batch in enumerate(exchanged(inputs, session.cp)):
             local = session.shard_batch(trainer._prepare_inputs(batch))
-            loss, outputs = None, None  # type: Any, Any
+            loss: Any = None
+            outputs: Any = None
             if "shift_labels" not in local:
                 outputs = model(**local)
             elif prediction_loss_only:  # a trainer may have a loss of its own

@@ -111,7 +111,7 @@ def forward(
     if query.shape[2] != share:
         problem = (
             f"{type(module).__name__} got {query.shape[2]} tokens, but a rank's share of the batch is {share}: "
-            f"something in the model adds or drops tokens, as prompt tuning does"
+            "something in the model adds or drops tokens, as prompt tuning does"
         )
     if key.shape[2] != query.shape[2]:
         problem = (

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed as deepspeed_lib
+import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
@@ -139,6 +140,8 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     sent = _sent()
     prediction = trainer.predict(held_out)
     evaluated_on_ring = _sent() > sent
+    of_losses_only = trainer.evaluate()["eval_loss"]
+    assert of_losses_only == pytest.approx(prediction.metrics["test_loss"], rel=1e-6), "without logits the same"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     trainer.model.eval()
     with torch.no_grad():
