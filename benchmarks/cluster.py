@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         cases = tuple(case_of(setting, heads, options) for heads in options.heads)
         check_ranks(setting.topology.ranks, max(map(rank_bytes, cases)), "--topologies or --seq")
         parts = parts_of(setting, cases, slept)
-        timeout_s = 120.0 + 90.0 * options.rounds
+        timeout_s = 600.0 + 90.0 * options.rounds  # of a case: sixteen ranks at 100 mbit, and their configurations
         return measure(setting, Work(cases, slept, names, absent, options.rounds, timeout_s, parts))
 
     def show(setting: Setting, rows: list[Row]) -> None:
