@@ -69,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
     if options.on == "torchrun" and "WORLD_SIZE" not in os.environ:
         raise RefusedError("--on torchrun: there are no ranks; start it with torchrun -m benchmarks attention ...")
     chosen, cases = _contenders(options.contenders), _cases(options)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # messages start before the kernels that hide them
     if options.on == "torchrun" and torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     _check_memory(cases, options.on)
@@ -182,13 +183,13 @@ def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespac
 
 def _reason(contender: Contender, case: Case, on: str) -> dict[str, str]:
     """Why a contender is not measured; empty if it is."""
-    absent = contender.absent()
-    if absent is not None:
-        return {"absent": absent}
     if on == "virtual" and not isinstance(contender, Burst):
         return {"refused": "a virtual ring is one of this project's"}
     if on == "torchrun" and torch.cuda.is_available() and not isinstance(contender, Burst):
         return {"refused": "peers run on CPUs here, on stand-ins for the GPU packages that they ask for"}
+    absent = contender.absent()  # which tries imports in forked processes: not where a GPU is in use
+    if absent is not None:
+        return {"absent": absent}
     if not contender.configurations(case):
         return {"refused": contender.refuse(case) or "none of its configurations can do this case"}
     return {}

@@ -30,7 +30,7 @@ from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.netns import EmulatedCluster
 from burst_plugin.planner import Links, Price, pass_price
-from burst_plugin.shapes import DIRECTIONS
+from burst_plugin.sides import DIRECTIONS, Direction
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
@@ -133,7 +133,7 @@ def measure(setting: Setting, work: Work) -> list[Row]:
     return [row for found in measured[0] for row in rows_of(setting, work.slept, *found)]
 
 
-def model(case: Case, strategy: Strategy, direction: str, slept: Slept, links: Links) -> Price:
+def model(case: Case, strategy: Strategy, direction: Direction, slept: Slept, links: Links) -> Price:
     """What the planner says of a strategy of ours."""
     topology, visit_s = Topology(case.nodes, case.ranks_per_node), visit_seconds(case, slept)
     return pass_price(strategy, direction, topology, case.shapes, visit_s[DIRECTIONS.index(direction)], links)

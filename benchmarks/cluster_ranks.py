@@ -23,7 +23,7 @@ from benchmarks.contenders.burst import Burst
 from benchmarks.memory import keep_freed_memory
 from benchmarks.netns import interface_bytes
 from burst_plugin.planner import Links, plans
-from burst_plugin.shapes import DIRECTIONS
+from burst_plugin.sides import DIRECTIONS
 from burst_plugin.topology import Topology
 
 __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]

@@ -2,6 +2,9 @@
 
 The same ranks train the same number of tokens in a step three times: each on a sequence of its own, all on one
 sequence after the other, and all on a single sequence that is as many times longer as there are ranks.
+
+The ranks are processes of this machine, or those that torchrun started, on one node or on several:
+`torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmarks train`.
 """
 
 from __future__ import annotations
@@ -11,25 +14,21 @@ import importlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.flops import train_flops_per_token
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import launch, launcher_environment, values
-from benchmarks.results import Watch, save
+from benchmarks.results import Watch, default_path, save
 from benchmarks.train_examples import EVERY_EXAMPLE, VOCABULARY
-from benchmarks.train_ranks import WARM_UP, Example, Job, Model, Trained, prepare, run_rank
+from benchmarks.train_processes import OfThisMachine, OfTorchrun, Starter, under_torchrun
+from benchmarks.train_ranks import WARM_UP, Example, Job, Model, Trained, prepare
 
-_TIMEOUT_S = 1800.0
 _LIBRARIES_BYTES = 5e8
 _DEFAULTS = {
     "cpu": {"seq": 2048, "steps": 2, "layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4},
@@ -46,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any"
     )
-    parser.add_argument("--ranks", type=int, metavar="N", default=0, help="processes; 0: one per GPU, or 2 on CPUs")
+    ranks_help = "processes; 0: one per GPU, or 2 on CPUs; under torchrun those that it started"
+    parser.add_argument("--ranks", type=int, metavar="N", default=0, help=ranks_help)
     count("seq", "tokens in a sequence without context parallelism")
     count("steps", "optimizer steps that are timed, per repeat")
     count("layers", "layers of the model")
@@ -69,14 +69,19 @@ def run(options: argparse.Namespace) -> int:
     if jobs[0].device == "cpu":  # once, before forking; where there are GPUs, a fork must not find them in use
         for module in (module for example in there for module in example.modules):
             importlib.import_module(module)
+    starter = OfTorchrun() if under_torchrun() else OfThisMachine()
     with Watch() as watch:
-        measured = measure(there, jobs, options.repeats)
+        measured = measure(there, jobs, options.repeats, starter)
+    if not starter.leads:
+        return 0
     peak = peak_flops_per_s(rank for repeats in measured.values() for ranks in repeats for rank in ranks)
     rows = [row(example, job, repeats, peak) for (example, job), repeats in measured.items()]
     rows += [{"example": example.name, "absent": example.absent()} for example in examples if example not in there]
     _print(rows)
     settings = {"repeats": options.repeats, "steps": jobs[0].steps, "device": jobs[0].device, **vars(jobs[0].model)}
-    save("train", settings, rows, watch.load, options.out, on_gpu=jobs[0].device == "cuda")
+    on_gpu, nodes = jobs[0].device == "cuda", jobs[0].nodes
+    out = options.out or default_path("train" if nodes == 1 else f"train-{nodes}-nodes", on_gpu)
+    save("train", {**settings, "nodes": nodes}, rows, watch.load, out, on_gpu=on_gpu)
     return 0
 
 
@@ -84,19 +89,24 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     """What is trained: without and with context parallelism, and with it on longer sequences.
 
     Raises:
-        RefusedError: for sizes that do not go together, or more ranks than GPUs.
+        RefusedError: for sizes that do not go together, or more ranks on a machine than GPUs.
     """
+    nodes, started = _torchrun_sizes() if under_torchrun() else (1, 0)
+    if started and options.ranks not in (0, started):
+        raise RefusedError(f"--ranks {options.ranks}: torchrun started {started}; leave --ranks out")
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if options.device == "cuda" and gpus == 0:
         raise RefusedError("--device cuda: torch sees no GPU here. Take --device cpu.")
     device = "cuda" if gpus > 0 else "cpu"
-    ranks = options.ranks or (gpus if device == "cuda" else 2)
+    ranks = started or options.ranks or (gpus if device == "cuda" else 2)
     given = {name: getattr(options, name, usual) for name, usual in _DEFAULTS[device].items()}
     for name, value in {**given, "ranks": ranks, "repeats": options.repeats}.items():
         if value < 1:
             raise RefusedError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
-    if device == "cuda" and ranks > gpus:
-        raise RefusedError(f"{ranks} ranks need a GPU each; {gpus} fit. Lower --ranks, or take --device cpu.")
+    if device == "cuda" and ranks > gpus * nodes:
+        raise RefusedError(
+            f"{ranks // nodes} ranks need a GPU each; {gpus} fit. Lower --ranks, or take --device cpu."
+        )
     model = Model(**{name: given[name] for name in ("layers", "hidden", "heads", "kv_heads")})
     if model.hidden % (2 * model.heads) or model.heads % model.kv_heads:
         raise RefusedError(
@@ -106,7 +116,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     seq = given["seq"]
     if seq % (2 * ranks):
         raise RefusedError(f"--seq: got {seq}, expected a multiple of 2 x ranks = {2 * ranks}, for Megatron")
-    alone = Job(ranks, 1, seq, ranks, given["steps"], device, model)
+    alone = Job(ranks, 1, seq, ranks, given["steps"], device, model, nodes)
     if ranks == 1:
         return [alone]
     return [
@@ -127,36 +137,32 @@ def rank_bytes(job: Job) -> int:
 
 def _check_memory(jobs: Sequence[Job]) -> None:
     if jobs[0].device == "cpu":
-        check_ranks(jobs[0].ranks, max(map(rank_bytes, jobs)), "--ranks, --seq, --hidden or --layers")
+        check_ranks(jobs[0].ranks_per_node, max(map(rank_bytes, jobs)), "--ranks, --seq, --hidden or --layers")
 
 
-def measure(examples: Sequence[Example], jobs: Sequence[Job], repeats: int) -> dict[tuple[Example, Job], list[Any]]:
+def _torchrun_sizes() -> tuple[int, int]:
+    """Nodes and ranks that torchrun started."""
+    ranks, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks % per_node:
+        raise RefusedError(f"{ranks} ranks, {per_node} of them on this node: start equally many on every node")
+    return ranks // per_node, ranks
+
+
+def measure(
+    examples: Sequence[Example], jobs: Sequence[Job], repeats: int, starter: Starter
+) -> dict[tuple[Example, Job], list[Any]]:
     """What the ranks of each training saw, by repeat; all of them in turns, so that a slow minute hits all alike."""
     found: dict[tuple[Example, Job], list[Any]] = {(example, job): [] for example in examples for job in jobs}
     for repeat in range(1, repeats + 1):
         for (example, job), ranks in found.items():
-            ranks.append(_train(example, job))
-            print(
-                f"{example.name}, CP {job.context_parallel_size}, {job.sequences} x {job.seq} tokens: "
-                f"{tokens_per_s(job, ranks[-1]):,.0f} tokens/s ({repeat}/{repeats})",
-                flush=True,
-            )
+            ranks.append(starter.train(example, job))
+            if starter.leads:
+                print(
+                    f"{example.name}, CP {job.context_parallel_size}, {job.sequences} x {job.seq} tokens: "
+                    f"{tokens_per_s(job, ranks[-1]):,.0f} tokens/s ({repeat}/{repeats})",
+                    flush=True,
+                )
     return found
-
-
-def _train(example: Example, job: Job) -> list[Trained]:
-    """One training, in processes of its own."""
-    if job.device == "cpu":
-        return values(launch_local(run_rank, job.ranks, example, job, timeout_s=_TIMEOUT_S))
-
-    def enter(rank: int, directory: Path) -> None:
-        os.environ.update(launcher_environment(rank, job.ranks, job.ranks))
-        torch.cuda.set_device(rank)
-        store = dist.FileStore(str(directory / "store"), job.ranks)  # type: ignore[attr-defined]
-        timeout = timedelta(seconds=_TIMEOUT_S / 2)
-        dist.init_process_group("nccl", store=store, rank=rank, world_size=job.ranks, timeout=timeout)
-
-    return values(launch(run_rank, job.ranks, (example, job), enter, timeout_s=_TIMEOUT_S))
 
 
 # ------------------------------------------------------------------------------------------------------------ figures

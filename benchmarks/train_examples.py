@@ -58,7 +58,7 @@ def _quickstart_settings(job: Job) -> Any:
         steps=job.steps,
         seq_length=job.seq,
         ranks=job.ranks,
-        nodes=1,
+        nodes=job.nodes,
         layers=job.model.layers,
         hidden=job.model.hidden,
         heads=job.model.heads,

@@ -40,7 +40,7 @@ class Model:
 class Job:
     """One training: `ranks` ranks, of which `context_parallel_size` share a sequence of `seq` tokens.
 
-    sequences: of a step, on all ranks; steps: those that are timed; device: "cpu" or "cuda".
+    sequences: of a step, on all ranks; steps: those that are timed; device: "cpu" or "cuda"; nodes: machines.
     """
 
     ranks: int
@@ -50,6 +50,11 @@ class Job:
     steps: int
     device: str
     model: Model
+    nodes: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.ranks // self.nodes
 
     @property
     def microbatches(self) -> int:
@@ -114,7 +119,7 @@ def _is_installed(name: str) -> bool:
 
 def run_rank(rank: int, example: Example, job: Job) -> Trained:
     """Train, in a process that has joined its group, and measure."""
-    torch.set_num_threads(max(1, len(cpus()) // job.ranks))
+    torch.set_num_threads(max(1, len(cpus()) // job.ranks_per_node))
     for module in example.modules:
         importlib.import_module(module)
     ends = []

@@ -11,8 +11,8 @@ What happens in a call, and where:
       request, choices -> call      arguments checked, every choice made, once for calls that are alike
       context, agreement            ranks compare what they are about to do; communicators are made
       ulysses                       heads go to their ranks (ulysses_degree > 1), and outputs come back
-      attention.attend              the loop, a visit per step:
-        executor.Ring                 waits, posts, hands over the block that is here
+      attention.run_pass            the loop, a visit per step:
+        executor.RingPass             waits, posts, hands over the block that is here
           schedule -> transfers         who visits what when, for all ranks, as data
           routes -> itinerary           what mask and layout leave of that for this rank; its messages
           transport, packing            how bytes move, and in which buffers

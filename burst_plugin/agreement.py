@@ -17,7 +17,15 @@ from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, lost_peer_error
 
-__all__ = ["DISAGREE", "EXCHANGE_BYTES", "Agreement", "judge", "note", "prepared_together", "told"]
+__all__ = [
+    "DISAGREE",
+    "EXCHANGE_BYTES",
+    "Agreement",
+    "error_text",
+    "prepared_together",
+    "raise_if_unlike",
+    "statement",
+]
 
 T = TypeVar("T")
 Agreed = TypeVar("Agreed")
@@ -48,7 +56,7 @@ class Agreement:
 
     def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
         """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
-        judge(self.exchange(note(ours, problem), when), DISAGREE)
+        raise_if_unlike(self.exchange(statement(ours, problem), when), DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
@@ -101,7 +109,7 @@ def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str],
     try:
         prepared = prepare()
     except Exception as error:  # whatever it is, the other ranks have to hear of it
-        problem, cause = told(error), error
+        problem, cause = error_text(error), error
     try:
         agreed = agree(prepared, problem)
     except ValueError as error:
@@ -110,17 +118,17 @@ def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str],
     return prepared, agreed
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """An error as other ranks are told of it."""
     return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 
-def note(ours: Sequence[str], problem: str) -> str:
+def statement(ours: Sequence[str], problem: str) -> str:
     """What a rank says: its `problem`, or else what has to be the same on all, line by line."""
     return _PROBLEM + problem if problem else "\n".join(ours)
 
 
-def judge(said: Sequence[str], disagree: str) -> None:
+def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
     """Raise ValueError if a note of any rank's is a problem, or, beginning with `disagree`, if they differ."""
     problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
     if problems:

@@ -9,10 +9,11 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,25 +30,25 @@ from burst_plugin.passes import Part, Tensors, backward_parts, forward_parts
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
+from burst_plugin.sides import OTHER_SIDE, Direction, Side
 from burst_plugin.softmax import add_sink, row_factor, sink_grad
 from burst_plugin.sums import OwnSums
 from burst_plugin.tile_work import bias_grad
-from burst_plugin.tiles import OTHER_SIDE
 
 T = TypeVar("T")
 
 __all__ = [
-    "attend",
-    "attention_of",
+    "attention_of_ranks",
     "backward_program",
     "burst_attention",
     "forward_program",
     "ring_attention",
+    "run_pass",
 ]
 
 
-def attend(
-    call: Call, direction: str, parts: Sequence[Part], number: int
+def run_pass(
+    call: Call, direction: Direction, parts: Sequence[Part], number: int
 ) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
@@ -55,7 +56,7 @@ def attend(
     """
     traveller = call.kind.travellers[direction]
     own = {side: call.kind.own_sums(direction, parts, side) for side in (OTHER_SIDE[traveller], traveller)}
-    ring = call.ring(direction, parts, own[traveller], number)
+    ring = call.ring_pass(direction, parts, own[traveller], number)
     for visit in ring.visits():
         if visit is not None:
             with ring.traced(visit):
@@ -67,7 +68,7 @@ def attend(
     return {side: sums.tensors for side, sums in own.items()}
 
 
-def _work(kind: CallKind, direction: str, part: Part, visit: Visit, own: Mapping[str, OwnSums]) -> None:
+def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: Mapping[Side, OwnSums]) -> None:
     """One visit: what its tiles contribute, added to the sums at home and to those that travel."""
     traveller = kind.travellers[direction]
     home = OTHER_SIDE[traveller]
@@ -85,7 +86,7 @@ def _work(kind: CallKind, direction: str, part: Part, visit: Visit, own: Mapping
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program around the ring: its outputs, float32 or wider."""
     works = call.tile_works("forward", inputs.bias)
-    sums = yield from attend(call, "forward", forward_parts(works, *inputs[:3]), number)
+    sums = yield from run_pass(call, "forward", forward_parts(works, *inputs[:3]), number)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
@@ -99,7 +100,7 @@ def backward_program(
     """A rank's program around the ring: the gradients of its inputs, in their order, float32 or wider, or None."""
     works = call.tile_works("backward", inputs.bias, wants_dbias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
-    sums = yield from attend(call, "backward", backward_parts(works, queries, inputs[1:3], factor), number)
+    sums = yield from run_pass(call, "backward", backward_parts(works, queries, inputs[1:3], factor), number)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     dbias = bias_grad(inputs.bias, works) if inputs.bias is not None and wants_dbias else None
     return (*sums["q"], *sums["kv"], dsink, dbias)
@@ -156,6 +157,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
+        if any(ctx.needs_input_grad):
+            inputs = [_cut_loose(each) for each in inputs]
         with _one_pass(calls, "forward", number):
             results = lockstep(
                 [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
@@ -179,7 +182,7 @@ class _Attention(torch.autograd.Function):
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
 
 
-def attention_of(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
+def attention_of_ranks(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
     """What all ranks of this process get, from local tensors of each; only out has a gradient."""
     tensors = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
     return [Outputs(*each) for each in _by_rank(tensors, len(calls))]
@@ -191,6 +194,20 @@ def _dense(inputs: Inputs) -> Inputs:
     return inputs._replace(q=q, k=k, v=v)
 
 
+def _cut_loose(inputs: Inputs) -> Inputs:
+    """q, k and v without the rest of what they are views of, which would be kept until the backward pass.
+
+    So it is with values out of one projection for all three, whose queries and keys rotary embedding replaces.
+    """
+    used_bytes: Counter[int] = Counter()
+    for x in inputs[:3]:
+        used_bytes[x.untyped_storage().data_ptr()] += x.nbytes
+    whole = (x.untyped_storage().nbytes() <= used_bytes[x.untyped_storage().data_ptr()] for x in inputs[:3])
+    each = zip(inputs[:3], whole, strict=True)
+    q, k, v = (x if is_whole else x.clone(memory_format=torch.contiguous_format) for x, is_whole in each)
+    return inputs._replace(q=q, k=k, v=v)
+
+
 def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
     """The same number of items for each rank."""
     each = len(flat) // ranks
@@ -198,7 +215,7 @@ def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
 
 
 @contextmanager
-def _one_pass(calls: Sequence[Call], direction: str, number: int) -> Iterator[None]:
+def _one_pass(calls: Sequence[Call], direction: Direction, number: int) -> Iterator[None]:
     """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
     with ExitStack() as stack:
         for call in calls:
@@ -208,6 +225,42 @@ def _one_pass(calls: Sequence[Call], direction: str, number: int) -> Iterator[No
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@overload
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: ContextParallel,
+    *,
+    mask: Mask = ...,
+    softmax_scale: float | None = ...,
+    scores: Scores = ...,
+    sink: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    tokens: Tokens | tuple[Tokens, Tokens] | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logits: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def burst_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cp: ContextParallel,
+    *,
+    mask: Mask = ...,
+    softmax_scale: float | None = ...,
+    scores: Scores = ...,
+    sink: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    tokens: Tokens | tuple[Tokens, Tokens] | None = ...,
+    return_lse: bool = ...,
+    return_max_logits: bool = ...,
+) -> Tensor | tuple[Tensor, ...]: ...
 
 
 def burst_attention(
@@ -288,7 +341,7 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Out
     with unseen_by_selective_checkpoints():
         call, number = _agreed_call(inputs, request, cp)
         cp.connect(call.kind.by_link)
-        return attention_of([call], number, [inputs])[0]
+        return attention_of_ranks([call], number, [inputs])[0]
 
 
 def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Call, int]:

@@ -8,14 +8,14 @@ from burst_plugin.layout import LAYOUTS, Tokens, even_length, positions, token_c
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, RouteTable
-from burst_plugin.shapes import SIDES
+from burst_plugin.sides import SIDES, Side
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 
 
-def work_by_rank(table: RouteTable, attending: Attending, home: str) -> list[int]:
+def work_by_rank(table: RouteTable, attending: Attending, home: Side) -> list[int]:
     """How many (query, key) pairs every rank works on if side `home` stays: those of its queries, or of its keys."""
     return _shares(table, attending.of(home), _work(attending, home))
 
@@ -50,7 +50,7 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
     )
 
 
-def _work(attending: Attending, home: str) -> Tensor:
+def _work(attending: Attending, home: Side) -> Tensor:
     return work_by_token(attending.mask, (attending.q.length, attending.kv.length), home)
 
 

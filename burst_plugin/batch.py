@@ -29,10 +29,10 @@ from burst_plugin.layout import Tokens, even_length
 from burst_plugin.mask import Causal, Documents, Mask, PerRow, key_padding
 from burst_plugin.strategy import AUTO
 
-__all__ = ["IGNORE", "KEY", "SequenceShard", "check_shard", "shard_batch", "shifted"]
+__all__ = ["IGNORED_LABEL", "SHARD_KEY", "SequenceShard", "check_shard", "shard_batch", "shifted"]
 
-KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
-IGNORE = -100  # label of a token that has no part in the loss
+SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
+IGNORED_LABEL = -100  # label of a token that has no part in the loss
 _PACKING = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 _SEEDS = 2**31 - 1
 _UNEVEN = 1.3  # times the mean, from which on it is worth a word
@@ -102,7 +102,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     read, number = prepared_together(partial(_read, batch, cp.ranks), agree)
     whole, tokens = read.whole, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in whole.items()}
-    valid = int((whole["shift_labels"] != IGNORE).sum()) if "shift_labels" in whole else 0
+    valid = int((whole["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in whole else 0
     length = whole["position_ids"].shape[1]
     shard = SequenceShard(cp, length, tokens, read.mask, valid, (read.checksum + number) % _SEEDS)
     if cp.ranks > 1:
@@ -110,7 +110,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             if name in local:
                 setattr(local[name], _MARK, True)
     passed_on = {k: v for k, v in batch.items() if k not in whole and k not in _PACKING and k != "labels"}
-    return {**passed_on, **local, KEY: shard}
+    return {**passed_on, **local, SHARD_KEY: shard}
 
 
 def check_shard(batch: Mapping[str, Any]) -> None:
@@ -119,13 +119,13 @@ def check_shard(batch: Mapping[str, Any]) -> None:
     Ids that were cut, without the entry that says so, would be taken for a whole sequence; labels of a shard, under
     the name of those that models shift, would be shifted twice.
     """
-    if KEY not in batch and any(hasattr(batch.get(name), _MARK) for name in ("input_ids", "inputs_embeds")):
+    if SHARD_KEY not in batch and any(hasattr(batch.get(name), _MARK) for name in ("input_ids", "inputs_embeds")):
         raise ValueError(
-            f"got the ids of a shard without its entry {KEY!r}, as if they were a whole sequence; pass all that "
-            "shard_batch returned: model(**batch)"
+            f"got the ids of a shard without its entry {SHARD_KEY!r}, as if they were a whole sequence; pass all "
+            "that shard_batch returned: model(**batch)"
         )
     labels = batch.get("labels")
-    if KEY in batch and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
+    if SHARD_KEY in batch and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
         raise ValueError(
             "got labels with a shard, which models would shift, but labels of a shard are shifted already; pass them "
             "as shift_labels"
@@ -133,8 +133,8 @@ def check_shard(batch: Mapping[str, Any]) -> None:
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """Each token's target: the label of the token after it; `IGNORE` for the last one. labels: [B, S]."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    """Each token's target: the label of the token after it; `IGNORED_LABEL` for the last one. labels: [B, S]."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
 
 
 class _Read(NamedTuple):
@@ -248,7 +248,7 @@ def _shard(name: str, x: Tensor, cp: ContextParallel, tokens: Tokens, pad_token_
         if name == "position_ids":  # the last one: a table of learned positions may end there
             tail = x[:, -1:].expand(-1, missing)
         else:
-            fill = {"shift_labels": IGNORE, "input_ids": pad_token_id}.get(name, 0)
+            fill = {"shift_labels": IGNORED_LABEL, "input_ids": pad_token_id}.get(name, 0)
             tail = x.new_full((x.shape[0], missing, *x.shape[2:]), fill)
         x = torch.cat([x, tail], 1)
     return cp.shard(x, tokens=tokens)

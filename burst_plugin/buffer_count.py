@@ -30,7 +30,7 @@ def most_held(schedule: Schedule) -> Held:
 
 
 class _Books:
-    """What one rank has leased: the bookkeeping of `executor.Ring`, without its tensors."""
+    """What one rank has leased: the bookkeeping of `executor.RingPass`, without its tensors."""
 
     def __init__(self, schedule: RankSchedule, reduces: bool) -> None:
         self._schedule, self._reduces = schedule, reduces

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.executor import Ring
+from burst_plugin.executor import RingPass
 from burst_plugin.itinerary import Itinerary
 from burst_plugin.kernels import How, Kernel
 from burst_plugin.layout import positions, token_count
@@ -24,7 +24,8 @@ from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Part, PassCargo
 from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
-from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
+from burst_plugin.shapes import Shapes
+from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
 from burst_plugin.sums import OwnSums
 from burst_plugin.teams import TeamBlock
 from burst_plugin.tile_cuts import cut, in_turns, one_by_one
@@ -70,7 +71,7 @@ class CallKind:
     attending: Attending
     scores: Scores
     kernel: Kernel
-    travellers: Mapping[str, str]  # by direction
+    travellers: Mapping[Direction, Side]
     device: torch.device
     extras: Extras
     deterministic: bool = False
@@ -87,12 +88,16 @@ class CallKind:
     def choices(self) -> dict[str, str]:
         """What was chosen, for people to read."""
         schedules = dict.fromkeys(route.schedule.name for route in self.routes.values())
-        return {**self.travellers, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
+        return {
+            **dict[str, str](self.travellers.items()),
+            "kernel": self.kernel.name,
+            "schedule": " / ".join(schedules),
+        }
 
     # -------------------------------------------------------------------------------------------- visits and tiles
 
     @cached_property
-    def routes(self) -> dict[str, Route]:
+    def routes(self) -> dict[Direction, Route]:
         """By direction: the visits of this rank, and what it sends."""
         table, rank, routes = self.member.route_table, self.member.ring_rank, {}
         for direction, traveller in self.travellers.items():
@@ -101,7 +106,7 @@ class CallKind:
         return routes
 
     @cached_property
-    def tiles(self) -> dict[tuple[str, int, int], tuple[Tile, ...]]:
+    def tiles(self) -> dict[tuple[Direction, int, int], tuple[Tile, ...]]:
         """By direction, owner and turn: the work of a visit, in tiles that the kernel has."""
         by_turn = {}
         for direction, route in self.routes.items():
@@ -115,19 +120,19 @@ class CallKind:
         if "windows" not in self.kernel.features:
             most = max(1, _LARGEST_BATCH // self.shapes.batch)
             tiles = [piece for tile in tiles for piece in cut(tile, most)]
-        if self._needs_sites:  # which pieces cannot share as a batch
+        if self._needs_positions:  # which pieces cannot share as a batch
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
         return tuple(tiles)
 
-    def positions(self, direction: str, owner: int) -> VisitPositions:
+    def positions(self, direction: Direction, owner: int) -> VisitPositions:
         """Which tokens meet in a visit, if anything depends on them."""
-        if not self._needs_sites:
+        if not self._needs_positions:
             return NO_POSITIONS
         runs = self.routes[direction].runs
         return VisitPositions(*(positions(runs[side][owner], self.device) for side in SIDES))
 
     @cached_property
-    def _needs_sites(self) -> bool:
+    def _needs_positions(self) -> bool:
         return self.extras.bias or self.scores.needs_positions
 
     # ---------------------------------------------------------------------------------------- blocks, sums, messages
@@ -138,23 +143,23 @@ class CallKind:
         travel = self.travellers["backward"] == "q" and self.member.route_table.ring_ranks > 1
         return travel and not self.shapes.sends_out
 
-    def part_count(self, direction: str) -> int:
+    def part_count(self, direction: Direction) -> int:
         """How many parts the heads are cut into."""
         return self.member.strategy.parts_of(direction)
 
-    def own_sums(self, direction: str, parts: Sequence[Part], side: str) -> OwnSums:
+    def own_sums(self, direction: Direction, parts: Sequence[Part], side: Side) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
         specs = self._own_specs[direction, side]
         return OwnSums(specs, self.device, len(parts), lambda part, place: parts[part].sums(side, place, False))
 
     @cached_property
-    def _own_specs(self) -> dict[tuple[str, str], Sequence[Spec]]:
+    def _own_specs(self) -> dict[tuple[Direction, Side], Sequence[Spec]]:
         """Shapes and types of the sums of this rank's block, by direction and side."""
         whole = self._of_block(self.member.ring_rank, None)
         return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in SIDES}
 
     @cached_property
-    def itineraries(self) -> dict[str, Itinerary]:
+    def itineraries(self) -> dict[Direction, Itinerary]:
         """By direction: the steps and messages of a pass."""
         peers = self.member.ring_peers
         return {
@@ -167,7 +172,7 @@ class CallKind:
         """Whether the schedules of this call need separate communicators for the two links."""
         return frozenset(route.schedule.by_link for route in self.routes.values())
 
-    def _packing_of_block(self, direction: str, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+    def _packing_of_block(self, direction: Direction, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
         """How rows of a part of a rank's block, or of its sums, travel."""
         owner = self.routes[direction].schedule.owner(block)
         part = self._of_block(owner, rows).of_part(self.part_count(direction))
@@ -225,7 +230,7 @@ class Call:
             "scores": self.scores,
         }
 
-    def tile_works(self, direction: str, bias: Tensor | None, wants_dbias: bool = True) -> list[TileWork]:
+    def tile_works(self, direction: Direction, bias: Tensor | None, wants_dbias: bool = True) -> list[TileWork]:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         kind, parts = self.kind, self.kind.part_count(direction)
         heads, works = kind.shapes.q_heads // parts, []
@@ -242,7 +247,7 @@ class Call:
             works.append(TileWork(kind.kernel, how, bias_of_part, largest))
         return works
 
-    def head_exchange(self, direction: str, number: int) -> HeadExchange:
+    def head_exchange(self, direction: Direction, number: int) -> HeadExchange:
         """The exchange of heads before and after the ring, in one pass."""
         kind, member = self.kind, self.kind.member
         label = self._label(direction, number) if member.team.degree > 1 else None  # no messages in a team of one
@@ -257,12 +262,12 @@ class Call:
             ranks_per_kv_head=kind.ranks_per_kv_head,
         )
 
-    def ring(self, direction: str, parts: Sequence[Part], own: OwnSums, number: int) -> Ring:
+    def ring_pass(self, direction: Direction, parts: Sequence[Part], own: OwnSums, number: int) -> RingPass:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
         kind, member = self.kind, self.kind.member
         itinerary = kind.itineraries[direction]
         member.expected_bytes.update(itinerary.sent_bytes)
-        return Ring(
+        return RingPass(
             itinerary,
             member.transport,
             PassCargo(parts, kind.travellers[direction], own, kind.device),
@@ -277,7 +282,7 @@ class Call:
         text = repr((member.ring_id, self.signature, member.topology, member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
-    def _label(self, direction: str, number: int) -> Tensor | None:
+    def _label(self, direction: Direction, number: int) -> Tensor | None:
         """What every message of a pass carries on CPUs: of which kind of call it is, which one, and which pass."""
         if self.kind.device.type != "cpu":
             return None

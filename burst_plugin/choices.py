@@ -15,7 +15,8 @@ from burst_plugin.member import Member
 from burst_plugin.request import Inputs, Request, check_extras, check_tensors
 from burst_plugin.routes import Attending
 from burst_plugin.scores import Scores
-from burst_plugin.shapes import DIRECTIONS, Shapes
+from burst_plugin.shapes import Shapes
+from burst_plugin.sides import DIRECTIONS, Direction, Side
 from burst_plugin.strategy import Strategy, choose_traveller
 
 __all__ = ["prepare"]
@@ -182,7 +183,7 @@ def _deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _travellers(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[str, str]:
+def _travellers(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
     """By direction: which side travels. A bias belongs to the queries, which stay at home with it."""
     if not extras.bias:
         return {direction: choose_traveller(strategy, direction, shapes) for direction in DIRECTIONS}

@@ -75,7 +75,7 @@ class ContextParallel:
         self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
         levels = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
-        self.calls: dict[Hashable, Any] = {}  # every kind of attention call made so far
+        self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
         self._agreement_count = self._attention_count = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
@@ -146,8 +146,10 @@ class ContextParallel:
         self.agree(signature, problem)
         if self.group is None:
             return layout.unshard([local], dim, tokens)
-        padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim + 1 :]))
-        padded.narrow(dim, 0, lengths[self.rank]).copy_(local)
+        padded = local.contiguous()
+        if held < max(lengths):
+            padded = local.new_zeros((*local.shape[:dim], max(lengths), *local.shape[dim + 1 :]))
+            padded.narrow(dim, 0, held).copy_(local)
         shards = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(shards, padded, group=self.group)
         whole = [shard.narrow(dim, 0, length) for shard, length in zip(shards, lengths, strict=True)]
@@ -298,7 +300,7 @@ class ContextParallel:
         return self._agree(signature, problem, "an agreement between attention calls")
 
     def agree_on_attention(self, signature: Mapping[str, object], problem: str = "") -> int:
-        """The same before an attention call, if it is one of those that `Strategy.check` has ranks compare.
+        """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
 
         At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
         """

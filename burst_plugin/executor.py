@@ -1,6 +1,6 @@
 """Runs a rank's part of a schedule over a transport. Knows operands and sums, and nothing of attention.
 
-    ring = Ring(itinerary, transport, cargo, direction="forward")
+    ring = RingPass(itinerary, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         with ring.traced(visit):
             ...                           # read visit.operands, add to visit.sums
@@ -26,6 +26,7 @@ from torch import Tensor
 from burst_plugin.itinerary import Itinerary, Post
 from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
+from burst_plugin.sides import Direction
 from burst_plugin.sums import Place, TileSums
 from burst_plugin.topology import Traffic
 from burst_plugin.transfers import Rows
@@ -33,7 +34,7 @@ from burst_plugin.transport import Message, PeerLostError, Pending, Transport, l
 
 __all__ = [
     "Cargo",
-    "Ring",
+    "RingPass",
     "Visit",
     "lockstep",
 ]
@@ -117,7 +118,7 @@ class Visit:
         return self._sums()
 
 
-class Ring:
+class RingPass:
     """One rank's run of one direction; used once.
 
     `label`, `LABEL_BYTES` of uint8 and the same on every rank, says to which call a message belongs. It is compared
@@ -130,7 +131,7 @@ class Ring:
         transport: Transport,
         cargo: Cargo,
         *,
-        direction: str,
+        direction: Direction,
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:

@@ -108,7 +108,8 @@ def row_factor(out: Tensor, dout: Tensor) -> Tensor:
 
 def try_out(device: torch.device) -> None:
     """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
-    rows, ones = torch.zeros(2, 2, 3, device=device), torch.zeros(2, 3, 2, 4, device=device)
+    rows = torch.zeros(2, 2, 3, device=device, dtype=torch.float32)
+    ones = torch.zeros(2, 3, 2, 4, device=device, dtype=torch.float32)
     merge_(ones, rows, ones.bfloat16(), rows.clone())
     row_delta(ones.bfloat16(), ones.bfloat16())
     row_factor(ones.bfloat16(), ones.bfloat16())

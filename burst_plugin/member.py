@@ -16,6 +16,7 @@ import torch
 
 from burst_plugin.profile import Profile
 from burst_plugin.routes import RouteTable
+from burst_plugin.sides import Direction
 from burst_plugin.strategy import Strategy
 from burst_plugin.teams import Team
 from burst_plugin.topology import Link, Topology, Traffic
@@ -127,7 +128,7 @@ class Member:
         finally:
             self._busy.release()
 
-    def note_pass(self, direction: str, number: int) -> None:
+    def note_pass(self, direction: Direction, number: int) -> None:
         """Remember that this pass of that call is the next one of this rank.
 
         Ranks that make passes in unlike orders may send messages of the same sizes. On CPUs the labels of messages

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burst_plugin.kernels import Queries
 from burst_plugin.rows import take_rows
+from burst_plugin.sides import Side
 from burst_plugin.softmax import project
 from burst_plugin.sums import OwnSums, Place, PlainSums, SoftmaxSums, TileSums, in_parts
 from burst_plugin.tile_work import TileWork, VisitPositions
@@ -31,15 +32,15 @@ class Part(Protocol):
 
     operands: dict[str, Tensors]  # of this rank, as `compute` reads them
 
-    def outgoing(self, side: str) -> Tensors:
+    def outgoing(self, side: Side) -> Tensors:
         """This rank's operands as they travel, in the order of `Shapes.side`."""
         ...
 
-    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+    def incoming(self, side: Side, arrived: Tensors) -> Tensors:
         """Operands that travelled, as `compute` reads them."""
         ...
 
-    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
+    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
         """Sums in tensors, in the order of `Shapes.side`, or in room for them; `filled`: they hold values already."""
         ...
 
@@ -55,15 +56,15 @@ class ForwardPart:
         self._work = work
         self.operands: dict[str, Tensors] = {"q": (q,), "kv": (k, v)}
 
-    def outgoing(self, side: str) -> Tensors:
+    def outgoing(self, side: Side) -> Tensors:
         """See `Part.outgoing`."""
         return self.operands[side]
 
-    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+    def incoming(self, side: Side, arrived: Tensors) -> Tensors:
         """See `Part.incoming`."""
         return arrived
 
-    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
+    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
         """See `Part.sums`; only queries sum up anything."""
         return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
 
@@ -79,20 +80,20 @@ class BackwardPart:
         self._work, self._queries, self._factor = work, queries, factor
         self.operands: dict[str, Tensors] = {"q": tuple(queries), "kv": kv}
 
-    def outgoing(self, side: str) -> Tensors:
+    def outgoing(self, side: Side) -> Tensors:
         """See `Part.outgoing`."""
         if side == "kv" or self._factor is None:
             return self.operands[side]
         return self._queries.q, self._queries.dout, self._factor, self._queries.lse
 
-    def incoming(self, side: str, arrived: Tensors) -> Tensors:
+    def incoming(self, side: Side, arrived: Tensors) -> Tensors:
         """See `Part.incoming`."""
         if side == "kv" or self._factor is None:
             return arrived
         q, dout, factor, lse = arrived
         return q, dout, project(dout, factor), lse
 
-    def sums(self, side: str, place: Place, filled: bool) -> TileSums:
+    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
         """See `Part.sums`."""
         return PlainSums(place, filled)
 
@@ -105,7 +106,7 @@ class BackwardPart:
 class PassCargo:
     """What travels in a pass, see `executor.Cargo`; `own` are this rank's sums of side `traveller`."""
 
-    def __init__(self, parts: Sequence[Part], traveller: str, own: OwnSums, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], traveller: Side, own: OwnSums, device: torch.device) -> None:
         self.device = device
         self._parts, self._traveller, self._own = parts, traveller, own
 

@@ -16,8 +16,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from burst_plugin.buffer_count import most_held
-from burst_plugin.schedule import SCHEDULES, usual
-from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes
+from burst_plugin.schedule import SCHEDULES, default_schedule_name
+from burst_plugin.shapes import Shapes
+from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
 from burst_plugin.simulation import Links, Load, nic_of, simulate
 from burst_plugin.strategy import Strategy, choose_traveller
 from burst_plugin.topology import Link, Topology
@@ -63,7 +64,7 @@ class Plan(NamedTuple):
     strategy: Strategy
     forward: Price
     backward: Price
-    travellers: tuple[str, str]
+    travellers: tuple[Side, Side]
     """The side that travels forward, and that which travels backward."""
 
     @property
@@ -78,7 +79,7 @@ class Plan(NamedTuple):
 
 
 def pass_price(
-    strategy: Strategy, direction: str, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+    strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> Price:
     """The price of one pass by `strategy`; `visit_s`: seconds of work on a whole block where no heads are exchanged.
 
@@ -112,7 +113,7 @@ def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links
     }
 
 
-def _exchanged_bytes(shapes: Shapes, degree: int, direction: str) -> int:
+def _exchanged_bytes(shapes: Shapes, degree: int, direction: Direction) -> int:
     """Bytes of one member's share of a rank's q, k, v and out, or of their gradients.
 
     They are exchanged in the type of the inputs, but for gradients of key/value heads that members share.
@@ -153,7 +154,7 @@ def plans(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], link
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
         degree = plan.strategy.ulysses_degree
-        is_unusual = plan.strategy.schedule != usual(topology.of_teams(degree))
+        is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_teams(degree))
         return max(plan.step_s, _ALIKE * best_s), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
@@ -163,15 +164,15 @@ class _Choice(NamedTuple):
     """The price of a pass, the side that travels then, and the option that has it travel."""
 
     price: Price
-    traveller: str
+    traveller: Side
     option: str
 
 
 def _best_traveller(
-    strategy: Strategy, direction: str, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+    strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> _Choice:
     """The side to send around in one pass: that of `strategy`, unless the other one saves time."""
-    options: dict[str, dict[str, Any]] = {side: {direction: side} for side in SIDES}
+    options: dict[Side, dict[str, Any]] = {side: {direction: side} for side in SIDES}
     prices = {
         side: pass_price(replace(strategy, **option), direction, topology, shapes, visit_s, links)
         for side, option in options.items()

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from burst_plugin.sides import Side
+
 __all__ = ["Both", "Mask", "Region", "allowed", "work_by_token"]
 
 
@@ -55,7 +57,11 @@ class Region(NamedTuple):
 
 
 class Mask(ABC):
-    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered."""
+    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered.
+
+    Where a subclass has a constant for one of the properties, it stands there without a type: with one it would be a
+    field, an argument of the constructor.
+    """
 
     @abstractmethod
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -184,7 +190,7 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
     return attends
 
 
-def work_by_token(mask: Mask, lengths: tuple[int, int], side: str = "q") -> Tensor:
+def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
     """How many keys every query attends to, or for side "kv" how many queries attend to every key; int64.
 
     `lengths` are (queries, keys). Summed over batch rows if their masks differ.

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.schedule import SCHEDULES, SPARSE
-from burst_plugin.shapes import SIDES
+from burst_plugin.sides import OTHER_SIDE, SIDES, Side
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.teams import TeamBlock, team_block
-from burst_plugin.tiles import OTHER_SIDE, Regions, Tile, row_spans, tiles_of
+from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
 from burst_plugin.transfers import Needs, RankSchedule, Rows, Schedule
 
@@ -35,7 +35,7 @@ class Attending(NamedTuple):
     kv: Tokens
     mask: Mask
 
-    def of(self, side: str) -> Tokens:
+    def of(self, side: Side) -> Tokens:
         """The sequence of side "q" or "kv"."""
         return self.q if side == "q" else self.kv
 
@@ -67,7 +67,7 @@ class Pairs:
             for tile in tiles_of(regions, q_runs, k_runs)
         )
 
-    def of_visit(self, traveller: str, owner: int, rank: int) -> tuple[Tile, ...]:
+    def of_visit(self, traveller: Side, owner: int, rank: int) -> tuple[Tile, ...]:
         """The work of side `traveller` of rank `owner` with the other side of rank `rank`."""
         return self.of_ranks(owner, rank) if traveller == "q" else self.of_ranks(rank, owner)
 
@@ -77,7 +77,7 @@ class Pairs:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
-    def needs(self, traveller: str) -> Needs | None:
+    def needs(self, traveller: Side) -> Needs | None:
         """The rows of every block of side `traveller` that every rank works on.
 
         None if three ranks, looked at for all, need most rows, or if there are too many pairs to look at: then blocks
@@ -93,11 +93,11 @@ class Pairs:
             self._needs[traveller] = None if dense else [self._needs_of(rank, traveller) for rank in range(ranks)]
         return self._needs[traveller]
 
-    def _needs_of(self, rank: int, traveller: str) -> dict[int, Rows]:
+    def _needs_of(self, rank: int, traveller: Side) -> dict[int, Rows]:
         by_owner = {owner: self.of_visit(traveller, owner, rank) for owner in range(len(self.runs[traveller]))}
         return {owner: row_spans(tiles, traveller) for owner, tiles in by_owner.items() if tiles}
 
-    def _is_most(self, needed: Mapping[int, Rows], traveller: str) -> bool:
+    def _is_most(self, needed: Mapping[int, Rows], traveller: Side) -> bool:
         """Whether these are rows of every block, and most of all rows."""
         rows = sum(stop - start for spans in needed.values() for start, stop in spans)
         everything = sum(map(token_count, self.runs[traveller]))
@@ -110,7 +110,7 @@ class Route:
 
     schedule: RankSchedule
     tiles: Mapping[int, tuple[Tile, ...]]
-    runs: Mapping[str, Mapping[int, tuple[Run, ...]]]  # by side and owner: the tokens that meet in the visit
+    runs: Mapping[Side, Mapping[int, tuple[Run, ...]]]  # by side and owner: the tokens that meet in the visit
 
 
 class RouteTable:
@@ -183,7 +183,7 @@ class RouteTable:
             self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
         return self._pairs[attending]
 
-    def route(self, ring_rank: int, attending: Attending, traveller: str, reduces: bool, parts: int = 1) -> Route:
+    def route(self, ring_rank: int, attending: Attending, traveller: Side, reduces: bool, parts: int = 1) -> Route:
         """One rank's route of a pass in which side `traveller` travels, and sums come home if it `reduces`."""
         pairs = self.pairs(attending)
         key = (ring_rank, attending, traveller, reduces, parts)
@@ -219,7 +219,7 @@ class RouteTable:
         lengths = [token_count(held) for held in self.runs(attending.kv)]
         return self._schedule(attending, "kv", False).most_rows_sent(lengths)
 
-    def _schedule(self, attending: Attending, traveller: str, reduces: bool) -> Schedule:
+    def _schedule(self, attending: Attending, traveller: Side, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
         pairs, key = self.pairs(attending), (attending, traveller, reduces)
         needs = pairs.needs(traveller)

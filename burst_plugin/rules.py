@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["Rule", "broken", "off", "one_of"]
+__all__ = ["Rule", "broken_rules", "off", "one_of"]
 
 
 class Rule(NamedTuple):
@@ -25,7 +25,7 @@ def one_of(*names: str | None) -> Callable[[Any], bool]:
     return lambda value: getattr(value, "name", value) in names
 
 
-def broken(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def broken_rules(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """The options whose values cannot be honoured: name, value, and what to write instead."""
     for name, rule in rules.items():
         if name in values and not rule.allowed(values[name]):

@@ -51,7 +51,7 @@ from types import MappingProxyType
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Needs, Schedule, Transfer
 
-__all__ = ["SCHEDULES", "SPARSE", "direct", "flat_ring", "two_level_ring", "usual"]
+__all__ = ["SCHEDULES", "SPARSE", "default_schedule_name", "direct", "flat_ring", "two_level_ring"]
 
 
 def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
@@ -182,7 +182,7 @@ def _kept(topology: Topology, last_hop: Link) -> float:
     return 0.5 if last_hop is Link.INTER else 0.25
 
 
-def usual(topology: Topology) -> str:
+def default_schedule_name(topology: Topology) -> str:
     """The name of the schedule for ranks that need every block."""
     return two_level_ring.__name__ if topology.levels == 2 else flat_ring.__name__
 

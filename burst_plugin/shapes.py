@@ -15,11 +15,9 @@ from typing import NamedTuple
 import torch
 
 from burst_plugin.packing import Spec
+from burst_plugin.sides import Direction, Side
 
-__all__ = ["DIRECTIONS", "SIDES", "Shapes", "hop_bytes", "hop_bytes_by_traffic"]
-
-SIDES = ("q", "kv")
-DIRECTIONS = ("forward", "backward")
+__all__ = ["Shapes", "hop_bytes", "hop_bytes_by_traffic"]
 
 
 class Shapes(NamedTuple):
@@ -53,7 +51,7 @@ class Shapes(NamedTuple):
         """The type of everything that accumulates."""
         return torch.promote_types(self.dtype, torch.float32)
 
-    def side(self, direction: str, side: str) -> tuple[list[Spec], list[Spec]]:
+    def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
         """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
 
         Queries travel backward with a factor per row in place of their output, except in float16 (`softmax.project`).
@@ -79,12 +77,12 @@ class Shapes(NamedTuple):
         return self.dtype is torch.float16
 
 
-def hop_bytes(shapes: Shapes, direction: str, traveller: str) -> int:
+def hop_bytes(shapes: Shapes, direction: Direction, traveller: Side) -> int:
     """Bytes of gather and reduce per block and hop, without alignment."""
     return sum(hop_bytes_by_traffic(shapes, direction, traveller))
 
 
-def hop_bytes_by_traffic(shapes: Shapes, direction: str, traveller: str) -> tuple[int, int]:
+def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, traveller: Side) -> tuple[int, int]:
     """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
     gather, reduce = (
         sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)

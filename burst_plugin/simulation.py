@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from burst_plugin.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.sides import Direction, Side
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Schedule, Transfer
 
@@ -53,7 +54,7 @@ class Load:
     visit_s: float
 
     @classmethod
-    def of(cls, shapes: Shapes, direction: str, traveller: str, visit_s: float) -> Load:
+    def of(cls, shapes: Shapes, direction: Direction, traveller: Side, visit_s: float) -> Load:
         """The load of a "forward" or "backward" pass in which side `traveller`, "q" or "kv", travels."""
         return cls(*hop_bytes_by_traffic(shapes, direction, traveller), visit_s)
 

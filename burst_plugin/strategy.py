@@ -8,8 +8,9 @@ from typing import Any
 
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
-from burst_plugin.schedule import SCHEDULES, usual
-from burst_plugin.shapes import DIRECTIONS, SIDES, Shapes, hop_bytes
+from burst_plugin.schedule import SCHEDULES, default_schedule_name
+from burst_plugin.shapes import Shapes, hop_bytes
+from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
 from burst_plugin.topology import Topology
 
 __all__ = ["AUTO", "CHECKS", "Strategy", "choose_traveller"]
@@ -104,7 +105,7 @@ class Strategy:
             return True
         return call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
-    def parts_of(self, direction: str) -> int:
+    def parts_of(self, direction: Direction) -> int:
         """Into how many parts blocks are cut in a pass."""
         if isinstance(self.parts, int):
             return self.parts
@@ -112,7 +113,7 @@ class Strategy:
 
     def schedule_for(self, topology: Topology) -> str:
         """The name of the schedule to run on `topology`."""
-        return usual(topology) if self.schedule == AUTO else self.schedule
+        return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 
 def _is_positive(value: object) -> bool:
@@ -124,9 +125,9 @@ def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
         raise ValueError(f"{option}={value!r} is not valid; use one of: {', '.join(valid)}")
 
 
-def choose_traveller(strategy: Strategy, direction: str, shapes: Shapes) -> str:
+def choose_traveller(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
     """The side that travels: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked != AUTO:
-        return asked
-    return min(("kv", "q"), key=lambda traveller: hop_bytes(shapes, direction, traveller))
+        return "q" if asked == "q" else "kv"
+    return min(reversed(SIDES), key=lambda traveller: hop_bytes(shapes, direction, traveller))

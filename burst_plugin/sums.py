@@ -10,6 +10,7 @@ from torch import Tensor
 
 from burst_plugin.packing import Spec
 from burst_plugin.rows import rows_of
+from burst_plugin.sides import Side
 from burst_plugin.softmax import merge_
 from burst_plugin.tiles import Tile
 from burst_plugin.transfers import Rows
@@ -55,7 +56,7 @@ class TileSums:
             self._tensors, self._kept = self._room.take(self._kept), None
         return self._tensors
 
-    def add(self, tile: Tile, side: str, contribution: Sequence[Tensor]) -> None:
+    def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
         """Add what one tile contributes, which is kept if need be, to its rows of this side."""
         rows = tile.rows(side)
         waits = not self._filled and self._tensors is None and tile.batch is None

@@ -105,7 +105,7 @@ def _tokens(x: Tensor, rows: slice, tile: Tile) -> Tensor:
 
 
 def _unfolded(x: Tensor, tile: Tile) -> Tensor:
-    """The other way round."""
+    """[B * n, S/n, H, D] as [B, S, H, D]."""
     return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).flatten(1, 2)
 
 
@@ -115,7 +115,7 @@ def _folded_rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _unfolded_rows(x: Tensor, tile: Tile) -> Tensor:
-    """The other way round."""
+    """[B * n, H, S/n] as [B, H, S]."""
     return x if tile.pieces == 1 else x.reshape(-1, tile.pieces, *x.shape[1:]).transpose(1, 2).flatten(2, 3)
 
 

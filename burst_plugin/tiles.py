@@ -26,12 +26,12 @@ from typing import NamedTuple
 
 from burst_plugin.layout import Run
 from burst_plugin.region import Region
+from burst_plugin.sides import OTHER_SIDE, Side
 
 __all__ = [
     "ANTICAUSAL",
     "CAUSAL",
     "FULL",
-    "OTHER_SIDE",
     "Band",
     "Regions",
     "Tile",
@@ -39,9 +39,6 @@ __all__ = [
     "row_spans",
     "tiles_of",
 ]
-
-
-OTHER_SIDE = {"q": "kv", "kv": "q"}  # the sides of a tile
 
 
 class Band(NamedTuple):
@@ -81,7 +78,7 @@ class Tile(NamedTuple):
         """The key rows."""
         return slice(self.k_start, self.k_stop)
 
-    def rows(self, side: str) -> slice:
+    def rows(self, side: Side) -> slice:
         """The rows of side "q" or "kv"."""
         return self.q if side == "q" else self.k
 
@@ -177,7 +174,7 @@ def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
 
 
 def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """The same, for all batch rows."""
+    """See `banded`; of all batch rows."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
         return
@@ -228,7 +225,7 @@ def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
         yield Tile(q, q + square, k + square, k_stop)
 
 
-def row_spans(tiles: Sequence[Tile], side: str) -> tuple[tuple[int, int], ...]:
+def row_spans(tiles: Sequence[Tile], side: Side) -> tuple[tuple[int, int], ...]:
     """The local rows of a side that any of these tiles reads, as ascending (start, stop)."""
     spans: list[tuple[int, int]] = []
     for rows in sorted((tile.rows(side).start, tile.rows(side).stop) for tile in tiles):
@@ -271,7 +268,7 @@ def _stairs(tiles: list[Tile]) -> list[Tile]:
     return list(rest)
 
 
-def _beside(tiles: list[Tile], side: str) -> list[Tile]:
+def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
     """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
     other = OTHER_SIDE[side]
     joined = [tile for tile in tiles if tile.band != FULL]

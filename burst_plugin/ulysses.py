@@ -34,6 +34,7 @@ from torch import Tensor
 from burst_plugin.packing import Buffer, Packing, Spec
 from burst_plugin.profile import Profile
 from burst_plugin.request import Inputs, Outputs
+from burst_plugin.sides import Side
 from burst_plugin.teams import Team, TeamBlock
 from burst_plugin.topology import Traffic
 from burst_plugin.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
@@ -151,9 +152,9 @@ class _Home(_Piece):
 class HeadExchange:
     """One rank's part in the exchange of its team, in one pass.
 
-    `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (`executor.Ring`).
-    The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message is laid out. With more
-    members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
+    `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (see
+    `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
+    is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
     """
 
     team: Team
@@ -166,7 +167,7 @@ class HeadExchange:
     ranks_per_kv_head: int = 1
 
     def run(
-        self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[str]
+        self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
     ) -> Generator[None, None, list[Tensor]]:
         """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the team together.
 
@@ -196,7 +197,8 @@ class HeadExchange:
         team = self.team
         if team.degree == 1:
             return inputs
-        tensors, sides = [inputs.q, inputs.k, inputs.v], ["q", "kv", "kv"]
+        tensors = [inputs.q, inputs.k, inputs.v]
+        sides: list[Side] = ["q", "kv", "kv"]
         if inputs.bias is not None:
             rows = inputs.bias.transpose(1, 2)  # one that heads share goes to each of them
             tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, team.degree, -1))
@@ -233,7 +235,8 @@ class HeadExchange:
         if team.degree == 1:
             return grads
         dq, dk, dv, dsink, dbias = grads
-        tensors, sides = [dq, dk, dv], ["q", "kv", "kv"]
+        tensors = [dq, dk, dv]
+        sides: list[Side] = ["q", "kv", "kv"]
         if dbias is not None:
             tensors.append(dbias.transpose(1, 2))
             sides.append("q")
@@ -243,7 +246,7 @@ class HeadExchange:
             dbias = dbias.sum(1, keepdim=True)
         return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
 
-    def _piece(self, to_heads: bool, x: Tensor, side: str) -> _Piece:
+    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> _Piece:
         block, members_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
         different = self.team.degree // members_per_head
         batch, _, heads, dim = x.shape

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
-from burst_plugin.attention import attention_of
+from burst_plugin.attention import attention_of_ranks
 from burst_plugin.call import Call
 from burst_plugin.choices import prepare
 from burst_plugin.in_process import HostileNetwork, InProcessNetwork
@@ -86,7 +86,7 @@ class VirtualRing:
             call.kind.member.note_call(call.kind.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
-            outputs = attention_of(calls, self._number, inputs)
+            outputs = attention_of_ranks(calls, self._number, inputs)
         layout = self.members[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])
         return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])

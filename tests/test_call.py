@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from burst_plugin import (
     Causal,
@@ -75,7 +74,6 @@ def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
         assert k is not None
         assert v is not None
         out = burst_attention(q, k, v, cp, scores=scores, sink=sink, bias=bias)
-        assert isinstance(out, Tensor)
         grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], problem.dout, allow_unused=True))
         result = Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
         truth = reference(problem, Causal(), scores)
@@ -102,7 +100,6 @@ def test_what_is_asked_for_is_what_is_returned(forward: str) -> None:
     largest = scores.masked_fill(~inside, -torch.inf).amax((1, 2, 3))
     for _ in range(2):
         out = burst_attention(q, k, v, cp, mask=mask)
-        assert isinstance(out, Tensor)
         one, lse = burst_attention(q, k, v, cp, mask=mask, return_lse=True)
         other, found = burst_attention(q, k, v, cp, mask=mask, return_max_logits=True)
         all_three = burst_attention(q, k, v, cp, mask=mask, return_lse=True, return_max_logits=True)

@@ -69,6 +69,7 @@ def test_the_deepspeed_examples_equal_one_rank(tmp_path: Path, script: str) -> N
         command = [*launcher, ranks, *run, *small, *off, "--out", str(tmp_path / f"{name}.json")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("burst_plugin: context_parallel_size=4: topology ") == (not off)
     files = [str(tmp_path / "ring.json"), str(tmp_path / "one.json")]
     compared = subprocess.run(
         [sys.executable, "examples/deepspeed/compare.py", *files],

@@ -52,6 +52,18 @@ def test_the_kernels_are_right_on_a_gpu() -> None:
     assert softmax._fused(x) is not None
 
 
+@needs_triton
+def test_they_are_tried_out_in_the_types_that_they_meet(tmp_path: Path) -> None:
+    """Whatever type a script makes the default one."""
+    code = (
+        "import torch; from burst_plugin import fused; torch.set_default_dtype(torch.bfloat16); seen = []\n"
+        "fused._launch = lambda kernel, shape, tensors: seen.append([str(x.dtype) for x in tensors])\n"
+        "fused.try_out(torch.device('cpu')); print(seen[0])"
+    )
+    found = _run(code, tmp_path, TRITON_INTERPRET="1")
+    assert found.strip() == str(["torch.float32", "torch.float32", "torch.bfloat16", "torch.float32"])
+
+
 _COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget

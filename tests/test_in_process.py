@@ -22,7 +22,7 @@ from burst_plugin import (
     VirtualRing,
     routes,
 )
-from burst_plugin.executor import Ring, lockstep
+from burst_plugin.executor import RingPass, lockstep
 from burst_plugin.in_process import HostileNetwork, InProcessTransport
 from burst_plugin.mask import Causal
 from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Packing
@@ -125,11 +125,11 @@ def test_lockstep_takes_turns_and_returns_in_order() -> None:
     assert log == sorted(log)
 
 
-def _forget_to_wait(ring: Ring, step: int) -> None:
+def _forget_to_wait(ring: RingPass, step: int) -> None:
     ring._endings[step].pending.clear()
 
 
-def _release_too_early(ring: Ring, step: int) -> None:
+def _release_too_early(ring: RingPass, step: int) -> None:
     for owner, buffer in ring._buffers.items():
         if ring._schedule.steps[step].visit == owner:
             buffer.data.fill_(0xFF)  # as releasing does
@@ -140,16 +140,16 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
     problem = Problem.draw(32, (2, 2))
     ring = VirtualRing(Topology(2, 2))
     assert relative(ring.attention(*problem[:3])[0], reference(problem, Causal()).out) < 2e-6
-    original = Ring._advance
+    original = RingPass._advance
 
-    def damaged(self: Ring, step: int) -> None:
+    def damaged(self: RingPass, step: int) -> None:
         if damage is _forget_to_wait:
             _forget_to_wait(self, step)
         original(self, step)
         if damage is _release_too_early:
             _release_too_early(self, step)
 
-    monkeypatch.setattr(Ring, "_advance", damaged)
+    monkeypatch.setattr(RingPass, "_advance", damaged)
     with pytest.raises(RingError, match="belongs to another call"):  # NaN is no label either
         VirtualRing(Topology(2, 2)).attention(*problem[:3])
     monkeypatch.setattr(Buffer, "has_label", lambda buffer, label: True)

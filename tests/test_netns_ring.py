@@ -75,7 +75,6 @@ def _durations(rank: int, backward: bool) -> list[float]:
         start = time.perf_counter()
         out = burst_attention(q, k, v, cp)
         if backward:
-            assert isinstance(out, Tensor)
             out.backward(torch.zeros_like(out))
         took_s.append(time.perf_counter() - start)
     return took_s[4:]  # after the calls that ranks compare

@@ -15,7 +15,8 @@ from burst_plugin import Link, Topology, VirtualRing, flat_ring, simulation, two
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.planner import Links, Load, buffer_bytes, pass_price, plans, price
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.shapes import DIRECTIONS, Shapes
+from burst_plugin.shapes import Shapes
+from burst_plugin.sides import DIRECTIONS
 from burst_plugin.strategy import Strategy
 from tests.support.reference import Problem
 

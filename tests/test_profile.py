@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.executor import Ring, Visit
+from burst_plugin.executor import RingPass, Visit
 from burst_plugin.profile import Event, Profile, RingProfile, Summary
 from burst_plugin.profile_report import save_chrome_trace
 from burst_plugin.tile_work import TileWork
@@ -281,7 +281,7 @@ def test_off_it_costs_less_than_a_microsecond_per_step() -> None:
 
     Such a call takes 50 ns on the machine that is meant, so sixteen take 0.8 us; a slower machine is slower at both.
     """
-    ring: Ring = Ring.__new__(Ring)
+    ring: RingPass = RingPass.__new__(RingPass)
     ring._log, ring._step, ring._on_gpu, ring._unnamed = None, 0, False, nullcontext()
     ring._move = lambda: None  # type: ignore[method-assign]
     visit: Visit = Visit(0, 0, 0, True, (), lambda: None)

@@ -22,7 +22,7 @@ from burst_plugin import (
     shard_batch,
     watch,
 )
-from burst_plugin.agreement import told
+from burst_plugin.agreement import error_text
 from burst_plugin.communicators import new_group_like
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
@@ -142,5 +142,5 @@ def test_communicators_that_could_not_be_made_are_made_at_the_next_call() -> Non
 
 
 def test_an_error_without_a_text_is_told_by_its_name() -> None:
-    assert told(ValueError()) == "ValueError()"
-    assert told(ValueError("of q")) == "of q"
+    assert error_text(ValueError()) == "ValueError()"
+    assert error_text(ValueError("of q")) == "of q"

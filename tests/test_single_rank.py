@@ -217,6 +217,24 @@ def test_the_output_owns_its_memory(forward: str) -> None:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
+def _saved_bytes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
+    """Bytes of what a call keeps for its backward pass, and of the memory that this holds."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        burst_attention(q, k, v, ContextParallel())
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    return sum(x.nbytes for x in saved), sum(held.values())
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+def test_views_of_one_projection_do_not_keep_what_is_not_needed(rotated: bool) -> None:
+    """Rotary embedding makes new queries and keys; the values are a view of all three still."""
+    mixed = torch.randn(1, 16, 8, 24, requires_grad=True) * 2
+    q, k, v = mixed.split(8, dim=3)
+    needed, held = _saved_bytes(q * 2, k * 2, v) if rotated else _saved_bytes(q, k, v)
+    assert held == needed
+
+
 _PROBE = """
 import os, sys
 import torch

@@ -220,7 +220,6 @@ def _die(rank: int) -> None:
     x = torch.randn(1, 4, 2, 8, requires_grad=True)
     burst_attention(x, x, x, cp)
     out = burst_attention(x, x, x, cp)
-    assert isinstance(out, torch.Tensor)
     if rank == 1:
         os._exit(1)
     out.sum().backward()

@@ -1,4 +1,5 @@
-"""What `install()` changes in DeepSpeed: `initialize`, and `zero.Init`, which makes a configuration of its own."""
+"""What `install()` changes in DeepSpeed: `initialize`, `zero.Init`, which makes a configuration of its own, and an
+engine's `destroy`; of transformers' Trainer see `burst_plugin.deepspeed.trainer`."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.utils import groups, log_dist
+from deepspeed.utils import groups
 
-from burst_plugin.agreement import judge, note, prepared_together
+from burst_plugin.agreement import prepared_together, raise_if_unlike, statement
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
 from burst_plugin.deepspeed.engine_session import Session
@@ -41,7 +42,8 @@ __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
 _MARK = "_burst_plugin_adapter"
 _TESTED = ("0.18", "0.19")
-_BATCH_KEYS = ("train_batch_size", "gradient_accumulation_steps", "sequence_parallel_size")
+_STEPS = "gradient_accumulation_steps"
+_BATCH_KEYS = ("train_batch_size", _STEPS, "sequence_parallel_size")
 _TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
 
 
@@ -77,10 +79,10 @@ class Adapter:
         is_transformers = _is_transformers(model)
         called = model
         if is_transformers:
-            from burst_plugin.huggingface.models import entry, use_burst
+            from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
             use_burst(model)
-            called = entry(model)
+            called = module_taking_batches(model)
         session.attach(called, whole_batches=is_transformers)
         self.watched[model] = session
 
@@ -184,7 +186,9 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     adapter.sessions[engine[0]] = adapter.latest = session
     for loader in waiting:
         loader.bind(session)
-    log_dist(f"burst_plugin: context_parallel_size={size}, {session.cp.describe()}", ranks=[0])
+    if dist.get_rank() == 0:  # not by DeepSpeed's logger, which keeps back what is less than a warning
+        described = ", ".join(f"{name} {what}" for name, what in session.cp.describe().items())
+        print(f"burst_plugin: context_parallel_size={size}: {described}", flush=True)
     return engine
 
 
@@ -194,7 +198,7 @@ def _without_batch_of_one_ring(config: dict[str, Any]) -> dict[str, Any]:
     It multiplies by the data-parallel sizes that `ParallelismConfig` was given, which are 1 by default. DeepSpeed
     works out that of all rings.
     """
-    micro, steps = (config.get(name) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    micro, steps = (config.get(name) for name in ("train_micro_batch_size_per_gpu", _STEPS))
     if isinstance(micro, int) and isinstance(steps, int) and config.get("train_batch_size") == micro * steps:
         return {name: value for name, value in config.items() if name != "train_batch_size"}
     return config
@@ -278,6 +282,7 @@ def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block,
             return block, 0
         size = _size(block, given)
         problems = conflicts(config, size) + _problems(given, size)
+        problems += [text for text in (_batch_problem(config, given, size),) if text]
         if problems:
             raise ValueError("; ".join(problems))
         return block, size
@@ -285,8 +290,8 @@ def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block,
     def agree(mine: tuple[Block, int] | None, problem: str) -> None:
         said: list[Any] = [None] * dist.get_world_size()
         lines = [] if mine is None else [f"context_parallel_size={mine[1]}", str(mine[0])]
-        dist.all_gather_object(said, note(lines, problem))
-        judge(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
+        dist.all_gather_object(said, statement(lines, problem))
+        raise_if_unlike(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
 
     return prepared_together(prepared, agree)[0]
 
@@ -321,11 +326,27 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
             reasons.append(
                 f"the model has {kind} layers (Ulysses), which do not go together with {BLOCK}: take them out"
             )
-    if size > 1 and _is_transformers(model):
+    if _is_transformers(model):
         from burst_plugin.huggingface.models import problems
 
-        reasons += problems(model)
+        reasons += problems(model, is_whole=size == 1)
     return reasons
+
+
+def _batch_problem(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> str:
+    """What is wrong with a batch size that counts every rank as a data-parallel one; empty if it does not."""
+    batch, micro, steps = (
+        config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", _STEPS)
+    )
+    if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not isinstance(batch, int):
+        return ""
+    if not isinstance(micro, int) or not isinstance(steps, int) or batch != micro * steps * dist.get_world_size():
+        return ""
+    return (
+        f"train_batch_size={batch} is that of {dist.get_world_size()} data-parallel ranks, but {size} of them share "
+        f"each sequence: leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set "
+        f"sp_size={size} of ParallelismConfig"
+    )
 
 
 def _is_transformers(model: Any) -> bool:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from burst_plugin.rules import Rule, broken, off
+from burst_plugin.rules import Rule, broken_rules, off
 from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["BLOCK", "REFUSED", "Block", "conflicts", "near_misses", "warn_of_near_misses"]
@@ -140,7 +140,7 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
     values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
     reasons = [
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"
-        for path, value, instead in broken(REFUSED, values)
+        for path, value, instead in broken_rules(REFUSED, values)
     ]
     ulysses = config.get("sequence_parallel_size")
     if ulysses not in (None, 1, size):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from burst_plugin.batch import IGNORE, KEY, SequenceShard, check_shard, shard_batch
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shard_batch
 from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.member import Member
@@ -93,15 +93,15 @@ class Session:
             times the number of ranks, since DeepSpeed averages gradients over them.
         """
         local = torch.nn.functional.cross_entropy(
-            logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORE, reduction="sum"
+            logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         if valid_tokens is None:
-            valid_tokens = self._sum(float((shift_labels != IGNORE).sum()))
+            valid_tokens = self._sum(float((shift_labels != IGNORED_LABEL).sum()))
         return self._whole_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
         """The mean over all labels of a batch from each rank's over those of its shard; of one of all, just that."""
-        share = float((local["shift_labels"] != IGNORE).sum()) / max(local[KEY].valid_tokens, 1)
+        share = float((local["shift_labels"] != IGNORED_LABEL).sum()) / max(local[SHARD_KEY].valid_tokens, 1)
         return self._whole_value(loss * (share * self.cp.ranks), self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -168,7 +168,7 @@ class Session:
         if not self.whole_batches:
             return None
         check_shard(kwargs)
-        if KEY in kwargs:
+        if SHARD_KEY in kwargs:
             self._check_count(kwargs)
         else:
             if not (model.training and torch.is_grad_enabled()):
@@ -190,7 +190,7 @@ class Session:
                 "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
             )
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
-            shard = kwargs[KEY]
+            shard = kwargs[SHARD_KEY]
             over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
@@ -207,7 +207,7 @@ class Session:
 
     def _ring_of(self, kwargs: Mapping[str, Any]) -> Member:
         """The ring of the batch: another engine's, if that has cut it."""
-        shard = kwargs.get(KEY)
+        shard = kwargs.get(SHARD_KEY)
         if not isinstance(shard, SequenceShard):
             return self.cp.member
         if shard.cp.ranks != self.cp.ranks:
@@ -218,11 +218,12 @@ class Session:
         return shard.cp.member
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        sharded = KEY in kwargs
+        sharded = SHARD_KEY in kwargs
         if self.whole_batches and sharded and kwargs.get("labels") is not None:
             _check_form_of_loss(type(model).__name__, output)
         if self.whole_batches and not sharded and torch.is_grad_enabled():
-            _refuse_backward(output)
+            looked_at = (getattr(output, "loss", None), getattr(output, "logits", None))
+            _refuse_backward(*(output if isinstance(output, tuple) else looked_at))
         expected = sharded or (model.training and torch.is_grad_enabled())
         if expected and self._ring_of(kwargs).calls_made == self._calls_before:
             raise ValueError(
@@ -239,6 +240,8 @@ class Session:
         if model.training:
             self._check_loss(output, kwargs)
         output["loss"] = self._whole_value(loss, self.world if model.training else self.cp.group)
+        if self.whole_batches and not model.training:
+            _refuse_backward(output["loss"])
         return output
 
     def _check_loss(self, output: Any, kwargs: dict[str, Any]) -> None:
@@ -310,18 +313,19 @@ def _to_look_at(x: Any) -> Any:
     return _ToLookAt.apply(x) if isinstance(x, Tensor) and x.requires_grad else x  # type: ignore[no-untyped-call]
 
 
-def _refuse_backward(output: Any) -> None:
-    """For what a model in evaluation made of a whole batch, all of it on every rank: that is to be looked at only."""
+def _refuse_backward(*outputs: Any) -> None:
+    """For what a model in evaluation returned, which is to be looked at only.
+
+    Of a whole batch every rank has computed all; the loss of a shard is made that of one ring, not of all of them.
+    """
 
     def refuse(grad: Tensor) -> None:
         raise ValueError(
-            "backward pass of a model in evaluation, whose batches are not cut: every rank has computed the whole "
-            "sequence. Train it in training mode (engine.train()), with dropout set to 0 if that is the point of it"
+            "backward pass of a model in evaluation, whose batches are not cut and whose losses are not those of all "
+            "ranks. Train it in training mode (engine.train()), with dropout set to 0 if that is the point of it"
         )
 
-    for x in (
-        output if isinstance(output, tuple) else (getattr(output, "loss", None), getattr(output, "logits", None))
-    ):
+    for x in outputs:
         if isinstance(x, Tensor) and x.requires_grad:
             x.register_hook(refuse)  # type: ignore[no-untyped-call]
 
@@ -331,7 +335,7 @@ def _summed_loss(logits: Tensor, labels: Tensor) -> float:
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
     for start in range(0, len(labels), _TOKENS_AT_ONCE):
         some, their = (x[start : start + _TOKENS_AT_ONCE] for x in (logits, labels))
-        total += torch.nn.functional.cross_entropy(some.float(), their, ignore_index=IGNORE, reduction="sum")
+        total += torch.nn.functional.cross_entropy(some.float(), their, ignore_index=IGNORED_LABEL, reduction="sum")
     return float(total)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 
-from burst_plugin.batch import KEY
+from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.deepspeed.engine_session import Session
@@ -75,7 +75,7 @@ def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same, where Trainer cannot be given the loss of a ring."""
+    """Of a Trainer that cannot be given the loss of a ring: with the block it is refused."""
     if _block_is_enabled():
         raise ValueError(
             f'"{BLOCK}" with sp_size needs transformers {_OLDEST} or newer, got {version("transformers")}: update it'
@@ -130,7 +130,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
         return batches, items
     if session.cp.ranks > 1:
         _check_options(trainer)
-    if not batches or not all(KEY in batch for batch in batches):
+    if not batches or not all(SHARD_KEY in batch for batch in batches):
         return batches, items
     session.only_caller = f"{type(trainer).__name__}.compute_loss"
     # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
@@ -138,7 +138,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     if scaled is None:
         scaled = trainer.model_accepts_loss_kwargs and items is not None
     divided = 1 if scaled else len(batches)
-    count = session.valid_tokens(*(batch[KEY] for batch in batches)) / session.ranks / divided
+    count = session.valid_tokens(*(batch[SHARD_KEY] for batch in batches)) / session.ranks / divided
     for batch in batches:
         batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
     return batches, items
@@ -223,7 +223,7 @@ def _predict(
                 loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
             if loss is not None:
                 loss = session.mean_by_labels(loss, local)
-            whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[KEY])
+            whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[SHARD_KEY])
             if rank == session.cp.rank:
                 mine, logits = loss, whole
     return mine, logits, None if prediction_loss_only else inputs.get("labels")

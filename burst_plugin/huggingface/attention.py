@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from burst_plugin.attention import burst_attention
-from burst_plugin.batch import KEY, SequenceShard
+from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe
 from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
 from burst_plugin.scores import Scores
 from burst_plugin.wrapping import wrap
 
-__all__ = ["EXAMINED", "NAME", "forward", "register_attention"]
+__all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "register_attention"]
 
-NAME = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
+ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 # What the modules of models that were found to meet in attention only have: their number in the model.
 EXAMINED = "_burst_plugin_examined"
 
@@ -49,12 +49,12 @@ def register_attention() -> str:
     """See `burst_plugin.huggingface.register`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, forward)
-    AttentionMaskInterface.register(NAME, mask_recipe)
+    AttentionInterface.register(ATTN_IMPLEMENTATION, forward)
+    AttentionMaskInterface.register(ATTN_IMPLEMENTATION, mask_recipe)
     usual = getattr(AttentionInterface, "get_interface", None)  # none in transformers 4
     if usual is not None and not hasattr(usual, _MARK):
         setattr(wrap(AttentionInterface, "get_interface", _refusing_shards), _MARK, True)
-    return f'transformers knows attn_implementation="{NAME}"'
+    return f'transformers knows attn_implementation="{ATTN_IMPLEMENTATION}"'
 
 
 def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -65,11 +65,11 @@ def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **options: Any) -> Any:
     """An attention function that attends to what this rank has."""
-    if options.get(KEY) is None:
+    if options.get(SHARD_KEY) is None:
         return attention(module, *args, **options)
     instead = "call burst_plugin.huggingface.prepare(model) first, on every model that is given shards"
     if hasattr(module, EXAMINED):
-        instead = f"its attn_implementation is another one now; switch it back to {NAME!r}"
+        instead = f"its attn_implementation is another one now; switch it back to {ATTN_IMPLEMENTATION!r}"
     raise ValueError(
         f"{type(module).__name__} got a sharded batch, but computes without the ring, so that ranks would attend to "
         f"their own tokens only: {instead}"
@@ -92,7 +92,7 @@ def forward(
     Raises:
         ValueError: for options that are not supported, and in training for batches that were not sharded.
     """
-    shard: SequenceShard | None = options.get(KEY)
+    shard: SequenceShard | None = options.get(SHARD_KEY)
     if shard is None:
         if module.training and torch.is_grad_enabled():
             raise ValueError(
@@ -130,7 +130,6 @@ def forward(
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     mask = _mask(module, shard, attention_mask, options)
     out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=_sink(options, q))
-    assert isinstance(out, Tensor), "lse was not asked for"
     return out, None
 
 
@@ -144,20 +143,20 @@ def _cast(x: Tensor) -> Tensor:
 
 def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
     """What a layer asks for that the ring does not have; empty if nothing."""
-    name = type(module).__name__
+    name, implementation = type(module).__name__, f'attn_implementation="{ATTN_IMPLEMENTATION}"'
     for option, value in options.items():
         strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
         if strange or (option in _REFUSED and value is not None):
             return (
-                f'{name} passes {option}, which attn_implementation="{NAME}" does not support; use another one, or '
-                "take it out of the batch if that is where it comes from"
+                f"{name} passes {option}, which {implementation} does not support; use another one, or take it out "
+                "of the batch if that is where it comes from"
             )
     if options.get("output_attentions"):
-        return f'{name}: output_attentions=True is not supported by attn_implementation="{NAME}"; leave it out'
+        return f"{name}: output_attentions=True is not supported by {implementation}; leave it out"
     if isinstance(attention_mask, MaskRecipe):
         unknown = attention_mask.unknown
         if unknown:
-            return f'{name} uses masks that attn_implementation="{NAME}" does not know: {", ".join(unknown)}'
+            return f"{name} uses masks that {implementation} does not know: {', '.join(unknown)}"
         window, seen = options.get("sliding_window"), attention_mask.window
         if window is not None and (seen is None or window not in (seen, seen + 1)):  # encoders add the token itself
             return (

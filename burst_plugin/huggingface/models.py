@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from burst_plugin.batch import KEY, check_shard
-from burst_plugin.huggingface.attention import EXAMINED, NAME, register_attention
+from burst_plugin.batch import SHARD_KEY, check_shard
+from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 
-__all__ = ["entry", "prepare_model", "problems", "use_burst"]
+__all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -36,9 +36,9 @@ def prepare_model(model: torch.nn.Module) -> None:
 def use_burst(model: torch.nn.Module) -> None:
     """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`."""
     register_attention()
-    for pretrained in _outermost(entry(model), _is_pretrained):
-        if pretrained.config._attn_implementation != NAME:
-            pretrained.set_attn_implementation(NAME)
+    for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
+        if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
+            pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
         if _note_calls not in pretrained._forward_pre_hooks.values():
             _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
@@ -55,14 +55,14 @@ def _watch(pretrained: PreTrainedModel) -> None:
 def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a forward: how many calls of attention there have been; 0 where the batch is yet to be cut."""
     check_shard(kwargs)
-    shard = kwargs.get(KEY)
+    shard = kwargs.get(SHARD_KEY)
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After it: whether there were any."""
-    shard = kwargs.get(KEY)
+    """After a forward pass: whether there were any attention calls."""
+    shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.cp.member.calls_made != getattr(model, _CALLS):
         return
     raise ValueError(
@@ -72,7 +72,7 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
     )
 
 
-def entry(model: torch.nn.Module) -> torch.nn.Module:
+def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     """The module whose arguments are a batch: the model of transformers or PEFT inside a module of one's own.
 
     If that module computes with whole labels itself, shapes do not match and it fails, rather than computing a wrong
@@ -85,20 +85,26 @@ def entry(model: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
-def problems(model: torch.nn.Module) -> list[str]:
-    """What in a model cannot be computed on shards of its sequences, each with a reason."""
+def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
+    """What in a model cannot be computed on shards of its sequences, each with a reason.
+
+    With `is_whole`, on a ring of one rank, a shard is the whole sequence: there it is only labels that come shifted.
+    """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
         return [f"{type(model).__name__} has no model of transformers; call burst_plugin.burst_attention in it"]
-    if len(outermost) > 1:
+    if len(outermost) > 1 and not is_whole:
         names = ", ".join(type(each).__name__ for each in outermost)
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in model.modules():
         if _is_pretrained(pretrained):
-            for reason in (*_problems_of_config(pretrained.config), *_problems_of_code(pretrained)):
+            reasons = _problems_of_labels(pretrained)
+            if not is_whole:
+                reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
+            for reason in reasons:
                 by_reason.setdefault(reason, f"{type(pretrained).__name__} cannot run on a ring: {reason}")
-    return [*by_reason.values(), *_problems_of_peft(model)]
+    return [*by_reason.values(), *([] if is_whole else _problems_of_peft(model))]
 
 
 def _problems_of_peft(model: torch.nn.Module) -> list[str]:
@@ -118,9 +124,11 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
-    """What a model computes otherwise than on whole sequences."""
+def _problems_of_labels(pretrained: PreTrainedModel) -> list[str]:
+    """What a model makes of labels that are shifted already."""
     name, reasons = type(pretrained).__name__, []
+    if pretrained.config.is_encoder_decoder:
+        reasons.append("it is an encoder-decoder; use a decoder alone")
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] != _LOSS:
         reasons.append(
@@ -133,6 +141,12 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
             f"its loss has been set to {asked!r}, which has no shift_labels, and labels are shifted already by one "
             f"token; set one that takes them, as that of {_LOSS} does"
         )
+    return reasons
+
+
+def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
+    """What a model computes otherwise than on whole sequences."""
+    reasons = []
     if not pretrained._can_set_attn_implementation():
         reasons.append(
             "its attention does not go through transformers' AttentionInterface; call burst_plugin.burst_attention "
@@ -164,8 +178,6 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
 def _problems_of_config(config: Any) -> list[str]:
     """What a model is configured for."""
     text, reasons = config.get_text_config(), []
-    if config.is_encoder_decoder:
-        reasons.append("it is an encoder-decoder; use a decoder alone")
     if getattr(config, "add_cross_attention", False):
         reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"

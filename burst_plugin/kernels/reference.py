@@ -77,8 +77,11 @@ def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
     keys = _by_query_head(k, q, dtype)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
     for rows in _row_slices(q, k):
-        scores, _ = _scores(q[:, rows], keys, _rows_of(how, rows), rows.start)
-        largest = largest.maximum(scores.amax((0, 2, 3)))
+        inside = k.shape[1] if how.band.upper is None else max(0, min(k.shape[1], rows.stop + how.band.upper))
+        if inside:
+            part = _first_keys_of(_rows_of(how, rows), inside)
+            scores, _ = _scores(q[:, rows], keys[:, :, :inside], part, rows.start)
+            largest = largest.maximum(scores.amax((0, 2, 3)))
     return largest
 
 
@@ -97,6 +100,14 @@ def _rows_of(how: How, rows: slice) -> How:
     )
 
 
+def _first_keys_of(how: How, keys: int) -> How:
+    """The same for the first key rows."""
+    return how._replace(
+        bias=None if how.bias is None else how.bias[..., :keys],
+        k_positions=None if how.k_positions is None else how.k_positions[:keys],
+    )
+
+
 def _by_query_head(x: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, S, Hkv, D] as [B, Hq, S, D], every key head repeated for its query heads."""
     return x.to(dtype).transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1)
@@ -110,7 +121,7 @@ def _by_kv_head(grad: Tensor, x: Tensor) -> Tensor:
 
 def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor, Tensor | None]:
     """Scores [B, H, rows, Sk], -inf outside the band; and the derivative of the softcap, if there is one."""
-    scores, slope = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)) * how.scale, None
+    scores, slope = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)).mul_(how.scale), None
     if how.scores.softcap is not None:
         bent = torch.tanh(scores / how.scores.softcap)
         scores, slope = bent * how.scores.softcap, 1 - bent.square()
@@ -131,7 +142,7 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor
         outside |= ahead < how.band.lower
     if how.band.upper is not None:
         outside |= ahead > how.band.upper
-    return scores.masked_fill(outside, -torch.inf), slope
+    return scores.masked_fill_(outside, -torch.inf), slope
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -150,6 +150,6 @@ def _statistics_have_a_dim() -> bool:
 
 @cache
 def _described_with_a_dim() -> bool:
-    """The same by what it says of shapes, before it has returned any."""
+    """Whether it does by what it says of shapes, before it has returned any."""
     x = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
     return bool(torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim == 4)

@@ -1,4 +1,4 @@
-"""What `install()` changes in Megatron-core: repairs, and four functions that are wrapped once."""
+"""What `install()` changes in Megatron-core: repairs, and functions that are wrapped, once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import add_arguments, asked_for, may_ring, mend_help, refuse_flags
-from burst_plugin.megatron.config import is_hybrid, rings
+from burst_plugin.megatron.arguments import (
+    add_arguments,
+    burst_is_possible,
+    burst_is_requested,
+    mend_help,
+    refuse_flags,
+)
+from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
@@ -79,11 +85,11 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
-    adapter.report.append(_extend_argument_parser(adapter))
+    adapter.report.append(_extend_argument_parser())
     return adapter
 
 
-def _extend_argument_parser(adapter: Adapter) -> str:
+def _extend_argument_parser() -> str:
     """Add flags to the parser of Megatron's scripts, if it is there; what became of it."""
     if importlib.util.find_spec("megatron.training") is None:  # megatron-core from PyPI until 0.16
         return "Megatron's argument parser is not here: options are those of install()"
@@ -91,7 +97,7 @@ def _extend_argument_parser(adapter: Adapter) -> str:
         from megatron.training import arguments
     except ImportError as error:  # what only scripts need may be missing: they will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
-    wrap(arguments, "add_megatron_arguments", partial(_add_flags, adapter))
+    wrap(arguments, "add_megatron_arguments", _add_flags)
     return "Megatron's argument parser knows --burst-backward, --burst-kernel and others"
 
 
@@ -105,12 +111,8 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
-    if not _asks_for_burst(config) and rings(config) and config.cp_comm_type is None and asked_for():
-        warnings.warn(
-            "--cp-comm-type burst did not reach a model's TransformerConfig, so that Megatron's own context "
-            "parallelism runs in its layers; set cp_comm_type='burst' there",
-            stacklevel=2,
-        )
+    if spreads_sequences(config) and not _asks_for_burst(config) and burst_is_possible():
+        _warn_of_another_kind(config.cp_comm_type)
     if _asks_for_burst(config):
         submodules = copy.copy(submodules)
         _refuse_other_mixers(config, submodules)
@@ -126,6 +128,22 @@ def _choose_core_attention(
     original(layer, config, submodules, *args, **kwargs)
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+
+
+def _warn_of_another_kind(cp_comm_type: Any) -> None:
+    """Of layers that are not on the ring though it was asked for: by the flag, or by installing it without flags."""
+    if burst_is_requested() and cp_comm_type is not None:  # a model of a script's own, which chose
+        return
+    asked = (
+        "--cp-comm-type burst did not reach"
+        if burst_is_requested()
+        else "burst_plugin is installed, but not asked for by"
+    )
+    warnings.warn(
+        f"{asked} a model's TransformerConfig, which has cp_comm_type={cp_comm_type!r}, so that Megatron's own "
+        "context parallelism runs in its layers; set cp_comm_type='burst' there",
+        stacklevel=2,
+    )
 
 
 def _refuse_other_mixers(config: Any, submodules: Any) -> None:
@@ -147,7 +165,7 @@ def _refuse_mamba(original: Callable[..., None], layer: Any, config: Any, *args:
 def _asks_for_burst(config: Any) -> bool:
     """Whether any layer of a model may be on a ring."""
     kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    return rings(config) and "burst" in kinds
+    return spreads_sequences(config) and "burst" in kinds
 
 
 def _models_that_count_positions() -> tuple[type, ...]:
@@ -229,7 +247,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # whoever destroyed the groups before, by whatever name
     group = parallel_state.get_context_parallel_group(check_initialized=False)
-    if group is not None and group.size() > 1 and may_ring():
+    if group is not None and group.size() > 1 and burst_is_possible():
         hierarchical = given.get("hierarchical_context_parallel_sizes")
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
@@ -246,6 +264,6 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
     return original(*args, **kwargs)
 
 
-def _add_flags(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`add_megatron_arguments`."""
     return add_arguments(mend_help(original(*args, **kwargs)))

@@ -14,17 +14,17 @@ from typing import Any
 
 from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
-from burst_plugin.rules import Rule, broken, off, one_of
+from burst_plugin.rules import Rule, broken_rules, off, one_of
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.shapes import SIDES
+from burst_plugin.sides import SIDES
 from burst_plugin.strategy import AUTO, CHECKS, Strategy
 
 __all__ = [
     "FLAGS",
     "REFUSED_FLAGS",
     "add_arguments",
+    "burst_is_possible",
     "flag_problems",
-    "may_ring",
     "mend_help",
     "parsed_strategy",
     "refuse_flags",
@@ -124,7 +124,7 @@ def refuse_flags() -> None:
     args = _parsed_arguments()
     if args is None:
         return
-    if not may_ring():
+    if not burst_is_possible():
         reasons = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
         if args.context_parallel_size > 1:
             warnings.warn(
@@ -163,20 +163,22 @@ def _warn_of_square_masks(args: Any) -> None:
         )
 
 
-def may_ring() -> bool:
+def burst_is_possible() -> bool:
     """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
     args = _parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
-def asked_for() -> bool:
+def burst_is_requested() -> bool:
     """Whether Megatron's parsed arguments ask for burst attention."""
-    return _parsed_arguments() is not None and may_ring()
+    return _parsed_arguments() is not None and burst_is_possible()
 
 
 def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
     values = {name: getattr(args, name) for name in rules if hasattr(args, name)}
-    return [f"{_flag(name, value)} is not supported: {instead}" for name, value, instead in broken(rules, values)]
+    return [
+        f"{_flag(name, value)} is not supported: {instead}" for name, value, instead in broken_rules(rules, values)
+    ]
 
 
 def _flag(name: str, value: Any = True) -> str:

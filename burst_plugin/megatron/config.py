@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from burst_plugin.megatron.releases import newer_and_irrelevant
-from burst_plugin.rules import Rule, broken, off, one_of
+from burst_plugin.rules import Rule, broken_rules, off, one_of
 
 __all__ = [
     "HONOURED",
@@ -21,7 +21,7 @@ __all__ = [
     "is_hybrid",
     "is_irrelevant",
     "problems",
-    "rings",
+    "spreads_sequences",
     "unknown_fields",
 ]
 
@@ -141,7 +141,7 @@ def is_hybrid(config: Any) -> bool:
     return bool(getattr(config, "hybrid_context_parallel", False))
 
 
-def rings(config: Any) -> bool:
+def spreads_sequences(config: Any) -> bool:
     """Whether sequences may be spread over ranks."""
     return config.context_parallel_size > 1 or is_hybrid(config) or _is_dynamic(config)
 
@@ -154,7 +154,9 @@ def _is_dynamic(config: Any) -> bool:
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
     values = {name: getattr(config, name) for name in REFUSED if hasattr(config, name)}
-    reasons = [f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken(REFUSED, values)]
+    reasons = [
+        f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken_rules(REFUSED, values)
+    ]
     if windowed and attention_type == "cross":
         reasons.append(f"window_size={config.window_size!r} is not supported in cross attention: use None")
     elif windowed and not _is_window(config.window_size):
@@ -174,6 +176,11 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
             )
     if _is_dynamic(config):
         reasons.append(f"dynamic_context_parallel=True is not supported: {NOT_DYNAMIC}")
+    mode = getattr(config, "cp_partition_mode", None)
+    if mode not in (None, "zigzag"):
+        reasons.append(
+            f"cp_partition_mode={mode!r} is not supported: batches are cut as Megatron always has; use zigzag"
+        )
     if config.attention_dropout and is_hybrid(config):
         reasons.append(
             f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "

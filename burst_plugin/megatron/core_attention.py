@@ -26,8 +26,8 @@ from burst_plugin.layout import Tokens
 from burst_plugin.mask import Mask
 from burst_plugin.megatron import masks
 from burst_plugin.megatron.arguments import flag_problems, parsed_strategy
-from burst_plugin.megatron.config import is_hybrid, problems, rings, unknown_fields
-from burst_plugin.megatron.packed import packed_documents
+from burst_plugin.megatron.config import is_hybrid, problems, spreads_sequences, unknown_fields
+from burst_plugin.megatron.packed import check_known, packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
@@ -54,7 +54,7 @@ class ChosenCoreAttention:
         if kind is None:
             listed = config.cp_comm_type
             kind = "burst" if isinstance(listed, list) and "burst" in listed else listed
-        if rings(config) and kind == "burst":
+        if spreads_sequences(config) and kind == "burst":
             if kwargs.get("cp_comm_type") == "burst" or is_hybrid(config):  # which Megatron tells layers nothing of
                 _check_replaceable(original, kwargs.get("layer_number"))
             return BurstCoreAttention(*args, registry=registry, **kwargs)
@@ -356,6 +356,7 @@ def _is_packed(packed_seq_params: Any) -> bool:
     """Whether tensors are packed. ValueError for a format that is neither thd nor sbhd (hybrid parallelism's)."""
     if packed_seq_params is None:
         return False
+    check_known(packed_seq_params)
     if packed_seq_params.qkv_format not in ("thd", "sbhd"):
         raise ValueError(
             f"packed_seq_params.qkv_format={packed_seq_params.qkv_format!r} is not supported; use 'thd', or 'sbhd'"

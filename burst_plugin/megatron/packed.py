@@ -10,6 +10,7 @@ Of a document's 2 * ranks chunks a rank holds `rank` and its mirror, as in Trans
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,39 @@ from torch import Tensor
 from burst_plugin.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
 from burst_plugin.mask import Documents
 
-__all__ = ["packed_documents", "packed_indices"]
+__all__ = ["check_known", "packed_documents", "packed_indices"]
+
+# What PackedSeqParams has: read here, or with no bearing on attention; and how it may say that batches are cut.
+_KNOWN = frozenset(
+    """
+    qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
+    local_cp_size cp_group total_tokens seq_idx pad_between_seqs
+    """.split()  # noqa: SIM905
+)
+_CUT_AS_ALWAYS = {"cp_partition_mode": (None, "zigzag"), "zigzag_cp_min_chunk_size": (None, 0)}
+
+
+def check_known(params: Any) -> None:
+    """Look at what a newer Megatron may say in its `PackedSeqParams`.
+
+    Raises ValueError if batches are cut in another way than each document in 2 * ranks chunks, zigzag; warns of what
+    is not known here.
+    """
+    for name, usual in _CUT_AS_ALWAYS.items():
+        value = getattr(params, name, None)
+        if value not in usual:
+            raise ValueError(
+                f"packed_seq_params.{name}={value!r} is not supported: cut batches by burst_plugin.megatron."
+                f"packed_indices, and leave it at {usual[-1]!r}"
+            )
+    for name in sorted(vars(params).keys() - _KNOWN - _CUT_AS_ALWAYS.keys()):
+        value = getattr(params, name)
+        if not name.startswith("_") and value is not getattr(type(params), name, None):
+            warnings.warn(
+                f"burst_plugin does not know packed_seq_params.{name}, which is set; if it changes attention, burst "
+                "attention ignores it",
+                stacklevel=2,
+            )
 
 
 def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -205,6 +206,21 @@ def _roll_padded_documents() -> None:
     wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
 
 
+_ROLLING = (multi_token_prediction, gpt_model)  # where the loss of multi-token prediction is, by release
+
+
+def _count_no_labels_as_one() -> None:
+    """What this loss is divided by is what `roll_tensor` says of a rank's mask: with no label there, 0."""
+
+    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled, total = original(*args, **kwargs)
+        return rolled, torch.where(total == 0, torch.ones_like(total), total)
+
+    for module in _ROLLING:
+        if hasattr(module, "roll_tensor"):
+            wrap(module, "roll_tensor", roll)
+
+
 # -------------------------------------------------------------------------------------------------- rotary embedding
 
 
@@ -304,6 +320,12 @@ REPAIRS = (
         fixed_in=None,
         apply=_roll_padded_documents,
         needed=lambda: hasattr(multi_token_prediction, "_roll_tensor_packed_seq"),
+    ),
+    Repair(
+        name="token_prediction_without_labels",
+        fault="multi-token prediction makes NaN gradients on ranks whose tokens have no label",
+        fixed_in=None,
+        apply=_count_no_labels_as_one,
     ),
     Repair(
         name="yarn_tables",

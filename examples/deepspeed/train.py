@@ -40,7 +40,8 @@ def main() -> None:
     )
     if engine.global_rank == 0:
         print(f"{engine.world_size} ranks, {sum(p.ds_numel for p in model.parameters()):,} parameters", flush=True)
-        print(ring_of(engine, options.off), flush=True)
+        if options.off:
+            print("burst attention is off", flush=True)
     save(train(engine, loader), options.out, engine.global_rank)
 
 
@@ -75,14 +76,6 @@ def train(engine: Any, loader: Any) -> list[dict[str, float]]:
             if engine.global_rank == 0:
                 print(f"step {len(history)}: loss {history[-1]['loss']:.4f}", flush=True)
     return history
-
-
-def ring_of(engine: Any, off: bool) -> str:
-    """What runs, in a line."""
-    if off:
-        return "burst attention is off"
-    cp = burst_plugin.deepspeed.context(engine)
-    return ", ".join(f"{name} {value}" for name, value in cp.describe().items())
 
 
 def save(history: list[dict[str, float]], path: str, rank: int) -> None:

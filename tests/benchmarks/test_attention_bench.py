@@ -99,6 +99,20 @@ def test_a_virtual_ring_is_measured_in_this_process(tmp_path: Path, dtype: str) 
     assert "refused" in rows[2] or "absent" in rows[2]
 
 
+class Forking(Unable):
+    """One that would look for its package in a process forked from here."""
+
+    def absent(self) -> str | None:
+        raise AssertionError("a GPU may be in use here")
+
+
+@pytest.mark.parametrize("on", ["virtual", "torchrun"])
+def test_peers_are_not_looked_for_where_gpus_are_in_use(monkeypatch: pytest.MonkeyPatch, on: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    case = Case(1, 2, 64, 4, 2, 8, torch.bfloat16, True)
+    assert "refused" in attention._reason(Forking("peer"), case, on)
+
+
 def test_an_interrupted_run_goes_on_where_it_was(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +17,10 @@ import pytest
 pytest.importorskip("psutil", reason="psutil is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from benchmarks import draw, figures, flops, limits, results, table, timeline, train
+from benchmarks import draw, figures, limits, results, table, timeline
 from benchmarks.__main__ import COMMANDS, main
 from benchmarks.results import Clock, Load, Watch
 from benchmarks.summary import summary
-from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
-from benchmarks.train_ranks import Job, Model, Seen, Trained
 
 ROOT = Path(__file__).parents[2]
 IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
@@ -448,132 +444,3 @@ def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, capsys: pytest.C
         assert main(["draw", str(wrong), "--out", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
     assert list(tmp_path.glob("*.png")) == []
-
-
-# ------------------------------------------------------------------------------------------------------------- train
-
-
-def asked(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    train.add_arguments(parser)
-    return parser.parse_args(["--device", "cpu", *words])
-
-
-def test_trainings_compare_the_same_tokens_per_step_on_the_same_ranks() -> None:
-    jobs = train.jobs_of(asked("--ranks", "4", "--seq", "512"))
-    shapes = [(job.context_parallel_size, job.seq, job.sequences, job.microbatches) for job in jobs]
-    assert shapes == [(1, 512, 4, 1), (4, 512, 4, 4), (4, 2048, 1, 1)]
-    assert {job.ranks for job in jobs} == {4}
-    assert {job.tokens_per_step for job in jobs} == {2048}
-    assert len(train.jobs_of(asked("--ranks", "1"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "512"], r"512 ranks of about .* GB are available, in which at most \d+ fit"),
-        (["--seq", "2050"], "--seq: got 2050, expected a multiple of 2 x ranks = 4"),
-        (["--kv-heads", "3"], "--hidden 256 has to be .* --kv-heads 3"),
-        (["--steps", "0"], "--steps: got 0, expected at least 1"),
-    ],
-)
-def test_trainings_that_cannot_be_are_refused(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "--device", "cpu", *words]) == 2
-    assert re.search(said, capsys.readouterr().err)
-
-
-def test_trainings_on_gpus_have_one_for_each_rank(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 0)
-    assert main(["train", "--device", "cuda"]) == 2
-    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
-    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 4)
-    assert main(["train", "--ranks", "8"]) == 2
-    assert "8 ranks need a GPU each; 4 fit" in capsys.readouterr().err
-    jobs = train.jobs_of(argparse.Namespace(**{**vars(asked()), "device": "auto"}))
-    assert [(job.device, job.ranks, job.seq) for job in jobs] == [("cuda", 4, 16384)] * 2 + [("cuda", 4, 65536)]
-    assert [job.device for job in train.jobs_of(asked())] == ["cpu"] * 3
-
-
-def test_rates_and_mfu_from_made_up_ranks() -> None:
-    model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
-    job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
-    seen = Seen(parameters=1000, kernel="abacus", ring_bytes=32)
-    slow, fast = Trained([2.0, 9.0, 1.0], 70, 5e5, seen), Trained([4.0, 1.0, 1.0], 50, 4e5, seen)
-    assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
-    faster = Trained([1.0, 2.0, 2.0], 90, 3e5, seen)
-    peak = train.peak_flops_per_s([slow, fast, faster])
-    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], peak)
-    assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
-    # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
-    assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
-    assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"], row["steps"]) == (70, 400, 3, 3)
-    assert (row["kernel"], row["ring_bytes_per_step"]) == ("abacus", 16)  # 2 x 32 bytes in 4 steps
-    assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
-    assert train.row(MEGATRON, job, [[replace(slow, peak_bytes=None)] * 2], None)["peak_bytes"] is None
-    assert train.peak_flops_per_s([Trained([1.0], 1, None, seen)]) is None
-
-
-def test_peaks_of_devices() -> None:
-    assert flops.gpu_peak_flops_per_s("NVIDIA H200") == 989e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H20") == 148e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA L40") == 181e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H200 NVL") == 835e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A10G") == 70e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A1000") is None
-    assert flops.gpu_peak_flops_per_s("Abacus") is None
-    assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
-
-
-def test_a_folder_of_that_name_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples put their own folder first, in which there is one called deepspeed."""
-    (tmp_path / "knitwear").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    missing = replace(DEEPSPEED, packages=("pytest", "knitwear", "no_such.part"))
-    assert missing.absent() == "not installed: knitwear, no_such.part"
-
-
-@pytest.mark.megatron
-@pytest.mark.deepspeed
-@pytest.mark.slow
-def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
-    absent = [reason for example in (MEGATRON, DEEPSPEED) if (reason := example.absent())]
-    if absent:
-        pytest.skip(absent[0])
-    out = tmp_path / "train.json"
-    small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
-    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    rows = results.load(out).rows
-    assert [(row["example"], row["context_parallel_size"], row["seq"]) for row in rows] == [
-        (example, *shape) for example in ("Megatron", "DeepSpeed") for shape in ((1, 64), (2, 64), (2, 128))
-    ]
-    # of one layer: 32 x 64 qkv, 32 x 32, 32 x 192, 96 x 32, norms 2 x 32; behind it a norm of 32 and 32 x 264
-    assert {row["parameters"] for row in rows if row["example"] == "Megatron"} == {20_832}
-    for row in rows:
-        assert row["steps"] == 2
-        assert (row["ring_bytes_per_step"] > 0) == (row["context_parallel_size"] == 2)
-        hugging_face = row["example"] == "DeepSpeed" and row["context_parallel_size"] == 1
-        assert row["kernel"] == ("sdpa" if hugging_face else "torch_cpu")
-        assert row["tokens_per_s"] > 10
-        assert 0 < row["mfu"] < 1
-        assert 1e5 < row["peak_bytes"] < 1e9
-
-
-def test_a_step_ends_when_all_its_batches_have_been_worked_on() -> None:
-    seen: list[Any] = []
-    for batch in noted("abcd", 2, lambda: seen.append("end")):
-        seen.append(batch)
-    assert seen == ["a", "b", "end", "c", "d", "end"]
-
-
-def test_an_example_whose_packages_are_missing_is_absent() -> None:
-    example = replace(MEGATRON, packages=("no_such_package.core", "psutil"))
-    assert example.absent() == "not installed: no_such_package.core"

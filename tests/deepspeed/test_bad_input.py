@@ -7,6 +7,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import deepspeed
@@ -21,7 +22,7 @@ from burst_plugin import ContextParallel, Strategy, shard_batch
 from burst_plugin.deepspeed import adapter
 from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
-from tests.support.deepspeed_run import Run, build, configuration, draw, llama, start
+from tests.support.deepspeed_run import VOCAB, Run, build, configuration, draw, llama, start
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.deepspeed
@@ -133,6 +134,11 @@ CASES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_block(context_parallel_size=3), "context_parallel_size=3 does not divide the 2 ranks; take a divisor"),
     (_block(contxt_parallel_size=2), 'did you mean "context_parallel_size"'),
     (_block(ranks_per_node=3), "ranks_per_node=3 does not divide the 2 ranks"),
+    (
+        _config(train_batch_size=4, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=2),
+        "train_batch_size=4 is that of 2 data-parallel ranks, but 2 of them share each sequence: leave it out, or "
+        "write 2. With Trainer or Accelerate, which work it out, set sp_size=2 of ParallelismConfig",
+    ),
     (_config(gradient_allreduce_op="sum"), "gradient_allreduce_op='sum' does not go together"),
     (_config(sequence_parallel_size=4), "sequence_parallel_size=4 (Ulysses) contradicts context_parallel_size=2"),
     (_config(compile={"deepcompile": True, "passes": ["autosp"]}), "compile.passes=['autosp'] does not go together"),
@@ -293,6 +299,12 @@ def _backward_in_evaluation(rank: int) -> None:
     engine = start(RUN, 2)
     engine.eval()
     engine.backward(engine(**BATCH).loss)
+
+
+def _backward_of_shards_in_evaluation(rank: int) -> None:
+    engine = start(RUN, 2)
+    engine.eval()
+    engine.backward(engine(**burst.shard_batch(BATCH)).loss)
 
 
 def _tuples(rank: int) -> None:
@@ -513,6 +525,7 @@ def test_losses_are_compared_again_and_again_in_training() -> None:
     [
         (_not_sharded, "LlamaAttention got a batch that is not sharded: pass what burst_plugin.shard_batch"),
         (_backward_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
+        (_backward_of_shards_in_evaluation, "backward pass of a model in evaluation, whose batches are not cut"),
         (_tuples, "LlamaForCausalLM returns a tuple, in which the loss of this rank's tokens cannot be told"),
         (_dicts, "LlamaForCausalLM returns a dict, in which the loss of this rank's tokens cannot be told"),
         (_losses, "LlamaForCausalLM returns losses of shape [1], in which the loss of this rank's tokens cannot"),
@@ -582,6 +595,23 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
     assert "attn_temperature_tuning counts positions" in found(transformers.Llama4ForCausalLM(llama4))
     opt = transformers.OPTConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
     assert "from the start or by padding" in found(transformers.OPTForCausalLM(opt))
+
+
+def _masked_language_model(rank: int) -> None:
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(vocab_size=VOCAB, **shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(replace(RUN, cp=1), 1))
+
+
+def test_labels_are_not_shifted_for_another_loss_on_a_ring_of_one_either() -> None:
+    (line,) = _errors(_masked_language_model, 1)
+    assert "ModernBertForMaskedLM cannot run on a ring: its loss is that of ForMaskedLM" in line
+
+
+def test_a_ring_of_one_runs_what_mixes_tokens() -> None:
+    mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
+    assert problems(transformers.MambaForCausalLM(mamba), is_whole=True) == []
 
 
 @pytest.mark.parametrize(

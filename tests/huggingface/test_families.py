@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 )
 
 from burst_plugin import Causal, ContextParallel, Documents, Tokens, key_padding
-from burst_plugin.batch import IGNORE, SequenceShard, shard_batch
+from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
 from burst_plugin.huggingface.masks import MaskRecipe
@@ -70,7 +70,7 @@ def _on_ring(rank: int, names: list[str], batch: Batch, layout: str, changes: di
 
 def _on_one_rank(name: str, batch: Batch, changes: dict[str, Any]) -> Result:
     model = build(Run(model=_config(name, changes)), attention="eager")
-    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
+    labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED_LABEL)
     logits = _logits(model, batch)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
     grads = {each: torch.zeros_like(p) if p.grad is None else p.grad for each, p in model.named_parameters()}
@@ -159,7 +159,7 @@ def _padded(*, length: int = 32) -> Batch:
     mask[0, :7] = 0
     mask[1, -11:] = 0
     hidden = (mask == 0) | (mask.roll(1, 1) == 0)  # padding, and what padding would have to predict
-    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORE)}
+    return {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(hidden, IGNORED_LABEL)}
 
 
 @pytest.mark.parametrize("length", [32, 27])
@@ -171,7 +171,7 @@ def _packed(*rows: tuple[int, ...]) -> Batch:
     """Documents of these lengths, one row after the other."""
     batch = draw(1, rows=len(rows), length=sum(rows[0]))[0]
     positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
-    labels = batch["labels"].masked_fill(torch.stack(positions) == 0, IGNORE)
+    labels = batch["labels"].masked_fill(torch.stack(positions) == 0, IGNORED_LABEL)
     return {**batch, "position_ids": torch.stack(positions), "labels": labels}
 
 
@@ -219,7 +219,7 @@ def test_packed_samples_with_padding() -> None:
     mask = torch.ones(1, 44, dtype=torch.long)
     mask[0, :5] = mask[0, 37:] = 0
     wide = {name: torch.nn.functional.pad(x, (5, 7), value=1) for name, x in packed.items()}
-    wide["labels"] = wide["labels"].masked_fill(mask == 0, IGNORE)
+    wide["labels"] = wide["labels"].masked_fill(mask == 0, IGNORED_LABEL)
     for name in MASKED:
         (found,) = run_ranks(_on_ring, 4, [name], {**wide, "attention_mask": mask}, "zigzag", {})[:1]
         truth = _on_one_rank(name, packed, {})

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, rings, unknown_fields
+from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, spreads_sequences, unknown_fields
 
 pytestmark = pytest.mark.megatron
 
@@ -74,11 +74,19 @@ def test_every_refused_field_is_tried_above() -> None:
     assert {name for name, _ in mark.args[1]} == set(REFUSED)
 
 
+def test_batches_that_newer_releases_cut_otherwise_are_refused() -> None:
+    given = types.SimpleNamespace(**dataclasses.asdict(config()), cp_partition_mode="contiguous")
+    (problem,) = problems(given, windowed=False, attention_type="self")
+    assert problem.startswith("cp_partition_mode='contiguous' is not supported")
+    given.cp_partition_mode = "zigzag"
+    assert problems(given, windowed=False, attention_type="self") == []
+
+
 def test_groups_of_newer_releases_are_refused() -> None:
     given = types.SimpleNamespace(**dataclasses.asdict(config()), dynamic_context_parallel=True)
     (problem,) = problems(given, windowed=False, attention_type="self")
     assert problem.startswith("dynamic_context_parallel=True is not supported: its groups change")
-    assert rings(given)
+    assert spreads_sequences(given)
 
 
 def test_windows_are_refused_in_cross_attention() -> None:

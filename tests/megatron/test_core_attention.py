@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from burst_plugin.layout import LAYOUTS, Tokens
 from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron.packed import check_known
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -334,6 +336,28 @@ def _packed(rank: int) -> None:
 
 def test_padding_of_documents_neither_attends_nor_is_attended_to() -> None:
     run_ranks(_packed, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "usual"),
+    [("cp_partition_mode", "contiguous", "zigzag"), ("zigzag_cp_min_chunk_size", 64, 0)],
+)
+def test_batches_that_newer_releases_cut_otherwise_are_refused(name: str, value: object, usual: object) -> None:
+    params = PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 16]), cp_group=None, max_seqlen_q=16)
+    setattr(params, name, usual)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_known(params)
+    setattr(params, name, value)
+    with pytest.raises(ValueError, match=rf"packed_seq_params\.{name}={value!r} is not supported"):
+        check_known(params)
+
+
+def test_what_newer_releases_say_of_packed_sequences_is_told() -> None:
+    params = PackedSeqParams("thd", cu_seqlens_q=torch.tensor([0, 16]))
+    params.window_per_document = torch.tensor([4])
+    with pytest.warns(UserWarning, match="does not know packed_seq_params.window_per_document"):
+        check_known(params)
 
 
 def _refused_packed(rank: int) -> list[str]:

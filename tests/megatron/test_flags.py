@@ -196,3 +196,12 @@ def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
     (said,) = build(["burst"])
     assert "did not reach a model's TransformerConfig" in str(said.message)
     assert build(["p2p"]) == []
+
+
+@pytest.mark.parametrize("kind", [None, "p2p"])
+def test_a_model_that_did_not_ask_is_told_where_no_flags_were_read(kind: str | None) -> None:
+    """A ring is made, and said to be, before there is any model."""
+    config = argparse.Namespace(context_parallel_size=2, cp_comm_type=kind, hybrid_context_parallel=False)
+    layer = argparse.Namespace(modules=list)
+    with pytest.warns(UserWarning, match=f"not asked for by a model's TransformerConfig.*cp_comm_type={kind!r}"):
+        _choose_core_attention(argparse.Namespace(), lambda *args: None, layer, config, None)  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
 from tests.megatron.test_parity import _step
-from tests.support.megatron_gpt import GptRun, build, leave
+from tests.support.megatron_gpt import GptRun, build, cut_batch, leave, loss_of, one_step, random_tokens
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -55,6 +57,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
+        "token_prediction_without_labels",
         "yarn_tables",
         "resume_without_te",
         "resume_in_float32",
@@ -311,6 +314,30 @@ def _rolled(rank: int, cp: int) -> torch.Tensor:
 def test_padded_documents_are_rolled_where_they_are(cp: int) -> None:
     expected = torch.tensor([*range(2, 17), 0, *range(18, 41), 0])
     assert torch.equal(sum(run_ranks(_rolled, cp, cp)), expected)
+
+
+# ------------------------------------------------------------------------------------ token_prediction_without_labels
+
+
+def last_tokens_labelled(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    """A microbatch with labels in the last tokens only, all of which rank 0 has."""
+    batch = next(data)
+    batch["loss_mask"][:, :-4] = 0
+    batch = cut_batch(batch)
+    mask = batch["loss_mask"]
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    return output, partial(loss_of, mask)
+
+
+def _labelled_last(rank: int) -> list[str]:
+    """The parameters whose gradients are not finite."""
+    run = GptRun(layers=2, cp=2, cp_comm_type="burst", config={"mtp_num_layers": 1})
+    result = one_step(run, random_tokens(run), last_tokens_labelled)
+    return [name for name, grad in result.grads.items() if not bool(grad.isfinite().all())]
+
+
+def test_token_prediction_on_ranks_without_labels_has_gradients() -> None:
+    assert run_ranks(_labelled_last, 2) == [[], []]
 
 
 # -------------------------------------------------------------------------------------------------------- yarn_tables

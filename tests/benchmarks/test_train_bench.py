@@ -1,0 +1,226 @@
+"""`bench train`: what is trained, by whom, and what is made of it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+pytest.importorskip("psutil", reason="psutil is not installed")
+
+from benchmarks import flops, results, train, train_processes
+from benchmarks.__main__ import main
+from benchmarks.ranks import RankError
+from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
+from benchmarks.train_ranks import Job, Model, Seen, Trained
+
+ROOT = Path(__file__).parents[2]
+
+
+def asked(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(["--device", "cpu", *words])
+
+
+def test_trainings_compare_the_same_tokens_per_step_on_the_same_ranks() -> None:
+    jobs = train.jobs_of(asked("--ranks", "4", "--seq", "512"))
+    shapes = [(job.context_parallel_size, job.seq, job.sequences, job.microbatches) for job in jobs]
+    assert shapes == [(1, 512, 4, 1), (4, 512, 4, 4), (4, 2048, 1, 1)]
+    assert {job.ranks for job in jobs} == {4}
+    assert {job.tokens_per_step for job in jobs} == {2048}
+    assert len(train.jobs_of(asked("--ranks", "1"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "512"], r"512 ranks of about .* GB are available, in which at most \d+ fit"),
+        (["--seq", "2050"], "--seq: got 2050, expected a multiple of 2 x ranks = 4"),
+        (["--kv-heads", "3"], "--hidden 256 has to be .* --kv-heads 3"),
+        (["--steps", "0"], "--steps: got 0, expected at least 1"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--device", "cpu", *words]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_trainings_on_gpus_have_one_for_each_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 0)
+    assert main(["train", "--device", "cuda"]) == 2
+    assert "--device cuda: torch sees no GPU here" in capsys.readouterr().err
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 4)
+    assert main(["train", "--ranks", "8"]) == 2
+    assert "8 ranks need a GPU each; 4 fit" in capsys.readouterr().err
+    jobs = train.jobs_of(argparse.Namespace(**{**vars(asked()), "device": "auto"}))
+    assert [(job.device, job.ranks, job.seq) for job in jobs] == [("cuda", 4, 16384)] * 2 + [("cuda", 4, 65536)]
+    assert [job.device for job in train.jobs_of(asked())] == ["cpu"] * 3
+
+
+def test_rates_and_mfu_from_made_up_ranks() -> None:
+    model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
+    job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
+    seen = Seen(parameters=1000, kernel="abacus", ring_bytes=32)
+    slow, fast = Trained([2.0, 9.0, 1.0], 70, 5e5, seen), Trained([4.0, 1.0, 1.0], 50, 4e5, seen)
+    assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
+    faster = Trained([1.0, 2.0, 2.0], 90, 3e5, seen)
+    peak = train.peak_flops_per_s([slow, fast, faster])
+    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], peak)
+    assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
+    # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
+    assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
+    assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"], row["steps"]) == (70, 400, 3, 3)
+    assert (row["kernel"], row["ring_bytes_per_step"]) == ("abacus", 16)  # 2 x 32 bytes in 4 steps
+    assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
+    assert train.row(MEGATRON, job, [[replace(slow, peak_bytes=None)] * 2], None)["peak_bytes"] is None
+    assert train.peak_flops_per_s([Trained([1.0], 1, None, seen)]) is None
+
+
+def test_peaks_of_devices() -> None:
+    assert flops.gpu_peak_flops_per_s("NVIDIA H200") == 989e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H20") == 148e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA L40") == 181e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA H200 NVL") == 835e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A10G") == 70e12
+    assert flops.gpu_peak_flops_per_s("NVIDIA A1000") is None
+    assert flops.gpu_peak_flops_per_s("Abacus") is None
+    assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
+
+
+def test_a_folder_of_that_name_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examples put their own folder first, in which there is one called deepspeed."""
+    (tmp_path / "knitwear").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    missing = replace(DEEPSPEED, packages=("pytest", "knitwear", "no_such.part"))
+    assert missing.absent() == "not installed: knitwear, no_such.part"
+
+
+@pytest.mark.megatron
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
+    absent = [reason for example in (MEGATRON, DEEPSPEED) if (reason := example.absent())]
+    if absent:
+        pytest.skip(absent[0])
+    out = tmp_path / "train.json"
+    small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
+    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = results.load(out).rows
+    assert [(row["example"], row["context_parallel_size"], row["seq"]) for row in rows] == [
+        (example, *shape) for example in ("Megatron", "DeepSpeed") for shape in ((1, 64), (2, 64), (2, 128))
+    ]
+    # of one layer: 32 x 64 qkv, 32 x 32, 32 x 192, 96 x 32, norms 2 x 32; behind it a norm of 32 and 32 x 264
+    assert {row["parameters"] for row in rows if row["example"] == "Megatron"} == {20_832}
+    for row in rows:
+        assert row["steps"] == 2
+        assert (row["ring_bytes_per_step"] > 0) == (row["context_parallel_size"] == 2)
+        hugging_face = row["example"] == "DeepSpeed" and row["context_parallel_size"] == 1
+        assert row["kernel"] == ("sdpa" if hugging_face else "torch_cpu")
+        assert row["tokens_per_s"] > 10
+        assert 0 < row["mfu"] < 1
+        assert 1e5 < row["peak_bytes"] < 1e9
+
+
+@pytest.mark.megatron
+@pytest.mark.slow
+def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
+    if reason := MEGATRON.absent():
+        pytest.skip(reason)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
+    bench = ["-m", "benchmarks", "train", "--device", "cpu", "--examples", "megatron", *small]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
+    out = tmp_path / "train.json"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *launcher, "--node-rank", str(number), *bench, "--out", str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for number in range(2)
+    ]
+    try:
+        printed = [node.communicate(timeout=120) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    assert printed[0][0].count("tokens/s (1/1)") == 3
+    assert printed[1][0] == ""  # one process prints and saves
+    result = results.load(out)
+    assert result.settings["nodes"] == 2
+    shapes = [(row["ranks"], row["context_parallel_size"], row["seq"]) for row in result.rows]
+    assert shapes == [(2, 1, 64), (2, 2, 64), (2, 2, 128)]
+    assert [row["ring_bytes_per_step"] > 0 for row in result.rows] == [False, True, True]
+
+
+def test_a_rank_of_torchrun_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(store, 5, 8)]))
+    monkeypatch.setattr(train_processes, "_join", lambda *_: None)
+    starter = train_processes.OfTorchrun()
+    (job, *_) = train.jobs_of(asked("--ranks", "2", "--seq", "64"))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    broken = replace(MEGATRON, modules=("no_such_module",))
+    with pytest.raises(RankError, match=r"1 of 8 ranks failed: \[5\]") as failed:
+        starter.train(broken, job)
+    assert "no_such_module" in failed.value.errors[5]
+    assert not starter.leads
+
+
+def test_under_torchrun_ranks_are_those_that_it_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert [(job.nodes, job.ranks_per_node) for job in train.jobs_of(asked())] == [(2, 4)] * 3
+    assert main(["train", "--device", "cpu", "--ranks", "2"]) == 2
+    assert "--ranks 2: torchrun started 8; leave --ranks out" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert main(["train", "--device", "cpu"]) == 2
+    assert "start equally many on every node" in capsys.readouterr().err
+
+
+def test_a_step_ends_when_all_its_batches_have_been_worked_on() -> None:
+    seen: list[Any] = []
+    for batch in noted("abcd", 2, lambda: seen.append("end")):
+        seen.append(batch)
+    assert seen == ["a", "b", "end", "c", "d", "end"]
+
+
+def test_an_example_whose_packages_are_missing_is_absent() -> None:
+    example = replace(MEGATRON, packages=("no_such_package.core", "psutil"))
+    assert example.absent() == "not installed: no_such_package.core"
