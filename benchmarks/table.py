@@ -185,9 +185,11 @@ def _train(result: Result) -> list[str]:
         ]
         for row in filter(figures.measured, result.rows)
     ]
+    nodes = result.settings.get("nodes", 1)
+    where = "" if nodes == 1 else f" on {nodes} nodes"
     return [
-        "Training: the examples of this repository, on the same ranks with and without context parallelism. Memory "
-        "is the most that a rank needs beyond its libraries.",
+        f"Training{where}: the examples of this repository, on the same ranks with and without context parallelism. "
+        "Memory is the most that a rank needs beyond its libraries.",
         markdown([*head, "MFU", "memory of a rank"], body),
         *_missing(result, [], str),
     ]

@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
     if jobs[0].device == "cpu":  # once, before forking; where there are GPUs, a fork must not find them in use
         for module in (module for example in there for module in example.modules):
             importlib.import_module(module)
-    starter = OfTorchrun() if under_torchrun() else OfThisMachine()
+    plan = f"{', '.join(example.name for example in there)}, {jobs}"
+    starter = OfTorchrun(plan) if under_torchrun() else OfThisMachine()
     with Watch() as watch:
         measured = measure(there, jobs, options.repeats, starter)
     if not starter.leads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -11,13 +12,15 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from benchmarks.limits import RefusedError
 from benchmarks.loopback import launch_local
-from benchmarks.ranks import RankError, launch, launcher_environment, values
+from benchmarks.ranks import LINGER_S, RankError, launch, launcher_environment, values
 from benchmarks.train_ranks import Example, Job, Trained, run_rank
 
 __all__ = ["OfThisMachine", "OfTorchrun", "Starter", "under_torchrun"]
 
 _TIMEOUT_S = 1800.0
+_PLAN = "bench train"
 
 
 class Starter(Protocol):
@@ -64,22 +67,37 @@ class OfTorchrun:
     torchrun's store.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: str) -> None:
+        """`plan` says what will be trained, in which order. RefusedError if that is another one on the first rank."""
         self._store, self._rank, self._ranks = next(dist.rendezvous("env://"))
         self._store.set_timeout(timedelta(seconds=_TIMEOUT_S))
         self._number = 0
         self.leads = self._rank == 0
+        if self.leads:
+            self._store.set(_PLAN, plan)
+        first = self._store.get(_PLAN).decode()
+        if first != plan:
+            raise RefusedError(
+                f"rank {self._rank} would train {plan}, and rank 0 {first}: have the same packages everywhere, and "
+                "give all the same options"
+            )
 
     def train(self, example: Example, job: Job) -> list[Trained]:
         """See `Starter.train`."""
         self._number += 1
         name = f"bench train {self._number}"
 
-        def enter(_: int, __: Path) -> None:
+        def train(_: int) -> Trained:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # a connection of the rank's own
-            _join(self._rank, job, dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False)))
+            store = dist.PrefixStore(name, dist.TCPStore(host, port, is_master=False))
+            _join(self._rank, job, store)
+            trained = run_rank(self._rank, example, job)
+            store.set(f"done {self._rank}", "")
+            with suppress(RuntimeError):  # they have died
+                store.wait([f"done {rank}" for rank in range(self._ranks)], timedelta(seconds=LINGER_S))
+            return trained
 
-        (outcome,) = launch(lambda _: run_rank(self._rank, example, job), 1, (), enter, timeout_s=_TIMEOUT_S)
+        (outcome,) = launch(train, 1, (), lambda rank, directory: None, timeout_s=_TIMEOUT_S)
         if outcome.error is not None:
             raise RankError({self._rank: outcome.error}, self._ranks)
         self._store.set(f"{name}, rank {self._rank}", pickle.dumps(outcome.value))

@@ -129,7 +129,7 @@ def statement(ours: Sequence[str], problem: str) -> str:
 
 
 def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
-    """Raise ValueError if a note of any rank's is a problem, or, beginning with `disagree`, if they differ."""
+    """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
     problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
     if problems:
         raise ValueError(_by_rank(problems, len(said)))

@@ -157,14 +157,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
-        if any(ctx.needs_input_grad):
-            inputs = [_cut_loose(each) for each in inputs]
         with _one_pass(calls, "forward", number):
             results = lockstep(
                 [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
             )
         ctx.calls, ctx.number = calls, number
-        ctx.save_for_backward(*(x for _, saved in results for x in (*saved.given, saved.out, saved.lse)))
+        kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
+        ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
         ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
         return tuple(x for outputs, _ in results for x in outputs)
 

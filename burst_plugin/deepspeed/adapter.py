@@ -334,7 +334,7 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
 
 
 def _batch_problem(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> str:
-    """What is wrong with a batch size that counts every rank as a data-parallel one; empty if it does not."""
+    """What is wrong with a batch size that counts every rank as a data-parallel one; empty if nothing."""
     batch, micro, steps = (
         config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", _STEPS)
     )

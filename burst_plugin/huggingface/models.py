@@ -18,6 +18,7 @@ __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LOSS = "ForCausalLM"
+_LOSSES = (_LOSS, "ForConditionalGeneration")  # for which transformers has the same function
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
 _MIXING = {  # options by which embeddings depend on more than their own token
     "trigram_input": "joins neighbouring tokens, which another rank may have",
@@ -97,7 +98,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
         names = ", ".join(type(each).__name__ for each in outermost)
         return [f"{type(model).__name__} has {len(outermost)} models, {names}, of which one can run on a ring"]
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
-    for pretrained in model.modules():
+    for pretrained in (module_taking_batches(model) if is_whole else model).modules():
         if _is_pretrained(pretrained):
             reasons = _problems_of_labels(pretrained)
             if not is_whole:
@@ -130,7 +131,7 @@ def _problems_of_labels(pretrained: PreTrainedModel) -> list[str]:
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
-    if head and head[0] != _LOSS:
+    if head and head[0] not in _LOSSES:
         reasons.append(
             f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
             "language model, or its body without a head on a loss of your own"

@@ -26,7 +26,7 @@ __all__ = ["check_known", "packed_documents", "packed_indices"]
 _KNOWN = frozenset(
     """
     qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
-    local_cp_size cp_group total_tokens seq_idx pad_between_seqs
+    local_cp_size cp_group total_tokens seq_idx pad_between_seqs tokens_per_sample cp_scatter_cache
     """.split()  # noqa: SIM905
 )
 _CUT_AS_ALWAYS = {"cp_partition_mode": (None, "zigzag"), "zigzag_cp_min_chunk_size": (None, 0)}
@@ -45,7 +45,7 @@ def check_known(params: Any) -> None:
                 f"packed_seq_params.{name}={value!r} is not supported: cut batches by burst_plugin.megatron."
                 f"packed_indices, and leave it at {usual[-1]!r}"
             )
-    for name in sorted(vars(params).keys() - _KNOWN - _CUT_AS_ALWAYS.keys()):
+    for name in sorted(getattr(params, "__dict__", {}).keys() - _KNOWN - _CUT_AS_ALWAYS.keys()):
         value = getattr(params, name)
         if not name.startswith("_") and value is not getattr(type(params), name, None):
             warnings.warn(

@@ -206,19 +206,14 @@ def _roll_padded_documents() -> None:
     wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
 
 
-_ROLLING = (multi_token_prediction, gpt_model)  # where the loss of multi-token prediction is, by release
-
-
 def _count_no_labels_as_one() -> None:
-    """What this loss is divided by is what `roll_tensor` says of a rank's mask: with no label there, 0."""
+    """What the loss of token prediction is divided by is the sum of a rank's rolled mask: with no label there, 0."""
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
         rolled, total = original(*args, **kwargs)
         return rolled, torch.where(total == 0, torch.ones_like(total), total)
 
-    for module in _ROLLING:
-        if hasattr(module, "roll_tensor"):
-            wrap(module, "roll_tensor", roll)
+    wrap(gpt_model, "roll_tensor", roll)
 
 
 # -------------------------------------------------------------------------------------------------- rotary embedding
@@ -324,7 +319,7 @@ REPAIRS = (
     Repair(
         name="token_prediction_without_labels",
         fault="multi-token prediction makes NaN gradients on ranks whose tokens have no label",
-        fixed_in=None,
+        fixed_in=(0, 17, 0),
         apply=_count_no_labels_as_one,
     ),
     Repair(

@@ -18,6 +18,7 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 
 from benchmarks import flops, results, train, train_processes
 from benchmarks.__main__ import main
+from benchmarks.limits import RefusedError
 from benchmarks.ranks import RankError
 from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
 from benchmarks.train_ranks import Job, Model, Seen, Trained
@@ -174,7 +175,8 @@ def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
         printed = [node.communicate(timeout=120) for node in nodes]
     finally:
         for node in nodes:
-            node.kill()
+            node.terminate()  # whereupon it ends its ranks
+            node.wait(30)
     assert [node.returncode for node in nodes] == [0, 0], printed
     assert printed[0][0].count("tokens/s (1/1)") == 3
     assert printed[1][0] == ""  # one process prints and saves
@@ -189,7 +191,10 @@ def test_a_rank_of_torchrun_that_fails_is_named(monkeypatch: pytest.MonkeyPatch)
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(store, 5, 8)]))
     monkeypatch.setattr(train_processes, "_join", lambda *_: None)
-    starter = train_processes.OfTorchrun()
+    store.set("bench train", "one thing")
+    with pytest.raises(RefusedError, match="rank 5 would train another, and rank 0 one thing"):
+        train_processes.OfTorchrun("another")
+    starter = train_processes.OfTorchrun("one thing")
     (job, *_) = train.jobs_of(asked("--ranks", "2", "--seq", "64"))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)

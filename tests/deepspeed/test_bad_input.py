@@ -598,8 +598,11 @@ def test_models_that_cannot_run_on_a_ring_are_refused_by_name() -> None:
 
 
 def _masked_language_model(rank: int) -> None:
+    burst.install()
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(vocab_size=VOCAB, **shape))
+    model = transformers.ModernBertForMaskedLM(
+        transformers.ModernBertConfig(vocab_size=VOCAB, pad_token_id=0, **shape)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(replace(RUN, cp=1), 1))
 
@@ -609,7 +612,12 @@ def test_labels_are_not_shifted_for_another_loss_on_a_ring_of_one_either() -> No
     assert "ModernBertForMaskedLM cannot run on a ring: its loss is that of ForMaskedLM" in line
 
 
+class _ForConditionalGeneration(transformers.LlamaForCausalLM):
+    """As decoders that can also take images are called, whose loss is the same."""
+
+
 def test_a_ring_of_one_runs_what_mixes_tokens() -> None:
+    assert problems(_ForConditionalGeneration(llama()), is_whole=True) == []
     mamba = transformers.MambaConfig(vocab_size=8, hidden_size=8, state_size=4, num_hidden_layers=1)
     assert problems(transformers.MambaForCausalLM(mamba), is_whole=True) == []
 

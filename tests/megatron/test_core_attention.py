@@ -17,7 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from burst_plugin.layout import LAYOUTS, Tokens
-from burst_plugin.megatron import packed_indices
+from burst_plugin.megatron import packed, packed_indices
 from burst_plugin.megatron.packed import check_known
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
@@ -351,6 +351,10 @@ def test_batches_that_newer_releases_cut_otherwise_are_refused(name: str, value:
     setattr(params, name, value)
     with pytest.raises(ValueError, match=rf"packed_seq_params\.{name}={value!r} is not supported"):
         check_known(params)
+
+
+def test_what_this_release_says_of_packed_sequences_is_known() -> None:
+    assert vars(PackedSeqParams()).keys() <= packed._KNOWN | packed._CUT_AS_ALWAYS.keys()
 
 
 def test_what_newer_releases_say_of_packed_sequences_is_told() -> None:

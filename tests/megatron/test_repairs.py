@@ -39,6 +39,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     assert len(set(NAMES)) == len(NAMES)
     assert status("layer_cp_comm_type", (0, 16, 1)) == "applied"
     assert status("layer_cp_comm_type", (0, 17, 0)) == "not needed since 0.17.0"
+    assert status("token_prediction_without_labels", (0, 16, 1)) == "applied"
     assert status("packed_batch", (0, 17, 1)) == "applied"
     assert status("packed_batch", (0, 18, 2)) == "not needed since 0.18.0"
     for release in RELEASES:
@@ -57,7 +58,6 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
-        "token_prediction_without_labels",
         "yarn_tables",
         "resume_without_te",
         "resume_in_float32",
