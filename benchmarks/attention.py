@@ -35,6 +35,7 @@ from benchmarks.contenders.burst import Burst
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.loopback import launch_local
 from benchmarks.ranks import values
+from benchmarks.results import under_torchrun
 from burst_plugin.layout import even_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,7 +44,6 @@ _PROCESS_BYTES = 400 * 10**6  # of a rank that has computed nothing yet
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     parser.add_argument("--seq", type=int, nargs="+", default=[8192], help="tokens of the whole sequence")
     parser.add_argument("--heads", type=int, default=8, help="query heads")
     parser.add_argument("--kv-heads", type=int, help="key and value heads; as many as query heads if not given")
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each, by turns")
     parser.add_argument("--timeout-s", type=float, default=3600.0, help="for one case, all rounds, of `processes`")
     add_campaign_arguments(parser)
-    parser.set_defaults(on="torchrun" if under_torchrun else "processes")
+    parser.set_defaults(on="torchrun" if under_torchrun() else "processes")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -124,7 +124,7 @@ class Watch:
 def _read_clock() -> Clock:
     """The CPUs that this process may use; its own time is all of it, wherever it was spent, torchrun's ranks too."""
     mine = cpus()
-    top = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    top = psutil.Process().parent() if under_torchrun() else None
     top = top or psutil.Process()
     used = [times for number, times in enumerate(psutil.cpu_times(percpu=True)) if number in mine]
     own_s = 0.0
@@ -137,6 +137,11 @@ def _read_clock() -> Clock:
         stolen_s=sum(getattr(times, "steal", 0.0) for times in used),
         capacity_s=time.monotonic() * len(mine),
     )
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def cpus() -> set[int]:

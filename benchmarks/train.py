@@ -24,9 +24,9 @@ from rich.table import Table
 
 from benchmarks.flops import train_flops_per_token
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.results import Watch, default_path, save
+from benchmarks.results import Watch, default_path, save, under_torchrun
 from benchmarks.train_examples import EVERY_EXAMPLE, VOCABULARY
-from benchmarks.train_processes import OfThisMachine, OfTorchrun, Starter, under_torchrun
+from benchmarks.train_processes import OfThisMachine, OfTorchrun, Starter
 from benchmarks.train_ranks import WARM_UP, Example, Job, Model, Trained, prepare
 
 _LIBRARIES_BYTES = 5e8

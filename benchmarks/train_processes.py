@@ -17,7 +17,7 @@ from benchmarks.loopback import launch_local
 from benchmarks.ranks import LINGER_S, RankError, launch, launcher_environment, values
 from benchmarks.train_ranks import Example, Job, Trained, run_rank
 
-__all__ = ["OfThisMachine", "OfTorchrun", "Starter", "under_torchrun"]
+__all__ = ["OfThisMachine", "OfTorchrun", "Starter"]
 
 _TIMEOUT_S = 1800.0
 _PLAN = "bench train"
@@ -35,11 +35,6 @@ class Starter(Protocol):
             RankError: if one of those that this process started failed.
         """
         ...
-
-
-def under_torchrun() -> bool:
-    """Whether torchrun started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class OfThisMachine:

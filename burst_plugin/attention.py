@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from burst_plugin.sides import OTHER_SIDE, Direction, Side
 from burst_plugin.softmax import add_sink, row_factor, sink_grad
 from burst_plugin.sums import OwnSums
 from burst_plugin.tile_work import bias_grad
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since 3.11
 
 T = TypeVar("T")
 
@@ -198,10 +201,11 @@ def _cut_loose(inputs: Inputs) -> Inputs:
 
     So it is with values out of one projection for all three, whose queries and keys rotary embedding replaces.
     """
+    storages = [x.untyped_storage() for x in inputs[:3]]
     used_bytes: Counter[int] = Counter()
-    for x in inputs[:3]:
-        used_bytes[x.untyped_storage().data_ptr()] += x.nbytes
-    whole = (x.untyped_storage().nbytes() <= used_bytes[x.untyped_storage().data_ptr()] for x in inputs[:3])
+    for x, storage in zip(inputs[:3], storages, strict=True):
+        used_bytes[storage.data_ptr()] += x.nbytes
+    whole = (storage.nbytes() <= used_bytes[storage.data_ptr()] for storage in storages)
     each = zip(inputs[:3], whole, strict=True)
     q, k, v = (x if is_whole else x.clone(memory_format=torch.contiguous_format) for x, is_whole in each)
     return inputs._replace(q=q, k=k, v=v)
@@ -226,6 +230,17 @@ def _one_pass(calls: Sequence[Call], direction: Direction, number: int) -> Itera
         yield
 
 
+class _Terms(TypedDict, total=False):
+    """The keywords of `burst_attention` that do not decide what it returns."""
+
+    mask: Mask
+    softmax_scale: float | None
+    scores: Scores
+    sink: Tensor | None
+    bias: Tensor | None
+    tokens: Tokens | tuple[Tokens, Tokens] | None
+
+
 @overload
 def burst_attention(
     q: Tensor,
@@ -233,14 +248,9 @@ def burst_attention(
     v: Tensor,
     cp: ContextParallel,
     *,
-    mask: Mask = ...,
-    softmax_scale: float | None = ...,
-    scores: Scores = ...,
-    sink: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    tokens: Tokens | tuple[Tokens, Tokens] | None = ...,
     return_lse: Literal[False] = ...,
     return_max_logits: Literal[False] = ...,
+    **terms: Unpack[_Terms],
 ) -> Tensor: ...
 
 
@@ -251,14 +261,9 @@ def burst_attention(
     v: Tensor,
     cp: ContextParallel,
     *,
-    mask: Mask = ...,
-    softmax_scale: float | None = ...,
-    scores: Scores = ...,
-    sink: Tensor | None = ...,
-    bias: Tensor | None = ...,
-    tokens: Tokens | tuple[Tokens, Tokens] | None = ...,
     return_lse: bool = ...,
     return_max_logits: bool = ...,
+    **terms: Unpack[_Terms],
 ) -> Tensor | tuple[Tensor, ...]: ...
 
 

@@ -1,4 +1,4 @@
-"""How adapters change a framework at run time: a function of its own, called with the one that it stands for."""
+"""What adapters have in common: a framework's function in place of which another is called, and word of a ring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["wrap"]
+import torch.distributed as dist
+
+from burst_plugin.context import ContextParallel
+
+__all__ = ["announce", "wrap"]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,3 +23,10 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
     setattr(owner, name, wrapper)
     return wrapper
+
+
+def announce(cp: ContextParallel) -> None:
+    """Print, on the first of all ranks, that there is a ring: not by a logger, which may keep it back."""
+    if dist.get_rank() == 0:
+        described = ", ".join(f"{name} {what}" for name, what in cp.describe().items())
+        print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)

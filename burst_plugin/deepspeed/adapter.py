@@ -36,7 +36,7 @@ from burst_plugin.deepspeed.groups import (
 )
 from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.strategy import AUTO
-from burst_plugin.wrapping import wrap
+from burst_plugin.wrapping import announce, wrap
 
 __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
@@ -186,9 +186,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     adapter.sessions[engine[0]] = adapter.latest = session
     for loader in waiting:
         loader.bind(session)
-    if dist.get_rank() == 0:  # not by DeepSpeed's logger, which keeps back what is less than a warning
-        described = ", ".join(f"{name} {what}" for name, what in session.cp.describe().items())
-        print(f"burst_plugin: context_parallel_size={size}: {described}", flush=True)
+    announce(cp)
     return engine
 
 
@@ -281,8 +279,7 @@ def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block,
         if not block.enabled:
             return block, 0
         size = _size(block, given)
-        problems = conflicts(config, size) + _problems(given, size)
-        problems += [text for text in (_batch_problem(config, given, size),) if text]
+        problems = conflicts(config, size) + _problems(given, size) + _batch_problems(config, given, size)
         if problems:
             raise ValueError("; ".join(problems))
         return block, size
@@ -333,20 +330,19 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
     return reasons
 
 
-def _batch_problem(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> str:
-    """What is wrong with a batch size that counts every rank as a data-parallel one; empty if nothing."""
-    batch, micro, steps = (
-        config.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu", _STEPS)
-    )
-    if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not isinstance(batch, int):
-        return ""
-    if not isinstance(micro, int) or not isinstance(steps, int) or batch != micro * steps * dist.get_world_size():
-        return ""
-    return (
-        f"train_batch_size={batch} is that of {dist.get_world_size()} data-parallel ranks, but {size} of them share "
-        f"each sequence: leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set "
-        f"sp_size={size} of ParallelismConfig"
-    )
+def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> list[str]:
+    """Whether batch sizes count every rank as a data-parallel one."""
+    numbers: list[Any] = [config.get(n) for n in ("train_batch_size", "train_micro_batch_size_per_gpu", _STEPS)]
+    if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not all(isinstance(n, int) for n in numbers):
+        return []
+    (batch, micro, steps), world = numbers, dist.get_world_size()
+    if batch != micro * steps * world:
+        return []
+    return [
+        f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
+        f"leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set sp_size={size} "
+        "of ParallelismConfig"
+    ]
 
 
 def _is_transformers(model: Any) -> bool:

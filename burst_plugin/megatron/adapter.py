@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import __version__ as megatron_version
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
@@ -34,7 +33,7 @@ from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
 from burst_plugin.strategy import Strategy
-from burst_plugin.wrapping import wrap
+from burst_plugin.wrapping import announce, wrap
 
 __all__ = ["Adapter", "install_adapter"]
 
@@ -252,9 +251,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
-        if dist.get_rank() == 0:
-            described = ", ".join(f"{name} {what}" for name, what in adapter.contexts()[-1].describe().items())
-            print(f"burst_plugin: context_parallel_size={group.size()}: {described}", flush=True)
+        announce(adapter.contexts()[-1])
     return result
 
 
