@@ -1,8 +1,7 @@
 """The kernel under every contender: PyTorch's for CPUs, as this package calls it, or one that only takes its time.
 
-What a peer's library would compute with a GPU package is handed to the very kernel object that `burst` uses: 16-bit
-inputs are computed on in float32 for all, which is the faster way on CPUs without matrix units for 16-bit types. So
-whatever differs between contenders is their own.
+What a peer's library would compute with a GPU package is handed to the very kernel object that `burst` uses, the
+fastest one for this processor. So whatever differs between contenders is their own.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.protocol import Case, Slept
-from burst_plugin.kernels import KERNELS, Grads, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
+from burst_plugin.kernels import Grads, How, Kernel, Queries, choose_kernel
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
 
@@ -62,7 +61,11 @@ class SleepingKernel:
 
 def kernel_for(case: Case, slept: Slept | None) -> Kernel:
     """The kernel of this case, as flash_attn would give what it finds."""
-    return KERNELS["torch_cpu"] if slept is None else SleepingKernel(case, slept, case.dtype)
+    if slept is not None:
+        return SleepingKernel(case, slept, case.dtype)
+    return choose_kernel(
+        "auto", KernelCase("cpu", case.dtype, case.q_heads, case.kv_heads, case.head_dim, case.head_dim)
+    )
 
 
 def typed(kernel: Kernel, found: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,6 +29,7 @@ from burst_plugin.kernels.limits import LimitedKernel
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
 from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.kernels.torch_cudnn import TorchCudnnKernel
 from burst_plugin.kernels.torch_efficient import TorchEfficientKernel
 from burst_plugin.kernels.torch_flash import TorchFlashKernel, activated_library
@@ -56,6 +57,7 @@ KERNELS: Mapping[str, LimitedKernel] = MappingProxyType(
             FlashAttn2Kernel(),
             TorchFlashKernel(),
             TorchEfficientKernel(),
+            TorchCpuBf16Kernel(),
             TorchCpuKernel(),
             ReferenceKernel(),
         )

@@ -17,13 +17,13 @@ from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL
 
-__all__ = ["TorchCpuKernel"]
+__all__ = ["TorchCpuKernel", "flash_backward"]
 
 
 class TorchCpuKernel:
     """16-bit inputs are computed on and returned in float32: no partial result is rounded before it is summed up, and
-    CPUs without matrix units for 16-bit types are faster so (backward, 2048 tokens, 8 heads of 64: 3.6 times in
-    bfloat16).
+    CPUs without instructions for 16-bit types are faster so (backward, 2048 tokens, 8 heads of 64: 3.6 times in
+    bfloat16; for others see `torch_cpu_bf16`).
     """
 
     name = "torch_cpu"
@@ -48,15 +48,19 @@ class TorchCpuKernel:
         """See `Kernel.backward`."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
-        dtype = torch.promote_types(k.dtype, torch.float32)
-        dims = (k.shape[-1], v.shape[-1])
-        q, dout, out, k, v = (_heads_first(x, dtype, max(dims)) for x in (*queries[:3], k, v))
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, queries.lse.contiguous(), 0.0, how.band == CAUSAL, scale=how.scale
-        )
-        return Grads(
-            dq.transpose(1, 2)[..., : dims[0]], dk.transpose(1, 2)[..., : dims[0]], dv.transpose(1, 2)[..., : dims[1]]
-        )
+        return flash_backward(queries, k, v, how, torch.promote_types(k.dtype, torch.float32))
+
+
+def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torch.dtype) -> Grads:
+    """The backward pass of a full or causal tile, computed and returned in `dtype`."""
+    dims = (k.shape[-1], v.shape[-1])
+    q, dout, out, k, v = (_heads_first(x, dtype, max(dims)) for x in (*queries[:3], k, v))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, queries.lse.contiguous(), 0.0, how.band == CAUSAL, scale=how.scale
+    )
+    return Grads(
+        dq.transpose(1, 2)[..., : dims[0]], dk.transpose(1, 2)[..., : dims[0]], dv.transpose(1, 2)[..., : dims[1]]
+    )
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
