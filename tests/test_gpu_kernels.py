@@ -319,12 +319,13 @@ def test_a_bias_without_a_gradient_gets_none(kernel: Kernel, band: Band) -> None
 
 
 @every_biased
-def test_a_ring_with_a_bias_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_ring_with_a_bias_is_exact(kernel: Kernel, lowest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows in pieces, which cannot share a bias as a batch, and queries that a block has no key for."""
     monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
     problem = Problem.draw(64, (4, 2), 8, torch.float64).with_bias((1, 4))
     assert problem.bias is not None
-    problem.bias[:, :, 40:50, :32] = -torch.inf
+    problem.bias[:, :, 40:50, :32] = lowest
     for mask in (Causal(), SlidingWindow(7, 3), SlidingWindow(30)):
         tensors = [*problem[:3], problem.bias]
         inputs = [x.clone().requires_grad_() for x in tensors]
@@ -393,17 +394,33 @@ def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returne
         ("4.0.0b26.dev3+g940cd96", True),
         ("4.0.0b27.dev1+g940cd96", False),
         ("0.0.0", True),
+        ("", True),
     ],
 )
-def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(
-    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(version: str, refused: bool) -> None:
     kernel = KERNELS["flash_attn_4"]
-    with flash_attn_4(Calls(), 4):
+    with flash_attn_4(Calls(), 4, version):
         assert isinstance(kernel, FlashAttn4Kernel)
         why = kernel._refuse_library(PLAIN)
     assert (why is not None and "4.0.0b26" in why) == refused
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "refused"),
+    [
+        ("H100", {"qk_dim": 192}, True),
+        ("H100", {"qk_dim": 192, "kv_heads": 8}, False),
+        ("H100", {"qk_dim": 112, "v_dim": 96}, False),
+        ("B200", {"qk_dim": 192}, False),
+    ],
+)
+def test_what_flash_attention_4_has_no_gradients_of_is_refused(
+    gpu: str, changes: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, gpu)
+    with flash_attn_4(Calls(), 4):
+        why = KERNELS["flash_attn_4"].refuse(PLAIN._replace(**changes))  # type: ignore[arg-type]
+    assert (why is not None and "no gradients of grouped heads" in why) == refused
 
 
 def test_cudnn_is_not_used_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 `_flash_attn_fwd` and `_flash_attn_bwd` in flash_attn/cute/interface.py. A side without a bound is None. Older
 releases return two tensors from the forward function, newer ones four. Early betas take options that they compute
 wrongly: a softcap up to 4.0.0b8, deterministic gradients up to b12, long sequences on Blackwell up to b17, and
-tensors that are expanded, after others that are not, up to b25 (flash-attention#2745).
+tensors that are expanded, after others that are not, up to b25 (flash-attention#2745). dq is laid out for head dims
+in multiples of 32, and written for multiples of 16 (#2896): wrong on Hopper, without a kernel on Blackwell.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from inspect import signature
 
+import torch
 from torch import Tensor
 
 from burst_plugin.kernels import library
@@ -23,6 +25,7 @@ __all__ = ["FlashAttn4Kernel"]
 
 _MODULE = "flash_attn.cute.interface"
 _FIRST_BETA = 26
+_DIMS = 32  # of which head dims have to be multiples
 
 
 class FlashAttn4Kernel(FlashKernel):
@@ -37,6 +40,7 @@ class FlashAttn4Kernel(FlashKernel):
         library="flash-attn-4, 4.0.0b26 or newer",
     )
     features = FlashKernel.features | {"softcap"}
+    tall = False  # no test of flash-attn-4 has gradients of a window with more rows than keys
 
     def _refuse_library(self, case: Case) -> str | None:
         found = library.find(_MODULE)
@@ -46,17 +50,20 @@ class FlashAttn4Kernel(FlashKernel):
         beta = re.match(r"4\.0\.0b(\d+)(\.dev)?", version)  # builds from source are named after the next beta
         if beta is not None and int(beta[1]) - bool(beta[2]) < _FIRST_BETA:
             return f"flash-attn-4 {version} has errors that 4.0.0b{_FIRST_BETA} has not; install a newer one"
-        if version == "0.0.0":
-            return "flash-attn-4 was built where its version could not be told; install 4.0.0b26 or newer"
+        if version in ("", "0.0.0"):
+            return f"{_MODULE} is there, but not of which version; install flash-attn-4 4.0.0b26 or newer"
         for name in ("_flash_attn_fwd", "_flash_attn_bwd"):
             function = getattr(found, name, None)
             missing = {*_options(_NOTHING)} - {*(() if function is None else signature(function).parameters)}
             if missing:
                 return f"{_MODULE}.{name} does not take {', '.join(sorted(missing))}; install a newer flash-attn-4"
+        unlike_dims = len(set(self._dims(case.qk_dim, case.v_dim))) > 1
+        if unlike_dims and case.query_heads != case.kv_heads and torch.cuda.get_device_capability()[0] == 9:
+            return "on Hopper it has no gradients of grouped heads where v has another head dim (flash_bwd_sm90.py)"
         return None
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        largest = round_up(max(qk_dim, v_dim), 8)
+        largest = round_up(max(qk_dim, v_dim), _DIMS)
         return (largest, largest) if largest <= 128 else (192, 128)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
@@ -71,7 +78,7 @@ class FlashAttn4Kernel(FlashKernel):
 
 
 def _version() -> str:
-    """Of the package, "" for a checkout that was not installed as one."""
+    """Of the package, "" for a checkout that was not installed as one, or a part of a flash-attn 2 of its time."""
     from importlib import metadata  # which imports the standard library's parsers of mail and archives
 
     try:

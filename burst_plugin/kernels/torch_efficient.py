@@ -3,7 +3,7 @@
 `aten::_efficient_attention_forward` and `_backward` (aten/src/ATen/native/transformers/cuda/attention.cu and
 attention_backward.cu). Causal is counted from the top left corner. It has no grouped heads: keys are expanded, and
 their gradients summed in float32. Its lse has rows in multiples of 32, infinite at the end, and is 0 for a query
-whose whole bias is -inf (mem_eff_attention/kernel_forward.h).
+whose whole bias is -inf (mem_eff_attention/kernel_forward.h), also where it becomes that in base 2.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _ALIGN_BYTES = 16
 _LSE_ROWS = 32
 _BIAS_COLUMNS = 16
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # sdp::CustomMaskType
+_LOWEST_BIAS = -1e38  # that stays finite if it is multiplied by log2(e)
 _LARGEST_BIAS = 2**32 - 1  # of one head: kernel_forward.h counts them in uint32 (pytorch#187227)
 
 
@@ -115,10 +116,15 @@ def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
 
 
 def _masked_bias(q: Tensor, how: How) -> Tensor | None:
-    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it: in the type of q, -inf where causal masks."""
+    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it: in the type of q, -inf where causal masks.
+
+    -inf stays that; the lowest finite numbers, by which transformers masks, stay finite.
+    """
     if how.bias is None:
         return None
     bias = how.bias.to(q.dtype)
+    if torch.finfo(bias.dtype).min < _LOWEST_BIAS:
+        bias = torch.where(bias == -torch.inf, bias, bias.clamp_min(_LOWEST_BIAS))
     if how.band != CAUSAL:
         return bias
     masked = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1)

@@ -254,7 +254,7 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
 
 
 @contextmanager
-def flash_attn_4(calls: Calls, returned: int) -> Iterator[None]:
+def flash_attn_4(calls: Calls, returned: int, version: str = "4.0.0") -> Iterator[None]:
     """The package flash-attn-4; `returned` tensors come back from the forward function: 2 in betas, later 4."""
 
     def forward(
@@ -276,12 +276,14 @@ def flash_attn_4(calls: Calls, returned: int) -> Iterator[None]:
         assert not causal
         calls.append({"deterministic": deterministic})
         demand_flash(q, k, v, dout, out)
+        assert not any(x.shape[-1] % 32 for x in (q, v)), "dq would be laid out in another way than written"
         demand_dims_4(q, v)
         demand_lse(lse, q)
         terms = Terms(window_4(q, k, window_size_left, window_size_right), softmax_scale, softcap)
         return gradients((dout, q, out, lse), k, v, terms)[:3]
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("burst_plugin.kernels.flash_attn_4._version", lambda: version)
         _module(patch, "flash_attn.cute.interface", _flash_attn_fwd=forward, _flash_attn_bwd=backward)
         yield
     library.find.cache_clear()
@@ -353,18 +355,20 @@ def torch_cudnn(calls: Calls) -> Iterator[None]:
 def torch_efficient(calls: Calls) -> Iterator[None]:
     """PyTorch's memory-efficient attention: no grouped heads, lse padded to 32 rows, gaps in the bias' gradient."""
 
-    def checked_bias(q: Tensor, k: Tensor, bias: Tensor | None) -> None:
-        if bias is not None:
-            assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-            assert bias.dtype == q.dtype
-            assert bias.stride(-1) == 1
-            assert not any(stride % 8 for stride in bias.stride()[:-1])
+    def in_base_2(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor | None:
+        if bias is None:
+            return None
+        assert bias.shape == (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        assert bias.dtype == q.dtype
+        assert bias.stride(-1) == 1
+        assert not any(stride % 8 for stride in bias.stride()[:-1])
+        return bias.masked_fill((bias.float() * 1.442695).isneginf(), -torch.inf)
 
     def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, dropout, mask, wants_lse, *, scale):
         assert (cu_q, cu_k, max_q, max_k, dropout, wants_lse) == (None, None, None, None, 0.0, True)
         demand(q, k, v)
         assert q.shape[2] == k.shape[2] == v.shape[2]
-        checked_bias(q, k, bias)
+        bias = in_base_2(q, k, bias)
         out, lse = attend(q, k, v, Terms(from_top_left(q, k, {0: False, 1: True}[mask]), scale, bias=bias))
         lse = lse.masked_fill(lse == torch.inf, 0.0)  # of a row that a bias keeps from all keys
         lse = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
@@ -381,7 +385,7 @@ def torch_efficient(calls: Calls) -> Iterator[None]:
         assert q.shape[2] == k.shape[2] == v.shape[2]
         assert out.is_contiguous()
         assert dout.is_contiguous()
-        checked_bias(q, k, bias)
+        bias = in_base_2(q, k, bias)
         rows = q.shape[1]
         assert lse.shape[2] % 32 == 0
         assert lse.is_contiguous()
