@@ -159,13 +159,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
         with _one_pass(calls, "forward", number):
+            inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
             results = lockstep(
                 [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
             )
+            kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
         ctx.calls, ctx.number = calls, number
-        kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
         ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
         ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
         return tuple(x for outputs, _ in results for x in outputs)
@@ -175,7 +175,9 @@ class _Attention(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: nobody would notice what that graph lacks
             raise RuntimeError("burst attention has no second derivatives; leave out create_graph=True")
         calls, mine = ctx.calls, douts[:: len(Outputs._fields)]
-        saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(ctx.saved_tensors, len(calls))]
+        with _others_hear(calls):  # of hooks that bring them back, which may compute a forward pass again
+            tensors = ctx.saved_tensors
+        saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(tensors, len(calls))]
         wants_dbias = [Inputs(*each).bias for each in _by_rank(ctx.needs_input_grad[2:], len(calls))]
         each = zip(calls, mine, saved, wants_dbias, strict=True)
         programs = [_backward_with_exchange(call, ctx.number, *of_rank) for call, *of_rank in each]  # type: ignore[arg-type]
@@ -215,6 +217,17 @@ def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
     """The same number of items for each rank."""
     each = len(flat) // ranks
     return [tuple(flat[each * rank : each * (rank + 1)]) for rank in range(ranks)]
+
+
+@contextmanager
+def _others_hear(calls: Sequence[Call]) -> Iterator[None]:
+    """Around what comes before a pass: where it fails on one rank, the others are told why they wait."""
+    try:
+        yield
+    except BaseException as error:
+        for call in calls:
+            call.kind.member.give_up(error)
+        raise
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from burst_plugin.layout import Tokens, even_length
 from burst_plugin.mask import Causal, Documents, Mask, PerRow, key_padding
 from burst_plugin.strategy import AUTO
 
-__all__ = ["IGNORED_LABEL", "SHARD_KEY", "SequenceShard", "check_shard", "shard_batch", "shifted"]
+__all__ = ["IGNORED_LABEL", "SHARD_KEY", "SequenceShard", "as_given", "check_shard", "shard_batch", "shifted"]
 
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 IGNORED_LABEL = -100  # label of a token that has no part in the loss
@@ -53,6 +53,8 @@ class SequenceShard:
         makes the length fit comes last, where causal layers never see it; others add `Keys(((0, length),))`.
     valid_tokens: labels that take part in the loss, in the whole batch.
     seed: the same on all ranks of `cp`, for dropout.
+    as_given: the batch is whole, as it may be on a ring of one rank, and everything else in it as it came: labels
+        are not shifted.
     """
 
     cp: ContextParallel
@@ -61,6 +63,7 @@ class SequenceShard:
     mask: Mask | None = None
     valid_tokens: int = 0
     seed: int = 0
+    as_given: bool = False
 
     def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, padding cut off, on every rank; collective, without gradient."""
@@ -91,7 +94,7 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
             shape = None if read is None else list(read.whole["position_ids"].shape)
             return cp.agree({} if read is None else {"batch": f"{shape} with checksum {read.checksum}"}, problem)
         except ValueError as error:
-            if problem:
+            if problem or "batch=" not in str(error):
                 raise
             raise ValueError(
                 f"{error}; all ranks of a context-parallel group take the same batch and cut it between them: let "
@@ -113,6 +116,16 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     return {**passed_on, **local, SHARD_KEY: shard}
 
 
+def as_given(batch: Mapping[str, Any], cp: ContextParallel) -> dict[str, Any]:
+    """The whole batch of a ring of one rank as it came, and beside it what it is to attention.
+
+    A model on one rank gets the padding, the document bounds and the positions that came with the batch, and shifts
+    its labels: its own layers may need them, and what it returns is that of every token of the batch.
+    """
+    shard: SequenceShard = shard_batch(batch, cp)[SHARD_KEY]
+    return {**batch, SHARD_KEY: replace(shard, as_given=True)}
+
+
 def check_shard(batch: Mapping[str, Any]) -> None:
     """Raise ValueError for parts of a shard that do not fit together, as a model is about to get them.
 
@@ -124,8 +137,10 @@ def check_shard(batch: Mapping[str, Any]) -> None:
             f"got the ids of a shard without its entry {SHARD_KEY!r}, as if they were a whole sequence; pass all "
             "that shard_batch returned: model(**batch)"
         )
-    labels = batch.get("labels")
-    if SHARD_KEY in batch and isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
+    labels, shard = batch.get("labels"), batch.get(SHARD_KEY)
+    if shard is None or getattr(shard, "as_given", False):
+        return
+    if isinstance(labels, Tensor) and labels.dim() == 2 and batch.get("shift_labels") is None:
         raise ValueError(
             "got labels with a shard, which models would shift, but labels of a shard are shifted already; pass them "
             "as shift_labels"

@@ -83,7 +83,9 @@ class Tokens:
 
 
 def even_length(length: int, ranks: int) -> int:
-    """The next length, from `length` on, of which ranks hold equally many in every layout."""
+    """The next length, from `length` on, of which ranks hold equally many in every layout; one rank holds any."""
+    if ranks == 1:
+        return length
     unit = math.lcm(*(layout.pieces for layout in LAYOUTS.values())) * ranks
     return -(-length // unit) * unit
 

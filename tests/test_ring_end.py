@@ -16,6 +16,7 @@ from burst_plugin import (
     ContextParallel,
     Topology,
     VirtualRing,
+    attention,
     burst_attention,
     communicators,
     context,
@@ -50,6 +51,28 @@ def test_other_ranks_hear_of_a_second_thread() -> None:
     first, second = run_ranks_outcomes(_entered_by_two, 2, timeout_s=30.0)
     assert "RuntimeError: burst attention was entered" in second.error
     assert "RingError: rank 1 gave up: RuntimeError: burst attention was entered" in first.error
+
+
+def _no_memory_around_a_pass(rank: int, direction: str) -> None:
+    """On rank 1, for what is kept after its forward pass, or for what is brought back before the backward pass."""
+
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    cp = ContextParallel(dist.group.WORLD)
+    x = X.clone().requires_grad_()
+    kept = mock.patch.object(attention, "_cut_loose", fails) if rank and direction == "forward" else nullcontext()
+    back = fails if rank and direction == "backward" else lambda packed: packed
+    with kept, torch.autograd.graph.saved_tensors_hooks(lambda packed: packed, back):
+        out = burst_attention(x, x, x, cp)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_other_ranks_hear_of_what_fails_around_a_pass(direction: str) -> None:
+    first, second = run_ranks_outcomes(_no_memory_around_a_pass, 2, direction, timeout_s=30.0)
+    assert second.error.strip().endswith("MemoryError: no room")
+    assert "RingError: rank 1 gave up: MemoryError: no room" in first.error
 
 
 def _batch_in_a_thread(rank: int) -> str:

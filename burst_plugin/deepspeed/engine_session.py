@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shard_batch
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, as_given, check_shard, shard_batch, shifted
 from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.member import Member
@@ -57,6 +57,8 @@ class Session:
 
     def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The shard of a whole batch; a number of tokens that comes with it becomes this rank's share of it."""
+        if self.cp.ranks == 1:
+            return as_given(batch, self.cp)
         local = self.shard_batch(batch)
         if local.get("num_items_in_batch") is not None:
             local["num_items_in_batch"] = local["num_items_in_batch"] / self.cp.ranks
@@ -224,7 +226,8 @@ class Session:
         if self.whole_batches and not sharded and torch.is_grad_enabled():
             looked_at = (getattr(output, "loss", None), getattr(output, "logits", None))
             _refuse_backward(*(output if isinstance(output, tuple) else looked_at))
-        expected = sharded or (model.training and torch.is_grad_enabled())
+        alone = sharded and getattr(kwargs[SHARD_KEY], "as_given", False)  # and nobody else has any of its tokens
+        expected = not alone and (sharded or (model.training and torch.is_grad_enabled()))
         if expected and self._ring_of(kwargs).calls_made == self._calls_before:
             raise ValueError(
                 f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
@@ -235,12 +238,12 @@ class Session:
             for name in [name for name in output if name != "loss"]:
                 output[name] = _to_look_at(output[name])  # type: ignore[index]
         loss = getattr(output, "loss", None)
-        if not sharded or not isinstance(loss, Tensor) or loss.dim():
+        if not sharded or not self.whole_batches or not isinstance(loss, Tensor) or loss.dim():
             return None
         if model.training:
             self._check_loss(output, kwargs)
         output["loss"] = self._whole_value(loss, self.world if model.training else self.cp.group)
-        if self.whole_batches and not model.training:
+        if not model.training:
             _refuse_backward(output["loss"])
         return output
 
@@ -250,6 +253,8 @@ class Session:
         if self._losses & (self._losses - 1):
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if labels is None and kwargs[SHARD_KEY].as_given:
+            labels = shifted(kwargs["labels"])
         if labels is None or logits is None or logits.shape[:2] != labels.shape:
             if not self._warned:
                 warnings.warn(

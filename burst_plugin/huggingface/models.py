@@ -64,7 +64,7 @@ def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After a forward pass: whether there were any attention calls."""
     shard = kwargs.get(SHARD_KEY)
-    if shard is None or shard.cp.member.calls_made != getattr(model, _CALLS):
+    if shard is None or shard.as_given or shard.cp.member.calls_made != getattr(model, _CALLS):
         return
     raise ValueError(
         f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
@@ -89,7 +89,7 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
 def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason.
 
-    With `is_whole`, on a ring of one rank, a shard is the whole sequence: there it is only labels that come shifted.
+    With `is_whole`, on a ring of one rank, batches stay as they are: there it is only how labels are counted.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:

@@ -21,9 +21,11 @@ import transformers
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.accelerator import get_accelerator
+from transformers.modeling_outputs import CausalLMOutput
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
+from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.groups import Unit
 from tests.support.deepspeed_run import (
     Run,
@@ -350,10 +352,14 @@ def test_universal_checkpoints_from_one_ring_to_another(tmp_path: Path, stage: i
 
 
 class _Own(torch.nn.Module):
-    """One layer that calls burst_attention itself, recomputed by DeepSpeed's checkpointing; inputs come sharded."""
+    """One layer that calls burst_attention itself, recomputed by DeepSpeed's checkpointing; inputs come sharded.
 
-    def __init__(self) -> None:
+    It may return its loss in what looks like an output of transformers.
+    """
+
+    def __init__(self, returns_loss: bool = False) -> None:
         super().__init__()
+        self.returns_loss = returns_loss
         self.embed = torch.nn.Embedding(96, 32)
         self.qkv = torch.nn.Linear(32, 96)
         self.head = torch.nn.Linear(32, 96)
@@ -364,36 +370,44 @@ class _Own(torch.nn.Module):
         out = burst_plugin.burst_attention(q, k, v, cp)
         return out.flatten(2)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, shift_labels: torch.Tensor | None = None, **_: Any) -> Any:
         x = self.embed(ids)
         attended = deepspeed.checkpointing.checkpoint(self.attend, x) if dist.is_initialized() else self.attend(x)
         logits: torch.Tensor = self.head(x + attended)
+        if self.returns_loss and shift_labels is not None:
+            return CausalLMOutput(loss=burst.token_mean_loss(logits, shift_labels), logits=logits)
         return logits
 
 
-def _own(rank: int, stage: int) -> dict[str, torch.Tensor]:
+def _own(rank: int, stage: int, returns_loss: bool) -> dict[str, torch.Tensor]:
     burst.install()
     torch.manual_seed(0)
-    model = _Own()
+    model = _Own(returns_loss)
     config = configuration(Run(cp=4, stage=stage, config=NO_CLIPPING), 2)
     before = {name: x.detach().clone() for name, x in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     deepspeed.checkpointing.configure(None, deepspeed_config=config)
     local = burst.shard_batch(BATCHES[0])
-    engine.backward(burst.token_mean_loss(engine(local["input_ids"]), local["shift_labels"]))
+    if returns_loss:
+        labels = local["shift_labels"]
+        loss = engine(local["input_ids"], shift_labels=labels, **{SHARD_KEY: local[SHARD_KEY]}).loss
+    else:
+        loss = burst.token_mean_loss(engine(local["input_ids"]), local["shift_labels"])
+    engine.backward(loss)
     engine.step()
     return {name: x.detach() - before[name] for name, x in model.named_parameters()}
 
 
 @pytest.mark.skipif(version("deepspeed").startswith("0.18."), reason="its own checkpointing does not run on CPUs")
-def test_a_model_of_ones_own_with_deepspeeds_checkpointing() -> None:
+@pytest.mark.parametrize("returns_loss", [False, True])
+def test_a_model_of_ones_own_with_deepspeeds_checkpointing(returns_loss: bool) -> None:
     torch.manual_seed(0)
     model = _Own()
     labels = torch.nn.functional.pad(BATCHES[0]["labels"][:, 1:], (0, 1), value=-100)
     torch.nn.functional.cross_entropy(model(BATCHES[0]["input_ids"]).flatten(0, 1), labels.flatten()).backward()
     truth = {name: -x.grad for name, x in model.named_parameters() if x.grad is not None}
-    for changes in run_ranks(_own, 4, 2):
+    for changes in run_ranks(_own, 4, 2, returns_loss):
         assert worst(changes, truth)[0] <= 1e-5
 
 
