@@ -14,6 +14,7 @@ from typing import Any
 
 from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
+from burst_plugin.megatron.releases import Version, parse_version
 from burst_plugin.rules import Rule, broken_rules, off, one_of
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.sides import SIDES
@@ -28,8 +29,10 @@ __all__ = [
     "mend_help",
     "parsed_strategy",
     "refuse_flags",
+    "warn_of_quantizers",
 ]
 
+_PACKS_SINCE = (0, 18, 0)
 _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 
 # What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
@@ -39,7 +42,10 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
             off,
             f"documents would attend to each other, and do if it is dropped; to keep them apart {_PACK}",
         ),
-        "sft": Rule(off, f"the script's way of packing documents changes by release and is not tested; {_PACK}"),
+        "sft": Rule(
+            lambda given: not given or _version_at_hand() >= _PACKS_SINCE,
+            f"before 0.18 the script does not tell layers where documents begin as they need it; update, or {_PACK}",
+        ),
         "dataloader_inter_document_masking": Rule(
             off,
             f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
@@ -127,24 +133,37 @@ def refuse_flags() -> None:
     if not burst_is_possible():
         reasons = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
         if args.context_parallel_size > 1:
-            warnings.warn(
+            _warn(
                 f"--context-parallel-size {args.context_parallel_size} without --cp-comm-type burst: Megatron's own "
-                "context parallelism runs, not burst attention",
-                stacklevel=2,
+                "context parallelism runs, not burst attention"
             )
     elif args.context_parallel_size > 1 or _brings_groups(args):
         reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
         _warn_of_square_masks(args)
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
-            warnings.warn(
+            _warn(
                 "--eod-mask-loss leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of "
-                "the ranks' means; add --calculate-per-token-loss for that over all tokens",
-                stacklevel=2,
+                "the ranks' means; add --calculate-per-token-loss for that over all tokens"
             )
     else:  # Megatron's own attention runs
         reasons = []
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
+
+
+def warn_of_quantizers() -> None:
+    """Of ModelOpt, which adds those of queries, keys and values to Transformer Engine's attention alone."""
+    if getattr(_parsed_arguments(), "modelopt_enabled", False):
+        _warn(
+            "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
+            "burst attention trains and saves it without that; other layers are not concerned"
+        )
+
+
+def _warn(text: str) -> None:
+    """Once for all ranks, whose flags are the same."""
+    if getattr(_parsed_arguments(), "rank", 0) == 0:
+        warnings.warn(text, stacklevel=3)
 
 
 def _brings_groups(args: Any) -> bool:
@@ -156,10 +175,9 @@ def _warn_of_square_masks(args: Any) -> None:
     """Of the loader's masks [S, S], which only say causal again: float32 while they are made, twice."""
     tokens = getattr(args, "seq_length", None) or 0
     if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
-        warnings.warn(
+        _warn(
             f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
-            "loader process while it does; add --no-create-attention-mask-in-dataloader",
-            stacklevel=2,
+            "loader process while it does; add --no-create-attention-mask-in-dataloader"
         )
 
 
@@ -191,6 +209,11 @@ def _set_options(args: Any) -> list[str]:
     """The --burst-* flags that are given."""
     defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
     return [name for name, default in defaults.items() if getattr(args, name, default) != default]
+
+
+def _version_at_hand() -> Version:
+    """Of Megatron-core, which has read the arguments."""
+    return parse_version(sys.modules["megatron.core"].__version__)
 
 
 def _parsed_arguments() -> Any:

@@ -25,7 +25,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Mask
 from burst_plugin.megatron import masks
-from burst_plugin.megatron.arguments import flag_problems, parsed_strategy
+from burst_plugin.megatron.arguments import flag_problems, parsed_strategy, warn_of_quantizers
 from burst_plugin.megatron.config import is_hybrid, problems, spreads_sequences, unknown_fields
 from burst_plugin.megatron.packed import check_known, packed_documents
 from burst_plugin.megatron.registry import Registry
@@ -113,6 +113,7 @@ class BurstCoreAttention(MegatronModule):
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
         self._check(config, attention_type)
+        warn_of_quantizers()
         self._refuse_unknown(options, _KNOWN_OPTIONS)
         dropout = options.get("attention_dropout")
         dropout = config.attention_dropout if dropout is None else dropout

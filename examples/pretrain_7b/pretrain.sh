@@ -89,7 +89,7 @@ fi
 
 # --------------------------------------------------------------------------------------------------------- the launcher
 
-export CUDA_DEVICE_MAX_CONNECTIONS=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 torchrun=("$python" -m torch.distributed.run --nproc-per-node "$gpus_per_node")
 module=(burst_plugin.run --framework megatron)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from burst_plugin.megatron.adapter import _choose_core_attention
-from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags
+from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags, warn_of_quantizers
+from burst_plugin.megatron.config import REFUSED
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -67,7 +68,7 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
         ),
         ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
-        ({"sft": True}, "--sft is not supported: the script's way of packing documents changes by release"),
+        ({"sft": True}, "--sft is not supported: before 0.18 the script does not tell layers where documents begin"),
         ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
         ({"perform_rl_step": True}, "--perform-rl-step is not supported: before 0.20 it gives all ranks whole"),
         (
@@ -95,6 +96,32 @@ def test_what_does_not_work_is_refused_by_its_flag(changes: dict[str, Any], mess
 def test_every_refused_flag_is_tried_above() -> None:
     mark = next(m for m in test_what_does_not_work_is_refused_by_its_flag.pytestmark if m.name == "parametrize")
     assert {name for changes, _ in mark.args[1] for name in changes} >= set(REFUSED_FLAGS)
+
+
+def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    _parse(sft=True)
+    monkeypatch.setattr("megatron.core.__version__", "0.17.1")
+    with pytest.raises(ValueError, match="--sft is not supported"):
+        refuse_flags()
+    monkeypatch.setattr("megatron.core.__version__", "0.18.0")
+    refuse_flags()
+
+
+def test_every_refused_option_is_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    refused = (*REFUSED, *REFUSED_FLAGS)
+    assert [name for name in refused if name not in page and "--" + name.replace("_", "-") not in page] == []
+
+
+def test_quantizers_that_are_left_out_are_warned_of() -> None:
+    """ModelOpt's, which it adds to Transformer Engine's attention alone."""
+    _parse(modelopt_enabled=True)
+    with pytest.warns(UserWarning, match="ModelOpt is in use: .* burst attention trains and saves it without"):
+        warn_of_quantizers()
+    _parse(modelopt_enabled=True, rank=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_quantizers()  # rank 0 has said so
 
 
 def test_all_flags_are_told_of_at_once() -> None:

@@ -72,7 +72,10 @@ def checkout(tag: str, directory: Path) -> Path:
 def train(
     script: Path, ranks: int, *flags: str, launcher: bool = True, timeout_s: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a training script of a checkout on so many ranks: by the launcher, or by its own patched tree."""
+    """Run a training script of a checkout on so many ranks: by the launcher, or by its own patched tree.
+
+    On made-up data, unless the flags name some.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if launcher:
         command += ["-m", "burst_plugin.run", "--cpu"]
@@ -82,7 +85,12 @@ def train(
         command.append(str(runner))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [*command, str(script), *SMALL, *flags],
+        [
+            *command,
+            str(script),
+            *(word for word in SMALL if word != "--mock-data" or "--data-path" not in flags),
+            *flags,
+        ],
         capture_output=True,
         text=True,
         timeout=timeout_s,
