@@ -139,6 +139,11 @@ def refuse_flags() -> None:
             )
     elif args.context_parallel_size > 1 or _brings_groups(args):
         reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+        if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
+            reasons.append(
+                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and rotates "
+                "them otherwise; drop one of them"
+            )
         _warn_of_square_masks(args)
         if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
             _warn(

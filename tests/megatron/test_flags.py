@@ -105,6 +105,9 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
         refuse_flags()
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
+    _parse(sft=True, hybrid_context_parallel=True)
+    with pytest.raises(ValueError, match="--sft with --hybrid-context-parallel is not supported"):
+        refuse_flags()
 
 
 def test_every_refused_option_is_in_the_docs() -> None:
