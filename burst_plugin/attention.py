@@ -221,12 +221,16 @@ def _by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
 
 @contextmanager
 def _others_hear(calls: Sequence[Call]) -> Iterator[None]:
-    """Around what comes before a pass: where it fails on one rank, the others are told why they wait."""
+    """Around what comes before a pass: where it fails on one rank, the others are told why they wait.
+
+    Plain RuntimeErrors are autograd's own, of a graph that is gone through twice say, and the same on all ranks.
+    """
     try:
         yield
     except BaseException as error:
-        for call in calls:
-            call.kind.member.give_up(error)
+        if type(error) is not RuntimeError:
+            for call in calls:
+                call.kind.member.give_up(error)
         raise
 
 

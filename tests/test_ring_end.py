@@ -75,6 +75,22 @@ def test_other_ranks_hear_of_what_fails_around_a_pass(direction: str) -> None:
     assert "RingError: rank 1 gave up: MemoryError: no room" in first.error
 
 
+def _twice(rank: int) -> str:
+    """A second backward pass through one graph, which all ranks refuse before any message; then the ring goes on."""
+    cp = ContextParallel(dist.group.WORLD)
+    x = X.clone().requires_grad_()
+    out = burst_attention(x, x, x, cp)
+    torch.autograd.grad(out, x, X)
+    with pytest.raises(RuntimeError, match="a second time") as raised:
+        torch.autograd.grad(out, x, X)
+    burst_attention(x, x, x, cp).sum().backward()
+    return str(raised.value)
+
+
+def test_a_graph_that_is_gone_through_twice_does_not_end_the_ring() -> None:
+    run_ranks(_twice, 2)
+
+
 def _batch_in_a_thread(rank: int) -> str:
     """One thread compares a batch while another is in a pass: their messages would be taken for each other's."""
     cp = ContextParallel(dist.group.WORLD)

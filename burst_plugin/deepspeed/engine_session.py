@@ -42,6 +42,7 @@ class Session:
         self._calls_before = 0  # of attention, when the model's forward began
         self._losses = 0  # of forwards in training
         self._warned = False
+        self._shard_problems: list[str] | None = None  # of the model with batches that were cut, once it gets one
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -57,7 +58,7 @@ class Session:
 
     def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The shard of a whole batch; a number of tokens that comes with it becomes this rank's share of it."""
-        if self.cp.ranks == 1:
+        if self.cp.ranks == 1 and self.whole_batches:
             return as_given(batch, self.cp)
         local = self.shard_batch(batch)
         if local.get("num_items_in_batch") is not None:
@@ -114,7 +115,7 @@ class Session:
             with torch.no_grad():
                 local = self._cut(batch)
                 loss: Tensor = engine(**local).loss
-                return loss
+                return loss if self.whole_batches else self.mean_by_labels(loss, local)
         finally:
             engine.train(was_training)
 
@@ -172,6 +173,8 @@ class Session:
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
             self._check_count(kwargs)
+            if self.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
+                self._check_takes_shards(model)
         else:
             if not (model.training and torch.is_grad_enabled()):
                 return None  # whole sequences on this rank alone: evaluation, generation
@@ -196,6 +199,16 @@ class Session:
             over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
+
+    def _check_takes_shards(self, model: torch.nn.Module) -> None:
+        """Raise ValueError for a model that runs on this ring only because a ring of one rank has whole batches."""
+        if self._shard_problems is None:
+            from burst_plugin.huggingface.models import problems
+
+            self._shard_problems = problems(model)
+        if self._shard_problems:
+            reasons = "; ".join(self._shard_problems)
+            raise ValueError(f"got a batch that was cut: {reasons}. On a ring of one rank give it whole batches")
 
     def _check_count(self, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError for a number of tokens with a batch that was cut before, unless it is from our Trainer."""
@@ -253,7 +266,7 @@ class Session:
         if self._losses & (self._losses - 1):
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
-        if labels is None and kwargs[SHARD_KEY].as_given:
+        if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])
         if labels is None or logits is None or logits.shape[:2] != labels.shape:
             if not self._warned:

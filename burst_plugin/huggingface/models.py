@@ -100,7 +100,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in (module_taking_batches(model) if is_whole else model).modules():
         if _is_pretrained(pretrained):
-            reasons = _problems_of_labels(pretrained)
+            reasons = _problems_of_labels(pretrained, is_whole)
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
             for reason in reasons:
@@ -125,18 +125,18 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _problems_of_labels(pretrained: PreTrainedModel) -> list[str]:
-    """What a model makes of labels that are shifted already."""
+def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool) -> list[str]:
+    """What a model makes of labels that are shifted already, or that are counted as if they were to be."""
     name, reasons = type(pretrained).__name__, []
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] not in _LOSSES:
         reasons.append(
-            f"its loss is that of {head[0]}, but labels are shifted by one token as {_LOSS} has them; train a causal "
-            "language model, or its body without a head on a loss of your own"
+            f"its loss is that of {head[0]}, but labels are {'counted' if is_whole else 'shifted by one token'} as "
+            f"{_LOSS} has them; train a causal language model, or its body without a head on a loss of your own"
         )
-    elif not _takes_shifted_labels(pretrained):
+    elif not is_whole and not _takes_shifted_labels(pretrained):
         asked = getattr(pretrained, "_loss_function", None) or pretrained.loss_type
         reasons.append(
             f"its loss has been set to {asked!r}, which has no shift_labels, and labels are shifted already by one "

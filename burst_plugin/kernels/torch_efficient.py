@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed, round_up, sum_heads
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
 
 __all__ = ["TorchEfficientKernel"]
 
@@ -109,26 +109,30 @@ def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
     columns = round_up(k.shape[1], _BIAS_COLUMNS)
     if how.bias is None or q.shape[1] * columns <= _LARGEST_BIAS:
         return []
-    bias, some = _masked_bias(q, how), max(1, _LARGEST_BIAS // columns)
-    assert bias is not None
-    parts = [slice(first, first + some) for first in range(0, q.shape[1], some)]
-    return [(rows, how._replace(band=FULL, bias=bias[:, :, rows])) for rows in parts]
+    some = max(1, _LARGEST_BIAS // columns)
+    first_rows = range(0, q.shape[1], some)
+    biases = [_of_rows(how.bias[:, :, first : first + some], first, how.band, q.dtype) for first in first_rows]
+    return [
+        (slice(first, first + some), how._replace(band=FULL, bias=bias))
+        for first, bias in zip(first_rows, biases, strict=True)
+    ]
 
 
 def _masked_bias(q: Tensor, how: How) -> Tensor | None:
-    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it: in the type of q, -inf where causal masks.
+    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it."""
+    return None if how.bias is None else _of_rows(how.bias, 0, how.band, q.dtype)
 
-    -inf stays that; the lowest finite numbers, by which transformers masks, stay finite.
+
+def _of_rows(bias: Tensor, first: int, band: Band, dtype: torch.dtype) -> Tensor:
+    """The bias of rows from `first` on, in a type: -inf where causal masks, and where it was.
+
+    The lowest finite numbers, by which transformers masks, stay finite.
     """
-    if how.bias is None:
-        return None
-    bias = how.bias.to(q.dtype)
-    if torch.finfo(bias.dtype).min < _LOWEST_BIAS:
-        bias = torch.where(bias == -torch.inf, bias, bias.clamp_min(_LOWEST_BIAS))
-    if how.band != CAUSAL:
-        return bias
-    masked = torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1)
-    return bias.masked_fill(masked, -torch.inf)
+    masked = bias == -torch.inf
+    if band == CAUSAL:
+        masked |= torch.ones(bias.shape[2:], dtype=torch.bool, device=bias.device).triu(1 + first)
+    finite = bias.to(dtype).clamp_min(max(_LOWEST_BIAS, torch.finfo(dtype).min))
+    return finite.masked_fill_(masked, -torch.inf)
 
 
 def _whole_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -141,14 +141,15 @@ def refuse_flags() -> None:
         reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
         if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
             reasons.append(
-                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and rotates "
-                "them otherwise; drop one of them"
+                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
+                "rotates them otherwise; drop one of them"
             )
         _warn_of_square_masks(args)
-        if getattr(args, "eod_mask_loss", False) and not getattr(args, "calculate_per_token_loss", True):
+        unlike = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
+        if unlike and not getattr(args, "calculate_per_token_loss", True):
             _warn(
-                "--eod-mask-loss leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of "
-                "the ranks' means; add --calculate-per-token-loss for that over all tokens"
+                f"{unlike[0]} leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of the "
+                "ranks' means; add --calculate-per-token-loss for that over all tokens"
             )
     else:  # Megatron's own attention runs
         reasons = []

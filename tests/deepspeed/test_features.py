@@ -379,6 +379,40 @@ class _Own(torch.nn.Module):
         return logits
 
 
+def _own_evaluated(rank: int, cp: int) -> float:
+    """A model of one's own that returns the mean over its shard in evaluation."""
+    burst.install()
+    torch.manual_seed(0)
+    model = _OwnMean()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(Run(cp=cp), 2))
+    return float(burst.eval_batch(BATCHES[0], engine))
+
+
+class _OwnMean(torch.nn.Module):
+    """Without attention, so that what a rank's loss weighs is all there is to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(96, 32), torch.nn.Linear(32, 96)
+
+    def forward(self, input_ids: torch.Tensor, shift_labels: torch.Tensor, **_: Any) -> CausalLMOutput:
+        if dist.is_initialized():
+            x = torch.zeros(*input_ids.shape, 1, 8)
+            burst_plugin.burst_attention(x, x, x, burst.context())
+        logits = self.head(self.embed(input_ids))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_of_ones_own_is_evaluated_over_the_whole_batch(ranks: int) -> None:
+    torch.manual_seed(0)
+    labels = torch.nn.functional.pad(BATCHES[0]["labels"][:, 1:], (0, 1), value=-100)
+    truth = float(_OwnMean()(BATCHES[0]["input_ids"], labels).loss)
+    assert run_ranks(_own_evaluated, ranks, ranks) == pytest.approx([truth] * ranks, rel=1e-5)
+
+
 def _own(rank: int, stage: int, returns_loss: bool) -> dict[str, torch.Tensor]:
     burst.install()
     torch.manual_seed(0)

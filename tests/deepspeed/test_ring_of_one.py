@@ -93,3 +93,20 @@ def test_it_computes_what_the_model_does_alone(
         assert got.shape == expected.shape, name
         real = (padding > 0) if padding is not None and name == "logits" else ...
         torch.testing.assert_close(got[real], expected[real], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def _cut_before(rank: int) -> str:
+    """A batch that was cut, for a model that wants whole ones."""
+    burst.install()
+    model = _roberta().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(Run(cp=1), 1))
+    with pytest.raises(ValueError, match="got a batch that was cut") as raised:
+        engine(**burst.shard_batch(_batch(None)))
+    return str(raised.value)
+
+
+def test_a_model_that_wants_whole_batches_is_given_no_shard() -> None:
+    (text,) = run_ranks(_cut_before, 1)
+    assert "it counts positions by itself" in text
+    assert text.endswith("On a ring of one rank give it whole batches")

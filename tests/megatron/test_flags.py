@@ -105,6 +105,9 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
         refuse_flags()
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
+    _parse(sft=True, calculate_per_token_loss=False)
+    with pytest.warns(UserWarning, match="--sft leaves .* add --calculate-per-token-loss"):
+        refuse_flags()
     _parse(sft=True, hybrid_context_parallel=True)
     with pytest.raises(ValueError, match="--sft with --hybrid-context-parallel is not supported"):
         refuse_flags()
@@ -162,7 +165,7 @@ def test_rings_are_made_for_layers_that_are_on_one(kinds: list[str], rings: int)
 
 def test_a_loss_of_unlike_numbers_of_tokens_warns() -> None:
     _parse(eod_mask_loss=True, calculate_per_token_loss=False)
-    with pytest.warns(UserWarning, match="add --calculate-per-token-loss"):
+    with pytest.warns(UserWarning, match="--eod-mask-loss leaves .* add --calculate-per-token-loss"):
         refuse_flags()
     for fine in ({"eod_mask_loss": False}, {"calculate_per_token_loss": True}):
         _parse(**{"eod_mask_loss": True, "calculate_per_token_loss": False, **fine})
