@@ -82,7 +82,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
             one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
         ),
         "overlap_moe_expert_parallel_comm": Rule(
-            off, "it runs two microbatches at once on two streams; switch it off"
+            off, "layers of two microbatches by turns have not been tried on a ring; switch it off"
         ),
         "cpu_offloading": Rule(off, "switch cpu_offloading off"),
         "offload_modules": Rule(lambda names: "core_attn" not in (names or ()), "take core_attn out of it"),
