@@ -110,12 +110,9 @@ def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
     if how.bias is None or q.shape[1] * columns <= _LARGEST_BIAS:
         return []
     some = max(1, _LARGEST_BIAS // columns)
-    first_rows = range(0, q.shape[1], some)
-    biases = [_of_rows(how.bias[:, :, first : first + some], first, how.band, q.dtype) for first in first_rows]
-    return [
-        (slice(first, first + some), how._replace(band=FULL, bias=bias))
-        for first, bias in zip(first_rows, biases, strict=True)
-    ]
+    parts = [slice(first, first + some) for first in range(0, q.shape[1], some)]
+    biases = (_of_rows(how.bias[:, :, rows], rows.start, how.band, q.dtype) for rows in parts)
+    return [(rows, how._replace(band=FULL, bias=bias)) for rows, bias in zip(parts, biases, strict=True)]
 
 
 def _masked_bias(q: Tensor, how: How) -> Tensor | None:
