@@ -36,7 +36,10 @@ from benchmarks.ranks import join_gloo, launch, launcher_environment, undisturbe
 TOOLS = ("unshare", "mount", "ip", "tc")
 BUILD_S = 60.0
 _READY = "ready"
-_BURST = "burst 128kb limit 4mb"  # tbf's bucket, room for two of the largest packets, and its queue
+_BURST = "burst 128kb limit 64mb"  # tbf's bucket, room for two of the largest packets, and its queue
+# InfiniBand and NVLink send at once and lose nothing: windows are open from the start, and no algorithm probes for
+# a rate. Without it ranks would be measured under whatever the host has for the internet.
+_UNPROBED = "congctl reno initcwnd 2000 initrwnd 2000"
 
 _PRELUDE = """
 set -e
@@ -232,7 +235,7 @@ class EmulatedCluster:
             for local in range(self.ranks_per_node):
                 rank = node * self.ranks_per_node + local
                 address = f"10.77.{node}.{local + 1}"
-                within = [*_up("nvl"), f"route add 10.77.{node}.0/24 dev nvl src {address}"]
+                within = [*_up("nvl"), f"route add 10.77.{node}.0/24 dev nvl src {address} {_UNPROBED}"]
                 lines += self._shaped_host(f"rank{rank}", rank, address, within, f"n{node}")
         return "\n".join([*lines, "echo $run", "exec cat"])
 
@@ -247,7 +250,11 @@ class EmulatedCluster:
         yield from _batch("ip", _cable("nic", number, host, bridge))
         if node_bridge is not None:
             yield from _batch("ip", _cable("nvl", number, host, node_bridge))
-        own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *routes]
+        between = [
+            f"route change 10.77.0.0/16 dev nic src {address} {_UNPROBED}",
+            f"route change local {address} dev lo table local proto kernel src {address} {_UNPROBED}",
+        ]
+        own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *between, *routes]
         yield from _batch(f"ip -n {host}", own)
         if self.rate_mbit is not None:
             shape = f"root tbf rate {self.rate_mbit * 1e6:.0f}bit {_BURST}"

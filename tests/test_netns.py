@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -111,6 +112,24 @@ def test_messages_share_a_nic_in_each_direction(
             return max(float(took_s) for took_s, _, _ in cluster.run(transfer, *pairs))
 
         assert_soon(seconds, messages_in_a_row * EXPECTED_S, 0.10)
+
+
+def congestion_control(rank: int) -> set[str]:
+    """Of all connections of this process, once every rank has heard from every other one."""
+    dist.all_to_all_single(torch.empty(dist.get_world_size()), torch.zeros(dist.get_world_size()))
+    found = set()
+    for connection in psutil.Process().net_connections("tcp4"):
+        if connection.status == psutil.CONN_ESTABLISHED:
+            with socket.fromfd(connection.fd, socket.AF_INET, socket.SOCK_STREAM) as own:
+                name = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                found.add(name.rstrip(b"\0").decode())
+    return found
+
+
+@pytest.mark.parametrize("nic", ["rank", "node"])
+def test_no_connection_probes_for_a_rate_as_the_host_has_it(nic: str) -> None:
+    with EmulatedCluster(2, 2, nic=nic) as cluster:
+        assert cluster.run(congestion_control) == [{"reno"}] * 4
 
 
 @pytest.mark.parametrize("nic", ["rank", "node"])
