@@ -26,9 +26,10 @@ from burst_plugin.routes import Attending, Route
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import Shapes
 from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.spans import SpanTable
 from burst_plugin.sums import OwnSums
 from burst_plugin.teams import TeamBlock
-from burst_plugin.tile_cuts import cut, in_turns, one_by_one
+from burst_plugin.tile_cuts import cut, in_turns, one_by_one, together
 from burst_plugin.tile_work import NO_POSITIONS, TileWork, VisitPositions
 from burst_plugin.tiles import FULL, Tile
 from burst_plugin.topology import Traffic
@@ -122,7 +123,14 @@ class CallKind:
             tiles = [piece for tile in tiles for piece in cut(tile, most)]
         if self._needs_positions:  # which pieces cannot share as a batch
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
+        elif "ragged" in self.kernel.features and not self.max_logits:
+            tiles = [*together(tiles)]
         return tuple(tiles)
+
+    @cached_property
+    def spans(self) -> SpanTable:
+        """The rows of tiles that are put together of several."""
+        return SpanTable(self.shapes.batch, self.device)
 
     def positions(self, direction: Direction, owner: int) -> VisitPositions:
         """Which tokens meet in a visit, if anything depends on them."""
@@ -244,7 +252,7 @@ class Call:
             how = How(FULL, self.scores.of_heads(slice(first, first + heads)), first_head=first)
             how = how._replace(deterministic=kind.deterministic, bias_has_grad=wants_dbias)
             bias_of_part = bias if bias is None or bias.shape[1] == 1 else bias[:, mine]
-            works.append(TileWork(kind.kernel, how, bias_of_part, largest))
+            works.append(TileWork(kind.kernel, how, kind.spans, bias_of_part, largest))
         return works
 
     def head_exchange(self, direction: Direction, number: int) -> HeadExchange:

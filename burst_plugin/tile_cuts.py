@@ -1,4 +1,4 @@
-"""Tiles cut further: into bands that a kernel has, piece by piece, and into the two turns of a visit.
+"""Tiles cut further, into bands that a kernel has, pieces, and the two turns of a visit; or put together.
 
 Bands that a kernel lacks are cut into ones that it has. A window of n + 1 keys is a staircase of squares of n rows,
 a: anticausal, c: causal,
@@ -6,6 +6,13 @@ a: anticausal, c: causal,
     queries 0 ... n    a c . .       each column of squares on one diagonal is one tile with `pieces` squares,
             n ... 2n   . a c .       which a kernel works on as a batch
             2n .. 3n   . . a c
+
+Tiles that have neither queries nor keys in common, as those of packed documents, are put together for a kernel that
+takes sequences of any lengths in one call; c: causal,
+
+    queries of documents 0    c . .
+                         1    . c .      one tile with three spans
+                         2    . . c
 """
 
 from __future__ import annotations
@@ -14,9 +21,12 @@ from collections.abc import Iterator, Sequence
 
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Tile, banded
 
-__all__ = ["cut", "in_turns", "one_by_one"]
+__all__ = ["cut", "in_turns", "one_by_one", "together"]
 
 _CUTS = 8  # places at which a visit can be cut in two turns
+_FEWEST = 3  # tiles that are worth putting together: rows between them have to be left out, and put back
+_COVERED = 1 / 3  # of the rows from the first to the last, on either side
+_OPEN = 4  # how many are being put together at a time
 
 
 def cut(tile: Tile, most: int) -> Iterator[Tile]:
@@ -40,6 +50,39 @@ def one_by_one(tile: Tile) -> Iterator[Tile]:
     for n in range(tile.pieces):
         q, k = tile.q_start + n * rows, tile.k_start + n * columns
         yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
+
+
+def together(tiles: Sequence[Tile]) -> Iterator[Tile]:
+    """Full tiles, and causal squares, as few tiles with spans; drawn at the top of this file."""
+    chains: dict[object, list[list[Tile]]] = {}
+    for tile in sorted(tiles, key=lambda tile: tile[:4]):
+        if tile.band not in (FULL, CAUSAL) or tile.pieces > 1:
+            yield tile
+            continue
+        alike = chains.setdefault((tile.band, tile.batch), [])
+        before = (chain for chain in alike[-_OPEN:] if _is_before(chain[-1], tile))
+        chain = next(before, None)
+        if chain is None:
+            alike.append([tile])
+        else:
+            chain.append(tile)
+    for chain in (chain for alike in chains.values() for chain in alike):
+        first, last = chain[0], chain[-1]
+        whole = first._replace(q_stop=last.q_stop, k_stop=last.k_stop, spans=tuple(tile[:4] for tile in chain))
+        if len(chain) >= _FEWEST and _is_dense(whole):
+            yield whole
+        else:
+            yield from chain
+
+
+def _is_before(one: Tile, other: Tile) -> bool:
+    return one.q_stop <= other.q_start and one.k_stop <= other.k_start
+
+
+def _is_dense(tile: Tile) -> bool:
+    rows = sum(stop - start for start, stop, _, _ in tile.spans)
+    keys = sum(stop - start for _, _, start, stop in tile.spans)
+    return rows >= _COVERED * (tile.q_stop - tile.q_start) and keys >= _COVERED * (tile.k_stop - tile.k_start)
 
 
 def in_turns(tiles: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.rows import rows_of
+from burst_plugin.spans import SpanTable, put_back, put_back_rows, taken, taken_rows
 from burst_plugin.tiles import Band, Tile
 
 __all__ = ["NO_POSITIONS", "TileWork", "VisitPositions", "bias_grad"]
@@ -28,11 +29,14 @@ NO_POSITIONS = VisitPositions()
 class TileWork:
     """A kernel, how a call wants its scores, and `bias` [1 or B, 1 or Hq, S_local, S_global] if it has one.
 
+    `spans` has the rows of tiles with spans, of which there are none with a bias or where largest scores are wanted.
     The gradient of the bias accumulates in `dbias`; and in `max_logits` [Hq], if it is given, the largest scores.
     """
 
-    def __init__(self, kernel: Kernel, how: How, bias: Tensor | None, max_logits: Tensor | None = None) -> None:
-        self._kernel, self._base, self._bias = kernel, how, bias
+    def __init__(
+        self, kernel: Kernel, how: How, spans: SpanTable, bias: Tensor | None, max_logits: Tensor | None = None
+    ) -> None:
+        self._kernel, self._base, self._spans, self._bias = kernel, how, spans, bias
         self._without_positions: dict[tuple[Band, int], How] = {}
         self.dbias: Tensor | None = None
         self.max_logits = max_logits
@@ -43,6 +47,8 @@ class TileWork:
         """(out, lse) of the tile's queries on its keys."""
         q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *kv), (tile.q, tile.k, tile.k), strict=True))
         how = self._how(tile, positions)
+        if tile.spans:
+            return self._forward_of_spans(q, k, v, tile, how)
         out, lse = self._kernel.forward(q, k, v, how)
         if self.max_logits is not None:
             self.max_logits = self.max_logits.maximum(largest_scores(q, k, how))
@@ -55,10 +61,31 @@ class TileWork:
         q, dout, out = (_tokens(x, tile.q, tile) for x in queries[:3])
         k, v = (_tokens(x, tile.k, tile) for x in kv)
         lse = _folded_rows(rows_of(queries.lse, tile.q, tile.batch), tile)
-        grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, self._how(tile, positions))
+        how = self._how(tile, positions)
+        if tile.spans:
+            return self._backward_of_spans(Queries(q, dout, out, lse), k, v, tile, how)
+        grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, how)
         if grads.dbias is not None and self._bias is not None:
             self._add_to_dbias(grads.dbias, self._bias, tile, positions)
         return (_unfolded(grads.dq, tile),), (_unfolded(grads.dk, tile), _unfolded(grads.dv, tile))
+
+    def _forward_of_spans(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, how: How) -> tuple[Tensor, Tensor]:
+        rows = self._spans.rows_of(tile)
+        k, v = (taken(x, rows.k) for x in (k, v))
+        out, lse = self._kernel.forward(taken(q, rows.q), k, v, how._replace(lengths=rows.lengths))
+        return put_back(out, rows.q, q.shape[1]), put_back_rows(lse, rows.q, q.shape[1])
+
+    def _backward_of_spans(
+        self, queries: Queries, k: Tensor, v: Tensor, tile: Tile, how: How
+    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
+        rows = self._spans.rows_of(tile)
+        q_count, k_count = queries.q.shape[1], k.shape[1]
+        q, dout, out = (taken(x, rows.q) for x in queries[:3])
+        some = Queries(q, dout, out, taken_rows(queries.lse, rows.q))
+        k, v = (taken(x, rows.k) for x in (k, v))
+        grads = self._kernel.backward(some, k, v, how._replace(lengths=rows.lengths))
+        dk, dv = (put_back(grad, rows.k, k_count) for grad in (grads.dk, grads.dv))
+        return (put_back(grads.dq, rows.q, q_count),), (dk, dv)
 
     def _how(self, tile: Tile, positions: VisitPositions) -> How:
         first = 0 if tile.batch is None else tile.batch[0]

@@ -58,6 +58,9 @@ class Tile(NamedTuple):
 
     With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
     the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
+
+    With `spans` they are all there is: (q_start, q_stop, k_start, k_stop), each within `band`, full or causal and
+    square, one after another on both sides. Rows between them have no part in this tile.
     """
 
     q_start: int
@@ -67,6 +70,7 @@ class Tile(NamedTuple):
     band: Band = FULL
     pieces: int = 1
     batch: tuple[int, int] | None = None
+    spans: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def q(self) -> slice:

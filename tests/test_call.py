@@ -254,7 +254,10 @@ def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
-    assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {"windows"}
+    assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
+        "windows",
+        "ragged",
+    }
     assert _features(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
 
 

@@ -26,7 +26,7 @@ from burst_plugin.kernels.flash_attn_2 import FlashAttn2Kernel
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.limits import LimitedKernel
-from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Queries
+from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Kernel, Lengths, Queries
 from burst_plugin.kernels.reference import ReferenceKernel, largest_scores
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
@@ -41,6 +41,7 @@ __all__ = [
     "Grads",
     "How",
     "Kernel",
+    "Lengths",
     "Queries",
     "choose_kernel",
     "largest_scores",

@@ -13,13 +13,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.kernels.limits import Limits
-from burst_plugin.kernels.protocol import Case, Grads, How, Queries
+from burst_plugin.kernels.protocol import Case, Grads, How, Lengths, Queries
+from burst_plugin.kernels.ragged import (
+    backward_one_by_one,
+    forward_one_by_one,
+    in_rows,
+    in_rows_of_heads,
+    is_right,
+)
 from burst_plugin.kernels.shaping import fit, round_up
 from burst_plugin.tiles import FULL, Band
 
@@ -98,8 +106,22 @@ class FlashKernel(ABC):
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); all tensors have one type, and the lse is contiguous."""
 
+    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        """`_forward` of sequences one after another, [T, H, D]: (out [T, Hq, Dv], lse [Hq, T])."""
+        raise NotImplementedError
+
+    def _backward_ragged(
+        self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`_backward` of sequences one after another, [T, H, D]; the lse is [Hq, T]."""
+        raise NotImplementedError
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
+        if how.lengths is not None:
+            if self._takes_at_once(q, k, how.lengths):
+                return self.forward_at_once(q, k, v, how, how.lengths)
+            return forward_one_by_one(self, q, k, v, how)
         v_dim = v.shape[-1]
         qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
         q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
@@ -112,6 +134,10 @@ class FlashKernel(ABC):
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
+        if how.lengths is not None:
+            if self._takes_at_once(queries.q, k, how.lengths):
+                return self.backward_at_once(queries, k, v, how, how.lengths)
+            return backward_one_by_one(self, queries, k, v, how)
         qk_dim, v_dim = k.shape[-1], v.shape[-1]
         qk_dims, v_dims = self._dims(qk_dim, v_dim)
         q, k, v = fit(queries.q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
@@ -125,6 +151,34 @@ class FlashKernel(ABC):
         dq = _joined([grads[0] for grads in by_part], 1)
         dk, dv = (_summed([grads[n] for grads in by_part], parts, x) for n, x in ((1, k), (2, v)))
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
+
+    def forward_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        """`forward` of all sequences in one call."""
+        v_dim, batch = v.shape[-1], q.shape[0]
+        qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
+        q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
+        v = fit(v, v_dims, ALIGN_BYTES).flatten(0, 1)
+        out, lse = self._forward_ragged(q, k, v, _ask_ragged(how), lengths)
+        return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
+
+    def backward_at_once(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
+        """`backward` of all sequences in one call."""
+        qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
+        qk_dims, v_dims = self._dims(qk_dim, v_dim)
+        q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
+        v, dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES).flatten(0, 1) for x in (v, queries.dout, queries.out))
+        lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
+        grads = self._backward_ragged(Queries(q, dout, out, lse), k, v, _ask_ragged(how), lengths)
+        dq, dk, dv = (in_rows(grad, batch) for grad in grads)
+        return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
+
+    def _takes_at_once(self, q: Tensor, k: Tensor, lengths: Lengths) -> bool:
+        """Whether all sequences can go into one call; none may if the library is not right there."""
+        if max(lengths.q) == 1:  # then flash-attention 2 makes rows of the heads of a group
+            return False
+        dim = round_up(self._dims(k.shape[-1], k.shape[-1])[0], _DQ_DIMS)
+        dq = (sum(lengths.q) + _DQ_ROWS * len(lengths.q)) * dim * q.shape[2]
+        return (self.largest_dq is None or dq <= self.largest_dq) and _is_right(self, q.device, q.dtype)
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
         """`_backward` of as many batch rows at a time as `largest_dq` allows, or as many heads of one row."""
@@ -160,6 +214,7 @@ class FlashKernel(ABC):
 class FlashAttention2(FlashKernel):
     """A build of flash-attention 2: that of the package flash-attn, and PyTorch's own."""
 
+    features = FlashKernel.features | {"ragged"}
     tall = False
     largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
@@ -175,6 +230,16 @@ class FlashAttention2(FlashKernel):
 def _of_heads(queries: Queries, heads: slice) -> Queries:
     q, dout, out = (x[:, :, heads] for x in queries[:3])
     return Queries(q, dout, out, queries.lse[:, heads].contiguous())
+
+
+@cache
+def _is_right(kernel: FlashKernel, device: torch.device, dtype: torch.dtype) -> bool:
+    return is_right(kernel, device, dtype)
+
+
+def _ask_ragged(how: How) -> Ask:
+    """What is asked for sequences that are full, or causal squares."""
+    return _ask(how, pieces(how.band, 1, 1, tall=True)[0])
 
 
 def _ask(how: How, part: Piece) -> Ask:

@@ -1,6 +1,7 @@
 """flash-attention 2 (the package flash-attn), 2.7 or newer.
 
-`_flash_attn_forward` and `_flash_attn_backward` in flash_attn/flash_attn_interface.py, unchanged from 2.7.0 to 2.8.3.
+`_flash_attn_forward` and `_flash_attn_backward` in flash_attn/flash_attn_interface.py, and those of sequences one
+after another, `_flash_attn_varlen_forward` and `_flash_attn_varlen_backward`, unchanged from 2.7.0 to 2.8.3.
 A side without a bound is -1.
 """
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from burst_plugin.kernels import library
 from burst_plugin.kernels.flash import Ask, FlashAttention2
 from burst_plugin.kernels.limits import HALVES, Limits
-from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
 __all__ = ["FlashAttn2Kernel"]
 
@@ -39,6 +40,11 @@ class FlashAttn2Kernel(FlashAttention2):
         out, lse, *_ = library.load(_MODULE)._flash_attn_forward(q, k, v, **_options(ask), return_softmax=False)
         return out, lse
 
+    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        forward = library.load(_MODULE)._flash_attn_varlen_forward
+        out, lse, *_ = forward(q, k, v, **_sequences(lengths), **_options(ask), return_softmax=False)
+        return out, lse
+
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -46,6 +52,24 @@ class FlashAttn2Kernel(FlashAttention2):
             *(dout, q, k, v, out, lse, *grads), **_options(ask), deterministic=ask.deterministic
         )
         return grads[0], grads[1], grads[2]
+
+    def _backward_ragged(
+        self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, dout, out, lse = queries
+        grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        options = {**_sequences(lengths), **_options(ask), "deterministic": ask.deterministic}
+        library.load(_MODULE)._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, **options)
+        return grads[0], grads[1], grads[2]
+
+
+def _sequences(lengths: Lengths) -> dict[str, object]:
+    return {
+        "cu_seqlens_q": lengths.q_ends,
+        "cu_seqlens_k": lengths.k_ends,
+        "max_seqlen_q": max(lengths.q),
+        "max_seqlen_k": max(lengths.k),
+    }
 
 
 def _options(ask: Ask) -> dict[str, object]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from burst_plugin.kernels import library
 from burst_plugin.kernels.flash import Ask, FlashKernel
 from burst_plugin.kernels.limits import HALVES, Limits
-from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
 __all__ = ["FlashAttn3Kernel"]
 
@@ -33,7 +33,7 @@ class FlashAttn3Kernel(FlashKernel):
         capability=((9, 0), (9, 0)),
         library="flash-attention 3 (`flash_attn_interface`)",
     )
-    features = FlashKernel.features | {"softcap"}
+    features = FlashKernel.features | {"softcap", "ragged"}
 
     def _refuse_library(self, case: Case) -> str | None:
         if "deterministic" in case.features and max(case.qk_dim, case.v_dim) > 192:
@@ -54,14 +54,36 @@ class FlashAttn3Kernel(FlashKernel):
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_options(ask), num_splits=1)
         return out, lse
 
-    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
-        q, dout, out, lse = queries
-        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        torch.ops.flash_attn_3.bwd(
-            *(dout, q, k, v, out, lse, dq, dk, dv), **_options(ask), deterministic=ask.deterministic
-        )
-        return dq, dk, dv
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_sequences(lengths), **_options(ask), num_splits=1)
+        return out, lse
+
+    def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        return _gradients(queries, k, v, _options(ask) | {"deterministic": ask.deterministic})
+
+    def _backward_ragged(
+        self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        options = _sequences(lengths) | _options(ask) | {"deterministic": ask.deterministic}
+        return _gradients(queries, k, v, options)
+
+
+def _gradients(queries: Queries, k: Tensor, v: Tensor, options: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:
+    library.load(_MODULE)
+    q, dout, out, lse = queries
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, **options)
+    return dq, dk, dv
+
+
+def _sequences(lengths: Lengths) -> dict[str, object]:
+    return {
+        "cu_seqlens_q": lengths.q_ends,
+        "cu_seqlens_k": lengths.k_ends,
+        "max_seqlen_q": max(lengths.q),
+        "max_seqlen_k": max(lengths.k),
+    }
 
 
 def _options(ask: Ask) -> dict[str, object]:

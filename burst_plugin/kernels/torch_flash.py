@@ -14,9 +14,11 @@ from torch import Tensor
 
 from burst_plugin.kernels.flash import Ask, FlashAttention2
 from burst_plugin.kernels.limits import HALVES, Limits
-from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
 __all__ = ["TorchFlashKernel", "activated_library"]
+
+_Sequences = tuple[Tensor | None, Tensor | None, int, int]  # cum_seq_q, cum_seq_k, max_q, max_k
 
 
 def activated_library() -> str | None:
@@ -39,9 +41,15 @@ class TorchFlashKernel(FlashAttention2):
         return None if built else "this PyTorch was built without flash-attention"
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
+        return self._run(q, k, v, ask, (None, None, q.shape[1], k.shape[1]))
+
+    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        return self._run(q, k, v, ask, _sequences(lengths))
+
+    @staticmethod
+    def _run(q: Tensor, k: Tensor, v: Tensor, ask: Ask, sequences: _Sequences) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v),
-            *(None, None, q.shape[1], k.shape[1]),  # cum_seq_q, cum_seq_k, max_q, max_k
+            *(q, k, v, *sequences),
             *(0.0, False, False),  # dropout_p, is_causal, return_debug_mask
             scale=ask.scale,
             window_size_left=ask.left,
@@ -50,6 +58,17 @@ class TorchFlashKernel(FlashAttention2):
         return out, lse
 
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
+        return self._run_backward(queries, k, v, ask, (None, None, queries.q.shape[1], k.shape[1]))
+
+    def _backward_ragged(
+        self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._run_backward(queries, k, v, ask, _sequences(lengths))
+
+    @staticmethod
+    def _run_backward(
+        queries: Queries, k: Tensor, v: Tensor, ask: Ask, sequences: _Sequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries
         state = (
             torch.empty(2, dtype=torch.uint64, device=q.device),
@@ -57,14 +76,17 @@ class TorchFlashKernel(FlashAttention2):
         )
         with _deterministic(ask.deterministic):
             dq, dk, dv = torch.ops.aten._flash_attention_backward(
-                *(dout, q, k, v, out, lse),
-                *(None, None, q.shape[1], k.shape[1]),  # cum_seq_q, cum_seq_k, max_q, max_k
+                *(dout, q, k, v, out, lse, *sequences),
                 *(0.0, False, *state),  # dropout_p, is_causal, rng_state, unused
                 scale=ask.scale,
                 window_size_left=ask.left,
                 window_size_right=ask.right,
             )
         return dq, dk, dv
+
+
+def _sequences(lengths: Lengths) -> _Sequences:
+    return lengths.q_ends, lengths.k_ends, max(lengths.q), max(lengths.k)
 
 
 @contextmanager

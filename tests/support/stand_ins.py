@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -156,6 +157,52 @@ def demand_lse(lse: Tensor, q: Tensor) -> None:
     assert lse.dtype == _sum_dtype(q)
 
 
+def sequences(
+    q: Tensor, k: Tensor, ends: tuple[Tensor, Tensor], longest: tuple[int, int]
+) -> list[tuple[slice, slice]]:
+    """The rows of every sequence in q [T, H, D] and in k, and what all of them want of that."""
+    slices = []
+    for x, end, most in zip((q, k), ends, longest, strict=True):
+        assert x.dim() == 3
+        assert end.dtype == torch.int32
+        assert end.is_contiguous()
+        at = end.tolist()
+        assert (at[0], at[-1]) == (0, x.shape[0])
+        assert max(stop - start for start, stop in pairwise(at)) == most
+        slices.append([slice(start, stop) for start, stop in pairwise(at)])
+    return list(zip(*slices, strict=True))
+
+
+def attend_each(
+    rows: tuple[Tensor, Tensor, Tensor],
+    each: list[tuple[slice, slice]],
+    terms: Callable[[Tensor, Tensor], Terms],
+) -> tuple[Tensor, Tensor]:
+    """(out [T, Hq, Dv], lse [Hq, T]) of sequences one after another."""
+    q, k, v = (x.unsqueeze(0) for x in rows)
+    found = [attend(q[:, a], k[:, b], v[:, b], terms(q[:, a], k[:, b])) for a, b in each]
+    return torch.cat([out[0] for out, _ in found]), torch.cat([lse[0] for _, lse in found], 1)
+
+
+def gradients_each(
+    rows: tuple[Tensor, ...],
+    k: Tensor,
+    v: Tensor,
+    each: list[tuple[slice, slice]],
+    terms: Callable[[Tensor, Tensor], Terms],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv) of rows = (dout, q, out, lse [Hq, T]), sequences one after another."""
+    dout, q, out, lse, k, v = (x.unsqueeze(0) for x in (*rows, k, v))
+    assert lse.shape == (1, q.shape[2], q.shape[1])
+    assert lse.is_contiguous()
+    found = [
+        gradients((dout[:, a], q[:, a], out[:, a], lse[:, :, a]), k[:, b], v[:, b], terms(q[:, a], k[:, b]))
+        for a, b in each
+    ]
+    dq, dk, dv = (torch.cat([grads[n][0] for grads in found]) for n in range(3))
+    return dq, dk, dv
+
+
 def _module(patch: pytest.MonkeyPatch, name: str, **contents: object) -> None:
     """A module `name`, and the packages that it is in."""
     parts = name.split(".")
@@ -196,10 +243,41 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
             grad.copy_(found)
         return torch.empty(0)
 
+    def varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+        window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
+    ):  # fmt: skip
+        assert (dropout_p, causal, alibi_slopes, return_softmax) == (0.0, False, None, False)
+        demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
+        assert max_seqlen_q > 1, "heads of a group would be taken for its queries"
+        each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        sides = (window_size_left, window_size_right)
+        out, lse = attend_each((q, k, v), each, lambda q, k: Terms(window_2(q, k, *sides), softmax_scale, softcap))
+        return out, lse, q.new_empty(0), torch.empty(2, dtype=torch.int64)
+
+    def varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic,
+        rng_state=None,
+    ):  # fmt: skip
+        assert (dropout_p, causal, alibi_slopes, rng_state) == (0.0, False, None, None)
+        calls.append({"deterministic": deterministic})
+        demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out, dq, dk, dv)))
+        each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+        sides = (window_size_left, window_size_right)
+        found = gradients_each(
+            (dout, q, out, softmax_lse), k, v, each,
+            lambda q, k: Terms(window_2(q, k, *sides), softmax_scale, softcap),
+        )  # fmt: skip
+        for grad, one in zip((dq, dk, dv), found, strict=True):
+            grad.copy_(one)
+        return torch.empty(0)
+
     with pytest.MonkeyPatch.context() as patch:
         _module(patch, "flash_attn", __version__="2.8.3")
         name = "flash_attn.flash_attn_interface"
         _module(patch, name, _flash_attn_forward=forward, _flash_attn_backward=backward)
+        _module(patch, name, _flash_attn_varlen_forward=varlen_forward, _flash_attn_varlen_backward=varlen_backward)
         yield
     library.find.cache_clear()
 
@@ -208,27 +286,46 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
 def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
     """The operators of flash-attention 3; `returned` tensors come back from the backward one: 8 in v2.8, later 5."""
     options = (
+        "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
         "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
         "float softcap=0.0"
     )
 
     # The dispatcher leaves out arguments that have their default value.
     def forward(
-        q, k, v, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-        num_splits=0,
+        q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=0,
     ):  # fmt: skip
         assert not is_causal
         assert num_splits == 1
+        if cu_seqlens_q is not None:
+            demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
+            each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+            sides = (window_size_left, window_size_right)
+            found = attend_each((q, k, v), each, lambda q, k: Terms(window_3(q, k, *sides), softmax_scale, softcap))
+            return *found, q.new_empty(0), q.new_empty(0)
         demand_flash(q, k, v)
         allowed = window_3(q, k, window_size_left, window_size_right)
         return *attend(q, k, v, Terms(allowed, softmax_scale, softcap)), q.new_empty(0), q.new_empty(0)
 
     def backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale=None, is_causal=False, window_size_left=-1,
-        window_size_right=-1, softcap=0.0, deterministic=False,
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None,
+        max_seqlen_k=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1,
+        softcap=0.0, deterministic=False,
     ):  # fmt: skip
         assert not is_causal
         calls.append({"deterministic": deterministic})
+        if cu_seqlens_q is not None:
+            demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out, dq, dk, dv)))
+            each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
+            sides = (window_size_left, window_size_right)
+            found = gradients_each(
+                (dout, q, out, softmax_lse), k, v, each,
+                lambda q, k: Terms(window_3(q, k, *sides), softmax_scale, softcap),
+            )  # fmt: skip
+            for grad, one in zip((dq, dk, dv), found, strict=True):
+                grad.copy_(one)
+            return tuple(q.new_empty(0) for _ in range(returned))
         demand_flash(q, k, v, dout, out, dq, dk, dv)
         demand_lse(softmax_lse, q)
         terms = Terms(window_3(q, k, window_size_left, window_size_right), softmax_scale, softcap)
@@ -297,10 +394,16 @@ def torch_flash(calls: Calls) -> Iterator[None]:
         q, k, v, cum_q, cum_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left=None,
         window_size_right=None,
     ):  # fmt: skip
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
         assert (dropout, causal, debug) == (0.0, False, False)
-        demand_flash(q, k, v)
         left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
+        if cum_q is not None:
+            demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
+            assert max_q > 1, "heads of a group would be taken for its queries"
+            each = sequences(q, k, (cum_q, cum_k), (max_q, max_k))
+            found = attend_each((q, k, v), each, lambda q, k: Terms(window_2(q, k, left, right), scale))
+            return *found, *(torch.empty(0) for _ in range(3))
+        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
+        demand_flash(q, k, v)
         out, lse = attend(q, k, v, Terms(window_2(q, k, left, right), scale))
         return out, lse, *(torch.empty(0) for _ in range(3))
 
@@ -308,12 +411,18 @@ def torch_flash(calls: Calls) -> Iterator[None]:
         dout, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, state, unused, *, scale,
         window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
         assert (dropout, causal, state.dtype, unused.dtype) == (0.0, False, torch.uint64, torch.uint64)
         calls.append({"by": "torch_flash", "deterministic": torch.are_deterministic_algorithms_enabled()})
+        left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
+        if cum_q is not None:
+            demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out)))
+            each = sequences(q, k, (cum_q, cum_k), (max_q, max_k))
+            return gradients_each(
+                (dout, q, out, lse), k, v, each, lambda q, k: Terms(window_2(q, k, left, right), scale)
+            )
+        assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
         demand_flash(q, k, v, dout, out)
         demand_lse(lse, q)
-        left, right = (-1 if side is None else side for side in (window_size_left, window_size_right))
         return gradients((dout, q, out, lse), k, v, Terms(window_2(q, k, left, right), scale))[:3]
 
     with _operators(_flash_attention_forward=forward, _flash_attention_backward=backward):

@@ -1,0 +1,144 @@
+"""Sequences of unlike lengths in one call: how they are worked on one by one, and whether a library can be trusted.
+
+    q    0 0 0 0 1 1 2 2 2 2 2       lengths.q = (4, 2, 5)     q_ends = [0, 4, 6, 11]
+    k    0 0 1 1 1 1 2 2 2           lengths.k = (2, 4, 3)     k_ends = [0, 2, 6, 9]
+
+With more than one batch row all sequences of the first one come first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels.protocol import Grads, How, Kernel, Lengths, Queries
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import CAUSAL, FULL
+
+__all__ = [
+    "AtOnce",
+    "backward_one_by_one",
+    "forward_one_by_one",
+    "in_rows",
+    "in_rows_of_heads",
+    "is_right",
+    "lengths_of",
+]
+
+_LOG = logging.getLogger(__name__)
+_ALIKE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
+
+
+class AtOnce(Kernel, Protocol):
+    """A kernel that takes several sequences in one call."""
+
+    def forward_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
+        """`Kernel.forward` of `lengths` in one call."""
+        ...
+
+    def backward_at_once(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
+        """`Kernel.backward` of `lengths` in one call."""
+        ...
+
+
+def lengths_of(q: tuple[int, ...], k: tuple[int, ...], device: torch.device) -> Lengths:
+    """Sequences of these numbers of queries and of keys. The device is not waited for."""
+    return Lengths(q, k, *(_on(device, [0, *accumulate(each)]) for each in (q, k)))
+
+
+def _on(device: torch.device, numbers: list[int]) -> Tensor:
+    found = torch.tensor(numbers, dtype=torch.int32)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
+def forward_one_by_one(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+    """`Kernel.forward` of `how.lengths`, a call per sequence."""
+    batch, alone = q.shape[0], how._replace(lengths=None)
+    q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
+    found = [kernel.forward(q[:, rows], k[:, keys], v[:, keys], alone) for rows, keys in _sequences(how)]
+    out, lse = torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 2)
+    return in_rows(out[0], batch), in_rows_of_heads(lse[0], batch)
+
+
+def backward_one_by_one(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+    """`Kernel.backward` of `how.lengths`, a call per sequence."""
+    batch, alone = k.shape[0], how._replace(lengths=None)
+    q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
+    lse = queries.lse.transpose(0, 1).flatten(1).unsqueeze(0)
+    found = [
+        kernel.backward(
+            Queries(q[:, rows], dout[:, rows], out[:, rows], lse[:, :, rows]), k[:, keys], v[:, keys], alone
+        )
+        for rows, keys in _sequences(how)
+    ]
+    each = zip(*(grads[:3] for grads in found), strict=True)
+    dq, dk, dv = (in_rows(torch.cat(grads, 1)[0], batch) for grads in each)
+    return Grads(dq, dk, dv)
+
+
+def in_rows(x: Tensor, batch: int) -> Tensor:
+    """[B * T, H, D] as [B, T, H, D]."""
+    return x.reshape(batch, -1, *x.shape[1:])
+
+
+def in_rows_of_heads(x: Tensor, batch: int) -> Tensor:
+    """[H, B * T] as [B, H, T]."""
+    return x.reshape(x.shape[0], batch, -1).transpose(0, 1)
+
+
+def _sequences(how: How) -> Iterator[tuple[slice, slice]]:
+    assert how.lengths is not None, "one by one goes by lengths"
+    ends = (pairwise([0, *accumulate(each)]) for each in (how.lengths.q, how.lengths.k))
+    for rows, keys in zip(*ends, strict=True):
+        yield slice(*rows), slice(*keys)
+
+
+def is_right(kernel: AtOnce, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a few sequences in one call give what they give one by one; says so if they do not."""
+    try:
+        wrong = [name for name, error in _errors(kernel, device, dtype).items() if not error < _ALIKE]
+    except Exception as error:  # whatever the library raises
+        problem = f"{type(error).__name__}: {error}"
+    else:
+        if not wrong:
+            return True
+        problem = f"{', '.join(wrong)} differ from what single calls give"
+    _LOG.warning(
+        "%s works on packed documents one after another, which is slower: several in one call fail (%s)",
+        kernel.name,
+        problem,
+    )
+    return False
+
+
+def _errors(kernel: AtOnce, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """By result, the largest relative difference between one call and many, of full and causal sequences."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int, heads: int) -> Tensor:
+        return torch.randn(1, rows, heads, 64, generator=generator).to(device, dtype)
+
+    errors: dict[str, float] = {}
+    for band, k_lengths in ((CAUSAL, (5, 130, 64)), (FULL, (70, 1, 200))):
+        lengths = lengths_of((5, 130, 64), k_lengths, device)
+        how = How(band, Scores(scale=0.125), lengths=lengths)
+        (q, dout), (k, v) = (
+            (draw(sum(n), heads), draw(sum(n), heads)) for n, heads in ((lengths.q, 4), (k_lengths, 2))
+        )
+        expected = forward_one_by_one(kernel, q, k, v, how)
+        queries = Queries(q, dout, *expected)
+        out_lse, grads = (
+            kernel.forward_at_once(q, k, v, how, lengths),
+            kernel.backward_at_once(queries, k, v, how, lengths),
+        )
+        at_once = (*out_lse, *grads[:3])
+        singly = (*expected, *backward_one_by_one(kernel, queries, k, v, how)[:3])
+        for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), at_once, singly, strict=True):
+            error = (one.double() - other.double()).norm() / other.double().norm()
+            errors[name] = max(errors.get(name, 0.0), error.item())
+    return errors
