@@ -38,7 +38,9 @@ from burst_plugin.ulysses import HeadExchange
 
 __all__ = ["Call", "CallKind", "Extras"]
 
-_LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces of a tile count as batch rows
+_LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
+_FILLED_ROWS = 128  # to multiples of which flash-attention fills up the rows of every document, in float32
+_FILLED_BYTES = 2**29  # that may go into that
 
 
 class Extras(NamedTuple):
@@ -124,8 +126,15 @@ class CallKind:
         if self._needs_positions:  # which pieces cannot share as a batch
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
         elif "ragged" in self.kernel.features and not self.max_logits:
-            tiles = [*together(tiles)]
+            tiles = [*together(tiles, self._most_spans)]
         return tuple(tiles)
+
+    @property
+    def _most_spans(self) -> int:
+        """How many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
+        widest = max(self.shapes.qk_dim, self.shapes.v_dim)
+        document_bytes = self.shapes.batch * self.shapes.q_heads * _FILLED_ROWS * widest * 4
+        return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
 
     @cached_property
     def spans(self) -> SpanTable:

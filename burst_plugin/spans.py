@@ -38,9 +38,10 @@ class SpanTable:
 
     def rows_of(self, tile: Tile) -> SpanRows:
         """Those of `tile`."""
-        if tile not in self._known:
-            self._known[tile] = self._found(tile)
-        return self._known[tile]
+        rows = self._known.get(tile)
+        if rows is None:
+            rows = self._known[tile] = self._found(tile)
+        return rows
 
     def _found(self, tile: Tile) -> SpanRows:
         batch = self._batch if tile.batch is None else tile.batch[1] - tile.batch[0]
@@ -53,7 +54,7 @@ class SpanTable:
         if all(one[1] == other[0] for one, other in pairwise(spans)):
             return None
         first = spans[0][0]
-        index = torch.cat([torch.arange(start - first, stop - first) for start, stop in spans])
+        index = torch.cat([torch.arange(start - first, stop - first, device="cpu") for start, stop in spans])
         return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
 
 

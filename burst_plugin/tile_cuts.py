@@ -25,7 +25,7 @@ __all__ = ["cut", "in_turns", "one_by_one", "together"]
 
 _CUTS = 8  # places at which a visit can be cut in two turns
 _FEWEST = 3  # tiles that are worth putting together: rows between them have to be left out, and put back
-_COVERED = 1 / 3  # of the rows from the first to the last, on either side
+_LONG = 2048  # rows of a tile that is worth a call: kernels launch as many blocks for all as for the longest
 _OPEN = 4  # how many are being put together at a time
 
 
@@ -52,37 +52,32 @@ def one_by_one(tile: Tile) -> Iterator[Tile]:
         yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
 
 
-def together(tiles: Sequence[Tile]) -> Iterator[Tile]:
-    """Full tiles, and causal squares, as few tiles with spans; drawn at the top of this file."""
+def together(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
+    """Full tiles, and causal squares, as few tiles of at most so many spans; drawn at the top of this file."""
     chains: dict[object, list[list[Tile]]] = {}
     for tile in sorted(tiles, key=lambda tile: tile[:4]):
-        if tile.band not in (FULL, CAUSAL) or tile.pieces > 1:
+        if tile.band not in (FULL, CAUSAL) or tile.pieces > 1 or max(tile.shape) > _LONG:
             yield tile
             continue
         alike = chains.setdefault((tile.band, tile.batch), [])
-        before = (chain for chain in alike[-_OPEN:] if _is_before(chain[-1], tile))
-        chain = next(before, None)
+        fitting = (chain for chain in alike[-_OPEN:] if len(chain) < most and _follows(tile, chain[-1]))
+        chain = next(fitting, None)
         if chain is None:
             alike.append([tile])
         else:
             chain.append(tile)
     for chain in (chain for alike in chains.values() for chain in alike):
-        first, last = chain[0], chain[-1]
-        whole = first._replace(q_stop=last.q_stop, k_stop=last.k_stop, spans=tuple(tile[:4] for tile in chain))
-        if len(chain) >= _FEWEST and _is_dense(whole):
-            yield whole
-        else:
+        if len(chain) < _FEWEST:
             yield from chain
+            continue
+        first, last = chain[0], chain[-1]
+        yield first._replace(q_stop=last.q_stop, k_stop=last.k_stop, spans=tuple(tile[:4] for tile in chain))
 
 
-def _is_before(one: Tile, other: Tile) -> bool:
-    return one.q_stop <= other.q_start and one.k_stop <= other.k_start
-
-
-def _is_dense(tile: Tile) -> bool:
-    rows = sum(stop - start for start, stop, _, _ in tile.spans)
-    keys = sum(stop - start for _, _, start, stop in tile.spans)
-    return rows >= _COVERED * (tile.q_stop - tile.q_start) and keys >= _COVERED * (tile.k_stop - tile.k_start)
+def _follows(tile: Tile, last: Tile) -> bool:
+    """Whether `tile` comes after `last` on both sides, with no more rows between them than both have."""
+    gaps = (tile.q_start - last.q_stop, tile.k_start - last.k_stop)
+    return all(0 <= gap <= one + other for gap, one, other in zip(gaps, tile.shape, last.shape, strict=True))
 
 
 def in_turns(tiles: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:

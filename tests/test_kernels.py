@@ -8,10 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from burst_plugin import Causal, Full, Mask, Scores, SlidingWindow
+from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.ragged import lengths_of
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
@@ -67,6 +68,8 @@ def run(where: Run | str, problem: Problem, how: How) -> Result:
     kernel = KERNELS[name]
     problem = Problem(*(None if x is None else x.to(device) for x in problem))
     how = how._replace(**{n: x.to(device) for n, x in how._asdict().items() if isinstance(x, torch.Tensor)})
+    if how.lengths is not None:
+        how = how._replace(lengths=lengths_of(*how.lengths[:2], torch.device(device)))
     out, lse = kernel.forward(*problem[:3], how)
     assert lse.dtype == torch.promote_types(problem.q.dtype, torch.float32)
     grads = kernel.backward(Queries(problem.q, problem.dout, out.to(problem.q.dtype), lse), *problem[1:3], how)
@@ -137,8 +140,10 @@ def attention_scores(problem: Problem, scores: Scores) -> torch.Tensor:
     return found
 
 
+LENGTHS = lengths_of((7, 1, 16) * 2, (7, 1, 16) * 2, torch.device("cpu"))  # of two batch rows
 FEATURE_CASES = {
     "windows": (How(Band(-3, 1), SCALED), SlidingWindow(3, 1)),
+    "ragged": (How(CAUSAL, SCALED, lengths=LENGTHS), Causal() & Documents((0, 7, 8, 24))),
     "head dims": (How(CAUSAL, SCALED), Causal()),
     "softcap": (How(CAUSAL, Scores(scale=8**-0.5, softcap=1.5)), Causal()),
     "alibi": (How(CAUSAL, Scores(scale=8**-0.5, alibi_slopes=(0.5, 0.25, 0.1, 0.0))), Causal()),

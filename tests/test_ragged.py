@@ -23,12 +23,14 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
+from burst_plugin.call import CallKind
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import flash as flash_module
 from burst_plugin.kernels.protocol import Grads
 from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one, lengths_of
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.scores import Scores
+from burst_plugin.shapes import Shapes
 from burst_plugin.spans import SpanTable
 from burst_plugin.tile_cuts import together
 from burst_plugin.tiles import CAUSAL, FULL, Band, Regions, Tile, tiles_of
@@ -62,7 +64,7 @@ def test_nothing_is_lost_or_added(layout: str, dealt_out: tuple[int, ...] | None
     for queries in runs:
         for keys in runs:
             alone = tiles_of(regions, queries, keys)
-            found = list(together(alone))
+            found = list(together(alone, 1000))
             assert pairs(found) == pairs(list(alone))
             for tile in found:
                 assert not tile.spans or tile.band in (FULL, CAUSAL)
@@ -78,7 +80,9 @@ def test_documents_that_are_dealt_out_alone_are_one_tile_per_visit() -> None:
     starts = tuple(range(0, 65, 8))
     regions = Regions((Causal() & Documents(starts)).regions(64, 64))
     runs = [LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts)) for rank in range(2)]
-    own, later, earlier = (list(together(tiles_of(regions, runs[q], runs[k]))) for q, k in ((0, 0), (1, 0), (0, 1)))
+    own, later, earlier = (
+        list(together(tiles_of(regions, runs[q], runs[k]), 8)) for q, k in ((0, 0), (1, 0), (0, 1))
+    )
     assert own == [Tile(0, 32, 0, 32, CAUSAL, spans=tuple((n, n + 4, n, n + 4) for n in range(0, 32, 4)))]
     assert later == [Tile(0, 32, 0, 30, FULL, spans=tuple((n, n + 4, n, n + 2) for n in range(0, 32, 4)))]
     assert earlier == [Tile(2, 32, 0, 32, FULL, spans=tuple((n + 2, n + 4, n, n + 4) for n in range(0, 32, 4)))]
@@ -90,15 +94,38 @@ def test_documents_that_are_dealt_out_alone_are_one_tile_per_visit() -> None:
         [Tile(0, 4, 0, 4, CAUSAL), Tile(4, 8, 4, 8, CAUSAL)],
         [Tile(0, 4, 0, 4), Tile(100, 104, 4, 8), Tile(200, 204, 8, 12)],
         [Tile(0, 4, 0, 4), Tile(4, 8, 100, 104), Tile(8, 12, 200, 204)],
+        [Tile(n, n + 2049, n, n + 2049, CAUSAL) for n in range(0, 9000, 2049)],
         [Tile(0, 4, 0, 4), Tile(0, 4, 4, 8), Tile(4, 8, 0, 4), Tile(4, 8, 4, 8)],
         [Tile(n, n + 4, n, n + 4, Band(-2, 0)) for n in range(0, 40, 4)],
         [Tile(n, n + 4, n, n + 4, CAUSAL, pieces=2) for n in range(0, 40, 4)],
         [Tile(n, n + 4, n, n + 4, CAUSAL, batch=(n, n + 4)) for n in range(0, 40, 4)],
     ],
-    ids=["two", "far apart", "keys far apart", "the same rows", "windows", "pieces", "batch rows"],
+    ids=["two", "far apart", "keys far apart", "long", "the same rows", "windows", "pieces", "batch rows"],
 )
 def test_what_is_not_worth_it_or_does_not_go_together_stays_alone(alone: list[Tile]) -> None:
-    assert sorted(together(alone), key=lambda tile: tile[:4]) == sorted(alone, key=lambda tile: tile[:4])
+    assert sorted(together(alone, 1000), key=lambda tile: tile[:4]) == sorted(alone, key=lambda tile: tile[:4])
+
+
+def test_one_outlier_does_not_keep_the_others_apart() -> None:
+    near = [Tile(n, n + 4, n, n + 4) for n in range(0, 40, 4)]
+    far = Tile(1000, 1004, 40, 44)
+    assert list(together([*near, far], 1000)) == [Tile(0, 40, 0, 40, spans=tuple(t[:4] for t in near)), far]
+
+
+def test_no_more_go_together_than_there_is_room_for() -> None:
+    tiles = [Tile(n, n + 4, n, n + 4, CAUSAL) for n in range(0, 40, 4)]
+    assert [len(tile.spans) for tile in together(tiles, 4)] == [4, 4, 0, 0]
+    assert list(together(tiles, 2)) == tiles
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "dim", "most"), [(1, 32, 128, 256), (2, 32, 128, 128), (1, 64, 256, 64), (256, 1, 1, 255)]
+)
+def test_room_is_half_a_gib_of_rows_filled_up(batch: int, heads: int, dim: int, most: int) -> None:
+    shapes = Shapes(batch, 8, 8, heads, heads, dim, dim, torch.bfloat16)
+    kind = CallKind.__new__(CallKind)
+    object.__setattr__(kind, "shapes", shapes)
+    assert kind._most_spans == most
 
 
 def test_rows_are_counted_from_the_first_one() -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Lengths, Queries
 from burst_plugin.kernels.ragged import (
+    Trial,
     backward_one_by_one,
     forward_one_by_one,
     in_rows,
@@ -119,7 +120,7 @@ class FlashKernel(ABC):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if how.lengths is not None:
-            if self._takes_at_once(q, k, how.lengths):
+            if self._takes_at_once(q, v, how, how.lengths):
                 return self.forward_at_once(q, k, v, how, how.lengths)
             return forward_one_by_one(self, q, k, v, how)
         v_dim = v.shape[-1]
@@ -135,7 +136,7 @@ class FlashKernel(ABC):
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
         if how.lengths is not None:
-            if self._takes_at_once(queries.q, k, how.lengths):
+            if self._takes_at_once(queries.q, v, how, how.lengths):
                 return self.backward_at_once(queries, k, v, how, how.lengths)
             return backward_one_by_one(self, queries, k, v, how)
         qk_dim, v_dim = k.shape[-1], v.shape[-1]
@@ -172,13 +173,16 @@ class FlashKernel(ABC):
         dq, dk, dv = (in_rows(grad, batch) for grad in grads)
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
-    def _takes_at_once(self, q: Tensor, k: Tensor, lengths: Lengths) -> bool:
+    def _takes_at_once(self, q: Tensor, v: Tensor, how: How, lengths: Lengths) -> bool:
         """Whether all sequences can go into one call; none may if the library is not right there."""
         if max(lengths.q) == 1:  # then flash-attention 2 makes rows of the heads of a group
             return False
-        dim = round_up(self._dims(k.shape[-1], k.shape[-1])[0], _DQ_DIMS)
-        dq = (sum(lengths.q) + _DQ_ROWS * len(lengths.q)) * dim * q.shape[2]
-        return (self.largest_dq is None or dq <= self.largest_dq) and _is_right(self, q.device, q.dtype)
+        (qk_dim, v_dim), heads = (q.shape[-1], v.shape[-1]), q.shape[2]
+        dim = round_up(self._dims(qk_dim, v_dim)[0], _DQ_DIMS)
+        dq = (sum(lengths.q) + _DQ_ROWS * len(lengths.q)) * dim * heads
+        if self.largest_dq is not None and dq > self.largest_dq:
+            return False
+        return _is_right(self, Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic))
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
         """`_backward` of as many batch rows at a time as `largest_dq` allows, or as many heads of one row."""
@@ -233,8 +237,8 @@ def _of_heads(queries: Queries, heads: slice) -> Queries:
 
 
 @cache
-def _is_right(kernel: FlashKernel, device: torch.device, dtype: torch.dtype) -> bool:
-    return is_right(kernel, device, dtype)
+def _is_right(kernel: FlashKernel, trial: Trial) -> bool:
+    return is_right(kernel, trial)
 
 
 def _ask_ragged(how: How) -> Ask:
