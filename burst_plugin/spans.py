@@ -1,8 +1,10 @@
 """The rows of tiles with spans: taken together for a kernel, and put back among the rows between them.
 
-rows of a visit    a a a . . b b c c . .       spans of a, b and c; `.`: rows that have no part in it
-for the kernel     a a a b b c c               a copy, where there are rows between; else a view
-and back           a a a 0 0 b b c c           from the first row to the last
+    rows of a visit    a a a . . b b c c . .       spans of a, b and c; `.`: rows that have no part in it
+    for the kernel     a a a b b c c               a copy, where there are rows between; else a view
+    and back           a a a 0 0 b b c c           from the first row to the last
+
+Rows are counted from the first one.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import Lengths
-from burst_plugin.kernels.ragged import lengths_of
+from burst_plugin.kernels.ragged import lengths_of, sent
+from burst_plugin.rows import token_dim
 from burst_plugin.tiles import Tile
 
-__all__ = ["SpanRows", "SpanTable", "put_back", "put_back_rows", "taken", "taken_rows"]
+__all__ = ["SpanRows", "SpanTable", "put_back", "taken"]
 
 
 class SpanRows(NamedTuple):
@@ -55,24 +58,17 @@ class SpanTable:
             return None
         first = spans[0][0]
         index = torch.cat([torch.arange(start - first, stop - first, device="cpu") for start, stop in spans])
-        return index if self._device.type == "cpu" else index.pin_memory().to(self._device, non_blocking=True)
+        return sent(index, self._device)
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Token rows of [B, S, H, D]."""
-    return x if rows is None else x.index_select(1, rows)
+    """Token rows of [B, S, H, D] or [B, H, S]."""
+    return x if rows is None else x.index_select(token_dim(x), rows)
 
 
-def put_back(x: Tensor, rows: Tensor | None, count: int) -> Tensor:
-    """[B, T, H, D] as [B, count, H, D], 0 elsewhere."""
-    return x if rows is None else x.new_zeros(x.shape[0], count, *x.shape[2:]).index_copy_(1, rows, x)
-
-
-def taken_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Token rows of [B, H, S]."""
-    return x if rows is None else x.index_select(2, rows)
-
-
-def put_back_rows(x: Tensor, rows: Tensor | None, count: int) -> Tensor:
-    """[B, H, T] as [B, H, count], -inf elsewhere."""
-    return x if rows is None else x.new_full((*x.shape[:2], count), -torch.inf).index_copy_(2, rows, x)
+def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -> Tensor:
+    """[B, T, H, D] as [B, count, H, D], or [B, H, T] as [B, H, count]: `nothing` elsewhere."""
+    if rows is None:
+        return x
+    dim = token_dim(x)
+    return x.new_full((*x.shape[:dim], count, *x.shape[dim + 1 :]), nothing).index_copy_(dim, rows, x)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from burst_plugin.kernels import How, Kernel, Queries, largest_scores
 from burst_plugin.rows import rows_of
-from burst_plugin.spans import SpanTable, put_back, put_back_rows, taken, taken_rows
+from burst_plugin.spans import SpanTable, put_back, taken
 from burst_plugin.tiles import Band, Tile
 
 __all__ = ["NO_POSITIONS", "TileWork", "VisitPositions", "bias_grad"]
@@ -73,7 +73,7 @@ class TileWork:
         rows = self._spans.rows_of(tile)
         k, v = (taken(x, rows.k) for x in (k, v))
         out, lse = self._kernel.forward(taken(q, rows.q), k, v, how._replace(lengths=rows.lengths))
-        return put_back(out, rows.q, q.shape[1]), put_back_rows(lse, rows.q, q.shape[1])
+        return put_back(out, rows.q, q.shape[1]), put_back(lse, rows.q, q.shape[1], -torch.inf)
 
     def _backward_of_spans(
         self, queries: Queries, k: Tensor, v: Tensor, tile: Tile, how: How
@@ -81,7 +81,7 @@ class TileWork:
         rows = self._spans.rows_of(tile)
         q_count, k_count = queries.q.shape[1], k.shape[1]
         q, dout, out = (taken(x, rows.q) for x in queries[:3])
-        some = Queries(q, dout, out, taken_rows(queries.lse, rows.q))
+        some = Queries(q, dout, out, taken(queries.lse, rows.q))
         k, v = (taken(x, rows.k) for x in (k, v))
         grads = self._kernel.backward(some, k, v, how._replace(lengths=rows.lengths))
         dk, dv = (put_back(grad, rows.k, k_count) for grad in (grads.dk, grads.dv))

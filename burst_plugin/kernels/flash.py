@@ -32,7 +32,7 @@ from burst_plugin.kernels.ragged import (
 from burst_plugin.kernels.shaping import fit, round_up
 from burst_plugin.tiles import FULL, Band
 
-__all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces"]
+__all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
 _DQ_ROWS, _DQ_DIMS = 128, 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq
@@ -234,6 +234,16 @@ class FlashAttention2(FlashKernel):
 def _of_heads(queries: Queries, heads: slice) -> Queries:
     q, dout, out = (x[:, :, heads] for x in queries[:3])
     return Queries(q, dout, out, queries.lse[:, heads].contiguous())
+
+
+def sequence_options(lengths: Lengths) -> dict[str, object]:
+    """What the functions of flash-attention 2 and 3 call sequences one after another."""
+    return {
+        "cu_seqlens_q": lengths.q_ends,
+        "cu_seqlens_k": lengths.k_ends,
+        "max_seqlen_q": max(lengths.q),
+        "max_seqlen_k": max(lengths.k),
+    }
 
 
 @cache

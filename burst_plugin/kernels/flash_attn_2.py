@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import library
-from burst_plugin.kernels.flash import Ask, FlashAttention2
+from burst_plugin.kernels.flash import Ask, FlashAttention2, sequence_options
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
@@ -42,7 +42,7 @@ class FlashAttn2Kernel(FlashAttention2):
 
     def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         forward = library.load(_MODULE)._flash_attn_varlen_forward
-        out, lse, *_ = forward(q, k, v, **_sequences(lengths), **_options(ask), return_softmax=False)
+        out, lse, *_ = forward(q, k, v, **sequence_options(lengths), **_options(ask), return_softmax=False)
         return out, lse
 
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,18 +58,9 @@ class FlashAttn2Kernel(FlashAttention2):
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries
         grads = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        options = {**_sequences(lengths), **_options(ask), "deterministic": ask.deterministic}
+        options = {**sequence_options(lengths), **_options(ask), "deterministic": ask.deterministic}
         library.load(_MODULE)._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, **options)
         return grads[0], grads[1], grads[2]
-
-
-def _sequences(lengths: Lengths) -> dict[str, object]:
-    return {
-        "cu_seqlens_q": lengths.q_ends,
-        "cu_seqlens_k": lengths.k_ends,
-        "max_seqlen_q": max(lengths.q),
-        "max_seqlen_k": max(lengths.k),
-    }
 
 
 def _options(ask: Ask) -> dict[str, object]:

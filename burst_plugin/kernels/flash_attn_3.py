@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import library
-from burst_plugin.kernels.flash import Ask, FlashKernel
+from burst_plugin.kernels.flash import Ask, FlashKernel, sequence_options
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
 
@@ -56,7 +56,7 @@ class FlashAttn3Kernel(FlashKernel):
 
     def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_sequences(lengths), **_options(ask), num_splits=1)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **sequence_options(lengths), **_options(ask), num_splits=1)
         return out, lse
 
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,7 +65,7 @@ class FlashAttn3Kernel(FlashKernel):
     def _backward_ragged(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
-        options = _sequences(lengths) | _options(ask) | {"deterministic": ask.deterministic}
+        options = sequence_options(lengths) | _options(ask) | {"deterministic": ask.deterministic}
         return _gradients(queries, k, v, options)
 
 
@@ -75,15 +75,6 @@ def _gradients(queries: Queries, k: Tensor, v: Tensor, options: dict[str, object
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     torch.ops.flash_attn_3.bwd(dout, q, k, v, out, lse, dq, dk, dv, **options)
     return dq, dk, dv
-
-
-def _sequences(lengths: Lengths) -> dict[str, object]:
-    return {
-        "cu_seqlens_q": lengths.q_ends,
-        "cu_seqlens_k": lengths.k_ends,
-        "max_seqlen_q": max(lengths.q),
-        "max_seqlen_k": max(lengths.k),
-    }
 
 
 def _options(ask: Ask) -> dict[str, object]:

@@ -28,6 +28,7 @@ __all__ = [
     "in_rows_of_heads",
     "is_right",
     "lengths_of",
+    "sent",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -48,12 +49,13 @@ class AtOnce(Kernel, Protocol):
 
 def lengths_of(q: tuple[int, ...], k: tuple[int, ...], device: torch.device) -> Lengths:
     """Sequences of these numbers of queries and of keys. The device is not waited for."""
-    return Lengths(q, k, *(_on(device, [0, *accumulate(each)]) for each in (q, k)))
+    ends = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cpu") for each in (q, k))
+    return Lengths(q, k, *(sent(each, device) for each in ends))
 
 
-def _on(device: torch.device, numbers: list[int]) -> Tensor:
-    found = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on `device`, which is not waited for."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def forward_one_by_one(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
