@@ -66,9 +66,7 @@ def run_pass(
                 _work(call.kind, direction, parts[visit.part], visit, own)
         yield
     yield from ring.homecoming()
-    for sums in own.values():
-        sums.settle()
-    return {side: sums.tensors for side, sums in own.items()}
+    return {side: sums.finished(call.kind.rounds(direction, side)) for side, sums in own.items()}
 
 
 def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: Mapping[Side, OwnSums]) -> None:
@@ -87,7 +85,7 @@ def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: M
 
 
 def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
-    """A rank's program around the ring: its outputs, float32 or wider."""
+    """A rank's program around the ring: its outputs, in any type that is as wide as that of q or wider."""
     works = call.tile_works("forward", inputs.bias)
     sums = yield from run_pass(call, "forward", forward_parts(works, *inputs[:3]), number)
     out, lse = sums["q"]
@@ -100,7 +98,9 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 def backward_program(
     call: Call, number: int, inputs: Inputs, queries: Queries, wants_dbias: bool = True
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
-    """A rank's program around the ring: the gradients of its inputs, in their order, float32 or wider, or None."""
+    """A rank's program around the ring: the gradients of its inputs, in their order, as wide as these or wider, or
+    None.
+    """
     works = call.tile_works("backward", inputs.bias, wants_dbias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
     sums = yield from run_pass(call, "backward", backward_parts(works, queries, inputs[1:3], factor), number)

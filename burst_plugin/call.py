@@ -164,6 +164,10 @@ class CallKind:
         """How many parts the heads are cut into."""
         return self.member.strategy.parts_of(direction)
 
+    def rounds(self, direction: Direction, side: Side) -> bool:
+        """Whether complete sums go into the type of q, k and v before anything else is done to them."""
+        return not self.extras.sink if direction == "forward" else side == "q" or self.ranks_per_kv_head == 1
+
     def own_sums(self, direction: Direction, parts: Sequence[Part], side: Side) -> OwnSums:
         """The sums of a side of this rank's block, empty."""
         specs = self._own_specs[direction, side]

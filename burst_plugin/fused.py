@@ -1,22 +1,26 @@
 """`burst_plugin.softmax` for GPUs: each of its functions as one Triton kernel that passes over memory once.
 
-Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10. A program works on some tokens of one head.
-Importing this module imports triton; `softmax` does so when it first meets a GPU. Sums are float32; nothing depends
-on the order in which programs run.
+Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10, and 4 for each where `AT_ONCE` are merged. A
+program works on some tokens of one head. Importing this module imports triton; `softmax` does so when it first meets
+a GPU. Sums are float32; nothing depends on the order in which programs run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["merge_", "row_delta", "row_factor", "try_out"]
+__all__ = ["AT_ONCE", "add_", "merge_", "row_delta", "row_factor", "try_out"]
 
+T = TypeVar("T")
+
+AT_ONCE = 4  # parts that go into a sum together; each one more saves less, and has to be kept as long
 _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
 
@@ -43,24 +47,48 @@ def _at_rows(x, strides, batch, tokens, head):
 
 
 @triton.jit
-def _merge(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """`tensors`: out and lse, and then the parts, which may begin with the same two."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
     inside = there[:, None] & (columns < sizes[2])[None, :]
-    at_out = _at(tensors[0], strides[0], batch, tokens, head, columns)
-    at_lse = _at_rows(tensors[1], strides[1], batch, tokens, head)
-    # All reads are under way before anything waits for one.
-    ours = tl.load(at_out, mask=inside, other=0.0)
-    theirs = tl.load(_at(tensors[2], strides[2], batch, tokens, head, columns), mask=inside, other=0.0)
-    a = tl.load(at_lse, mask=there, other=0.0)
-    b = tl.load(_at_rows(tensors[3], strides[3], batch, tokens, head), mask=there, other=0.0)
-    empty = a == -float("inf")
-    weight = (1.0 / (1.0 + tl.exp(tl.where(empty, -3.4e38, a) - b)))[:, None]  # 1 / inf where b is -inf
-    tl.store(at_out, ours * (1.0 - weight) + theirs.to(tl.float32) * weight, mask=inside)
+    outs, lses = tensors[:0], tensors[:0]
+    for n in tl.static_range(2, 2 + 2 * PARTS, 2):  # all reads are under way before anything waits for one
+        outs += (tl.load(_at(tensors[n], strides[n], batch, tokens, head, columns), mask=inside, other=0.0),)
+        at_rows = _at_rows(tensors[n + 1], strides[n + 1], batch, tokens, head)
+        lses += (tl.load(at_rows, mask=there, other=0.0),)
+    largest = lses[0]
+    for n in tl.static_range(1, PARTS):
+        largest = tl.maximum(largest, lses[n])
+    empty = largest == -float("inf")
+    base = tl.where(empty, 0.0, largest)
+    total = tl.zeros_like(base)
+    for n in tl.static_range(PARTS):
+        total += tl.exp(lses[n] - base)
+    per_total = 1.0 / tl.where(empty, 1.0, total)
+    out = tl.zeros_like(outs[0]).to(tl.float32)
+    for n in tl.static_range(PARTS):
+        out += outs[n].to(tl.float32) * (tl.exp(lses[n] - base) * per_total)[:, None]
+    tl.store(_at(tensors[0], strides[0], batch, tokens, head, columns), out, mask=inside)
     tl.debug_barrier()  # lse is read by more threads than write it
-    apart = tl.where(empty & (b == -float("inf")), 0.0, tl.abs(a - b))
-    tl.store(at_lse, tl.maximum(a, b) + tl.log(1.0 + tl.exp(-apart)), mask=there)
+    lse = tl.where(empty, -float("inf"), base + tl.log(total))
+    tl.store(_at_rows(tensors[1], strides[1], batch, tokens, head), lse, mask=there)
+
+
+@triton.jit
+def _add(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """`tensors`: the sum, and then the parts, which may begin with the same."""
+    batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
+    columns = tl.arange(0, WIDTH)
+    inside = (tokens < sizes[1])[:, None] & (columns < sizes[2])[None, :]
+    parts = tensors[:0]
+    for n in tl.static_range(1, 1 + PARTS):
+        parts += (tl.load(_at(tensors[n], strides[n], batch, tokens, head, columns), mask=inside, other=0.0),)
+    total = parts[0].to(tl.float32)
+    for n in tl.static_range(1, PARTS):
+        total += parts[n].to(tl.float32)
+    tl.store(_at(tensors[0], strides[0], batch, tokens, head, columns), total, mask=inside)
 
 
 @triton.jit
@@ -91,9 +119,25 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
     tl.store(_at_rows(tensors[2], strides[2], batch, tokens, head), factor, mask=there)
 
 
-def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """See `softmax.merge_`; out and both lse float32, the other out of any floating type; any strides."""
-    _launch(_merge, out.shape, (out, lse, other_out, other_lse))
+def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
+    """See `softmax.merge_`; every lse float32, outputs of any floating type; any strides."""
+    for some in _in_turns((out, lse), parts, filled):
+        _launch(_merge, out.shape, (out, lse, *(x for part in some for x in part)), PARTS=len(some))
+
+
+def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
+    """See `softmax.add_`; parts of any floating type, any strides."""
+    for some in _in_turns(total, parts, filled):
+        _launch(_add, total.shape, (total, *some), PARTS=len(some))
+
+
+def _in_turns(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T]]:
+    """All parts, as many as go into a sum together, with the sum so far among them."""
+    rest = [total, *parts] if filled else [*parts]
+    while rest:
+        yield rest[: 1 + AT_ONCE]
+        rest = rest[1 + AT_ONCE :]
+        rest = [total, *rest] if rest else []
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
@@ -110,7 +154,9 @@ def try_out(device: torch.device) -> None:
     """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
     rows = torch.zeros(2, 2, 3, device=device, dtype=torch.float32)
     ones = torch.zeros(2, 3, 2, 4, device=device, dtype=torch.float32)
-    merge_(ones, rows, ones.bfloat16(), rows.clone())
+    for parts in (1, AT_ONCE):
+        merge_(ones, rows, [(ones.bfloat16(), rows.clone())] * parts, True)
+        add_(ones, [ones.bfloat16()] * parts, True)
     row_delta(ones.bfloat16(), ones.bfloat16())
     row_factor(ones.bfloat16(), ones.bfloat16())
 
@@ -123,7 +169,7 @@ def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
     return rows
 
 
-def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...]) -> None:
+def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], **constants: int) -> None:
     """Run a kernel over the rows of [B, S, H, D]."""
     batch, length, heads, dim = shape
     width = triton.next_power_of_2(max(1, dim))
@@ -132,7 +178,7 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...]) -> None
     if programs:
         strides = tuple(tensor.stride() for tensor in tensors)
         with _current(tensors[0].device):
-            kernel[(programs,)](tensors, strides, (heads, length, dim), ROWS=rows, WIDTH=width)
+            kernel[(programs,)](tensors, strides, (heads, length, dim), ROWS=rows, WIDTH=width, **constants)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 a backward pass for queries whose output stayed at home.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
-logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`,
+logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`, `add_`,
 `row_delta` and `row_factor` are one kernel each (`burst_plugin.fused`).
 """
 
@@ -10,32 +10,65 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_sink", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
+__all__ = ["add_", "add_sink", "at_once", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
-def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merge attention over other keys into `out` [B, S, H, D] and `lse` [B, H, S], in place.
+def at_once(part: Tensor) -> int:
+    """How many tensors like this one `merge_` and `add_` take while they pass over memory once.
+
+    More than one are worth waiting for: they are read once, and the sum is read and written once for all of them.
+    """
+    fused = _fused(part) if part.element_size() == 2 else None  # others would take as much room as the sum
+    return fused.AT_ONCE if fused else 1
+
+
+def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool = True) -> None:
+    """Merge attention over other keys, parts of (out, lse), into `out` [B, S, H, D] and `lse` [B, H, S], in place.
 
     `lse' = logaddexp(a, b)`, outputs weighted by `exp(x - lse')`, which for two is the sigmoid of their difference;
-    rows where both are -inf stay 0 and -inf.
+    rows where all are -inf stay 0 and -inf. If not `filled`, `out` and `lse` hold nothing yet.
     Source: blockwise softmax, arXiv 2310.01889 section 3; in log form, flash-attention's lse.
     """
-    if fused := _fused(out, other_out):
-        fused.merge_(out, lse, other_out, other_lse)
+    if len(parts) + filled > 1 and (fused := _fused(out, parts[0][0])):
+        fused.merge_(out, lse, parts, filled)
         return
+    for other_out, other_lse in parts:
+        if filled:
+            _merge_one(out, lse, other_out, other_lse)
+        else:
+            out.copy_(other_out)
+            lse.copy_(other_lse)
+        filled = True
+
+
+def _merge_one(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     other_lse = other_lse.contiguous()  # exp and log are not vectorised over strided rows
     weight = torch.sigmoid_(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))  # -inf less -inf would be NaN
     out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
     torch.logaddexp(lse, other_lse, out=lse)
+
+
+def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
+    """Add tensors of the shape of `total` [B, S, H, D] to it, in place; if not `filled`, it holds nothing yet."""
+    if len(parts) + filled > 1 and (fused := _fused(total, parts[0])):
+        fused.add_(total, parts, filled)
+        return
+    for part in parts:
+        if filled:
+            total.add_(part)
+        else:
+            total.copy_(part)
+        filled = True
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:

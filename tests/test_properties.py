@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from burst_plugin import (
     Topology,
     VirtualRing,
     key_padding,
+    sums,
 )
 from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.layout import LAYOUTS
@@ -57,6 +59,7 @@ class Drawn:
     scores: Scores
     tokens: Tokens | None
     seed: int
+    at_once: int  # contributions that wait for each other, as on GPUs
 
 
 @st.composite
@@ -133,7 +136,8 @@ def cases(draw: st.DrawFn) -> Drawn:
     tokens = (
         draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None
     )
-    return Drawn(topology, strategy, problem, draw(masks(q_len, kv_len)), scores, tokens, draw(st.integers(0, 9)))
+    seed, at_once = draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 2, 3, 4]))
+    return Drawn(topology, strategy, problem, draw(masks(q_len, kv_len)), scores, tokens, seed, at_once)
 
 
 @pytest.mark.timeout(300 + SOAK)
@@ -147,8 +151,9 @@ def test_attention_is_exact(case: Drawn) -> None:
     assert q is not None
     assert k is not None
     assert v is not None
-    out, _ = ring.attention(q, k, v, mask=case.mask, scores=case.scores, sink=sink, bias=bias, tokens=case.tokens)
-    grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], case.problem.dout))
+    with mock.patch.object(sums, "at_once", return_value=case.at_once):
+        out, _ = ring.attention(q, k, v, mask=case.mask, scores=case.scores, sink=sink, bias=bias, tokens=case.tokens)
+        grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], case.problem.dout))
     result = Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
     truth = reference(case.problem, case.mask, case.scores)
     bound = 1e-12 if case.problem.q.dtype is torch.float64 else 2e-6

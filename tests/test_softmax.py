@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_plugin.softmax import add_sink, merge_, project, row_delta, row_factor, sink_grad
+from burst_plugin.softmax import add_, add_sink, merge_, project, row_delta, row_factor, sink_grad
 
 
 def _attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,11 +20,21 @@ def test_merging_parts_gives_the_whole(dtype: torch.dtype, offset: float) -> Non
     scores[..., 4:] += offset  # far apart: exp of either lse alone overflows or underflows
     values = torch.randn(2, 8, 3, 4, generator=generator, dtype=torch.float64)
     truth, truth_lse = _attention(scores, values)
-    out, lse = (x.to(dtype) for x in _attention(scores[..., :4], values[:, :4]))
-    merge_(out, lse, *(x.to(dtype) for x in _attention(scores[..., 4:], values[:, 4:])))
+    out, lse = (x.to(dtype) for x in _attention(scores[..., :1], values[:, :1]))
+    others = [_attention(scores[..., keys], values[:, keys]) for keys in (slice(1, 4), slice(4, 8))]
+    merge_(out, lse, [(other_out.to(dtype), other_lse.to(dtype)) for other_out, other_lse in others])
     tolerance = 1e-6 if dtype is torch.float32 else 1e-14
     torch.testing.assert_close(out.double(), truth, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(lse.double(), truth_lse, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_sums_of_parts(count: int, filled: bool) -> None:
+    parts = [torch.full((1, 2, 1, 4), 10.0**n, dtype=torch.bfloat16) for n in range(count)]
+    total = torch.full((1, 2, 1, 4), 0.5 if filled else torch.nan)
+    add_(total, parts, filled)
+    assert bool((total == (1.0 if count == 1 else 111.0) + 0.5 * filled).all())
 
 
 @pytest.mark.parametrize("empty", ["first", "second", "both"])
@@ -32,7 +42,7 @@ def test_rows_that_attend_to_nothing_never_become_nan(empty: str) -> None:
     full = torch.ones(1, 2, 1, 4), torch.zeros(1, 1, 2)
     nothing = torch.zeros(1, 2, 1, 4), torch.full((1, 1, 2), -torch.inf)
     out, lse = (x.clone() for x in (full if empty == "second" else nothing))
-    merge_(out, lse, *(full if empty == "first" else nothing))
+    merge_(out, lse, [full if empty == "first" else nothing])
     expected = nothing if empty == "both" else full
     assert torch.equal(out, expected[0])
     assert torch.equal(lse, expected[1])

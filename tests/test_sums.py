@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from burst_plugin.softmax import add_
 from burst_plugin.sums import OwnSums, PlainSums, SoftmaxSums, TileSums
 from burst_plugin.tiles import Tile
 
@@ -52,6 +54,10 @@ def parts_of(sums: TileSums, rows: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def flat(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return [x for group in groups for x in group]
+
+
 @pytest.mark.parametrize("rows", [(0, 3), (2, 5), (5, 8), (0, 8)], ids=str)
 @pytest.mark.parametrize("batch", [None, (0, 1), (0, 2)], ids=str)
 @pytest.mark.parametrize("make", [plain, softmax])
@@ -74,11 +80,10 @@ def test_own_sums_take_the_first_contribution_as_it_is() -> None:
     given = [torch.ones(2, ROWS, 3, 4), torch.ones(2, 3, ROWS, 4).transpose(1, 2)]
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", given)
     own.parts[0].add(Tile(0, 2, 0, 1), "q", [torch.ones(2, 2, 3, 4)] * 2)
-    own.settle()
-    first, second = own.tensors
+    first, second = own.finished(False)
     assert first.data_ptr() == given[0].data_ptr()
     assert second.data_ptr() != given[1].data_ptr(), "strided: nobody else has to be ready for that"
-    for tensor in own.tensors:
+    for tensor in (first, second):
         assert bool((tensor[:, :2] == 2).all())
         assert bool((tensor[:, 2:] == 1).all())
         assert tensor._base is None
@@ -92,9 +97,46 @@ def test_own_sums_take_the_first_contribution_as_it_is() -> None:
 def test_own_sums_keep_their_tensors_where_the_contribution_is_not_as_good(part: Tensor) -> None:
     own = own_sums(1)
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [part])
-    (tensor,) = own.tensors
+    (tensor,) = own.finished(False)
     assert (tensor.dtype, tensor.untyped_storage().nbytes()) == (torch.float32, tensor.nbytes)
     assert bool((tensor == 1).all())
+
+
+def test_narrow_contributions_are_not_widened_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[int, bool]] = []
+
+    def recorded(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
+        taken.append((len(parts), filled))
+        add_(total, parts, filled)
+
+    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 4)
+    monkeypatch.setattr("burst_plugin.sums.add_", recorded)
+    own = own_sums(1)
+    for _ in range(8):
+        own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [torch.ones(2, ROWS, 3, 4, dtype=torch.bfloat16)])
+    (found,) = own.finished(True)
+    assert taken == [(4, False), (5, False)], "the last four and the sum so far, into a tensor of their type"
+    assert bool((found == 8).all())
+
+
+@pytest.mark.parametrize("others", [0, 2, 3, 4, 6])
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_sums_of_narrow_contributions_may_stay_narrow(
+    others: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none has to be widened for that: a single one, and those that are rounded as they are summed up."""
+    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: at_once)
+    for rounded in (False, True):
+        own = own_sums(1)
+        for _ in range(others):
+            own.parts[0].add(Tile(4, ROWS, 0, 1), "q", [torch.ones(2, ROWS - 4, 3, 4, dtype=torch.bfloat16)])
+        own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [torch.ones(2, 3, ROWS, 4, dtype=torch.bfloat16).transpose(1, 2)])
+        (found,) = own.finished(rounded)
+        narrow = rounded and (others == 0 or at_once == 4)
+        assert found.dtype == (torch.bfloat16 if narrow else torch.float32)
+        assert found.is_contiguous()
+        assert found.shape == (2, ROWS, 3, 4)
+        assert found[1, :, 2, 3].tolist() == [1.0] * 4 + [others + 1.0] * 4
 
 
 def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
@@ -111,11 +153,54 @@ def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
     assert sums.tensors[0][0, :, 0, 0].tolist() == [1, 1, 2, 2, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize("make", [plain, softmax])
+def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that saves memory traffic; those to one batch row, and what other ranks sent, wait for nobody."""
+    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+    found, expected = make(), make()
+    runs = [(0, ROWS), (4, ROWS), (0, 4), (2, 6), (0, ROWS), (0, 4)]
+    given = [parts_of(expected, stop - start) for start, stop in runs]
+    copies = [[x.clone() for x in parts] for parts in given]
+    for number, (run, parts) in enumerate(zip(runs, given, strict=True)):
+        found.add(Tile(*run, 0, 1), "q", parts)
+        assert len(found._waiting) == number % 3 + 1
+        monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 1)
+        expected.add(Tile(*run, 0, 1), "q", parts)
+        monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+    assert all(torch.equal(x, y) for x, y in zip(flat(given), flat(copies), strict=True)), "they are the kernel's"
+    for got, wanted in zip(found.tensors, expected.tensors, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("make", [plain, softmax])
+def test_who_waits_goes_in_before_what_cannot_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+    sums, arrived = make(), make()
+    whole, of_batch, sent = (parts_of(sums, ROWS) for _ in range(3))
+    arrived.join(make(), None)
+    for tensor, part in zip(arrived.tensors, sent, strict=True):
+        tensor.copy_(part)
+    sums.add(Tile(0, ROWS, 0, 1), "q", whole)
+    sums.add(Tile(0, ROWS, 0, 1, batch=(0, 1)), "q", [x[:1] for x in of_batch])
+    assert not sums._waiting
+    sums.add(Tile(0, ROWS, 0, 1), "q", whole)
+    sums.join(arrived, None)
+    assert not sums._waiting
+    for tensor in arrived.tensors:
+        tensor.fill_(torch.nan)  # the next message
+    count = torch.tensor([4.0, 3.0]).view(2, 1, 1, 1)
+    if make is plain:
+        torch.testing.assert_close(sums.tensors[0], whole[0] * count)
+    else:
+        torch.testing.assert_close(sums.tensors[0], whole[0])
+        torch.testing.assert_close(sums.tensors[1], whole[1] + count.view(2, 1, 1).log())
+
+
 def test_what_another_rank_sent_is_copied_out_of_its_buffer() -> None:
     own, arrived = own_sums(1), PlainSums((torch.ones(2, ROWS, 3, 4),), True)
     own.parts[0].join(arrived, None)
     arrived.tensors[0].fill_(torch.nan)  # the next message
-    assert bool((own.tensors[0] == 1).all())
+    assert bool((own.finished(False)[0] == 1).all())
 
 
 @pytest.mark.parametrize("tiles", [[(0, 3)], [(0, 3), (3, ROWS)], []])
@@ -139,4 +224,4 @@ def test_sums_that_are_sent_stay_where_they_are(parts: int) -> None:
     own = own_sums(1, parts)
     for sums in own.parts:
         sums.add(Tile(0, ROWS, 0, 1), "q", [given])
-    assert bool((own.tensors[0] == 1).all())
+    assert bool((own.finished(False)[0] == 1).all())

@@ -5,7 +5,7 @@ In a process with TRITON_INTERPRET=1 they run on CPUs: `python -m tests.support.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,14 @@ from burst_plugin import softmax
 __all__ = ["check_all"]
 
 _SHAPES = ((2, 67, 3, 24), (1, 1, 1, 1), (1, 40, 2, 128), (2, 9, 2, 192), (1, 2, 1, 4000))
+_AT_ONCE = 4
+_TAKEN = (
+    (True, 1),
+    (False, 2),
+    (True, _AT_ONCE),
+    (False, _AT_ONCE + 1),
+    (False, _AT_ONCE + 2),
+)  # whether the sum is filled, how many parts
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,7 +90,7 @@ def check_all(device: str) -> int:
     """Raise AssertionError for the first case that is wrong; returns how many there were."""
     count = 0
     for case in _cases(device):
-        for check in (_check_merge, _check_delta_and_factor):
+        for check in (_check_merges, _check_additions, _check_delta_and_factor):
             try:
                 check(case)
             except AssertionError as error:
@@ -91,21 +99,52 @@ def check_all(device: str) -> int:
     return count
 
 
-def _check_merge(case: _Case) -> None:
+def _check_merges(case: _Case) -> None:
+    """Of one part, of several, and of more than go at once; into what holds values, and into what holds none."""
     from burst_plugin import fused
 
-    truth, truth_lse = case.out.double(), case.lse.double()
-    softmax.merge_(truth, truth_lse, case.other_out.double(), case.other_lse.double())
-    before = [x.clone() for x in case.surroundings]
-    kept = [x.clone() for x in (case.other_out, case.other_lse)]
-    fused.merge_(*case[1:5])
-    torch.testing.assert_close(case.lse.double(), truth_lse, rtol=2e-7, atol=1e-6)
-    torch.testing.assert_close(case.out.double(), truth, rtol=4e-6, atol=4e-6)  # the weight's: 1 ulp of 20 in lse
+    assert fused.AT_ONCE == _AT_ONCE
+    held = case.out.clone(), case.lse.clone()
+    others = [case[3:5], *((case.other_out.roll(n, 1), case.other_lse.roll(n, 2)) for n in range(1, _AT_ONCE + 2))]
+    kept = [x.clone() for part in others for x in part]
+    for filled, count in _TAKEN:
+        truth, truth_lse = (x.double() for x in held)
+        softmax.merge_(truth, truth_lse, [(out.double(), lse.double()) for out, lse in others[:count]], filled)
+        for x, value in zip(case[1:3], held, strict=True):
+            x.copy_(value) if filled else x.fill_(torch.nan)
+        before = [x.clone() for x in case.surroundings]
+        fused.merge_(case.out, case.lse, others[:count], filled)
+        torch.testing.assert_close(case.lse.double(), truth_lse, rtol=2e-7, atol=1e-6)
+        torch.testing.assert_close(case.out.double(), truth, rtol=4e-6, atol=4e-6)  # the weight's: 1 ulp of 20 in lse
+        _check_surroundings(case, before)
+    assert all(torch.equal(x, y) for x, y in zip((x for part in others for x in part), kept, strict=True))
+    for x, value in zip(case[1:3], held, strict=True):
+        x.copy_(value)
+
+
+def _check_additions(case: _Case) -> None:
+    """As of merges."""
+    from burst_plugin import fused
+
+    held, before = case.out.clone(), [x.clone() for x in case.surroundings]
+    others = [case.other_out.roll(n, 1) if n else case.other_out for n in range(_AT_ONCE + 2)]
+    for filled, count in _TAKEN:
+        truth = sum((x.double() for x in others[:count]), held.double() if filled else 0.0)
+        case.out.copy_(held) if filled else case.out.fill_(torch.nan)
+        fused.add_(case.out, others[:count], filled)
+        torch.testing.assert_close(case.out.double(), truth, rtol=1e-6, atol=1e-6)
+        _check_surroundings(case, before)
+    case.out.copy_(held)
+
+
+def _check_surroundings(case: _Case, before: Sequence[Tensor]) -> None:
+    """What lies between the rows of out and lse is as it was."""
     for whole, part, was in zip(case.surroundings, case[1:3], before, strict=True):
+        found = part.clone()
         part.zero_()
         outside = whole != 0
         assert torch.equal(whole[outside], was[outside]), "what lies between the rows was written to"
-    assert all(torch.equal(x, y) for x, y in zip((case.other_out, case.other_lse), kept, strict=True))
+        part.copy_(found)
 
 
 def _check_delta_and_factor(case: _Case) -> None:
