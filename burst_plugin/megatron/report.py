@@ -62,5 +62,8 @@ def _refused() -> Iterator[str]:
     from burst_plugin.megatron.arguments import REFUSED_FLAGS
     from burst_plugin.megatron.config import REFUSED
 
-    for name, rule in {**REFUSED, **REFUSED_FLAGS}.items():
+    flags = {
+        name: rule for name, rule in REFUSED_FLAGS.items() if not rule.allowed(True)
+    }  # some in old releases only
+    for name, rule in {**REFUSED, **flags}.items():
         yield f"  {name}: {rule.instead}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from burst_plugin.megatron import report
 from burst_plugin.megatron.adapter import _choose_core_attention
 from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags, warn_of_quantizers
 from burst_plugin.megatron.config import REFUSED
@@ -106,8 +107,10 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megatron.core.__version__", "0.17.1")
     with pytest.raises(ValueError, match="--sft is not supported"):
         refuse_flags()
+    assert any("  sft: before 0.18" in line for line in report._refused())
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
+    assert not any("sft" in line for line in report._refused()), "`burst doctor` lists what is refused here"
     _parse(sft=True, calculate_per_token_loss=False)
     with pytest.warns(UserWarning, match="--sft leaves .* add --calculate-per-token-loss"):
         refuse_flags()
