@@ -18,6 +18,7 @@ from torch import Tensor
 from burst_plugin.executor import RingPass
 from burst_plugin.itinerary import Itinerary
 from burst_plugin.kernels import How, Kernel
+from burst_plugin.kernels.ragged import DQ_ROWS
 from burst_plugin.layout import positions, token_count
 from burst_plugin.member import Member
 from burst_plugin.packing import Packing, Spec
@@ -39,8 +40,7 @@ from burst_plugin.ulysses import HeadExchange
 __all__ = ["Call", "CallKind", "Extras"]
 
 _LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
-_FILLED_ROWS = 128  # to multiples of which flash-attention fills up the rows of every document, in float32
-_FILLED_BYTES = 2**29  # that may go into that
+_FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
 
 
 class Extras(NamedTuple):
@@ -133,7 +133,7 @@ class CallKind:
     def _most_spans(self) -> int:
         """How many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
         widest = max(self.shapes.qk_dim, self.shapes.v_dim)
-        document_bytes = self.shapes.batch * self.shapes.q_heads * _FILLED_ROWS * widest * 4
+        document_bytes = self.shapes.batch * self.shapes.q_heads * DQ_ROWS * widest * 4
         return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
 
     @cached_property

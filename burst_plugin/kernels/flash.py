@@ -22,6 +22,7 @@ from torch import Tensor
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Lengths, Queries
 from burst_plugin.kernels.ragged import (
+    DQ_ROWS,
     Trial,
     backward_one_by_one,
     forward_one_by_one,
@@ -35,7 +36,7 @@ from burst_plugin.tiles import FULL, Band
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
-_DQ_ROWS, _DQ_DIMS = 128, 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq
+_DQ_DIMS = 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq; rows: DQ_ROWS
 
 
 class Piece(NamedTuple):
@@ -179,7 +180,7 @@ class FlashKernel(ABC):
             return False
         (qk_dim, v_dim), heads = (q.shape[-1], v.shape[-1]), q.shape[2]
         dim = round_up(self._dims(qk_dim, v_dim)[0], _DQ_DIMS)
-        dq = (sum(lengths.q) + _DQ_ROWS * len(lengths.q)) * dim * heads
+        dq = (sum(lengths.q) + DQ_ROWS * len(lengths.q)) * dim * heads
         if self.largest_dq is not None and dq > self.largest_dq:
             return False
         return _is_right(self, Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic))
@@ -187,7 +188,7 @@ class FlashKernel(ABC):
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
         """`_backward` of as many batch rows at a time as `largest_dq` allows, or as many heads of one row."""
         batch, rows, heads, dim = queries.q.shape
-        head = round_up(rows, _DQ_ROWS) * round_up(dim, _DQ_DIMS)
+        head = round_up(rows, DQ_ROWS) * round_up(dim, _DQ_DIMS)
         if self.largest_dq is None or head * heads * batch <= self.largest_dq or heads * batch == 1:
             return self._backward(queries, k, v, ask)
         if batch > 1:

@@ -21,6 +21,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
 
 __all__ = [
+    "DQ_ROWS",
     "AtOnce",
     "backward_one_by_one",
     "forward_one_by_one",
@@ -30,6 +31,8 @@ __all__ = [
     "lengths_of",
     "sent",
 ]
+
+DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of every sequence, at most, where it sums dq
 
 _LOG = logging.getLogger(__name__)
 _ALIKE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
