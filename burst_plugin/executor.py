@@ -265,7 +265,7 @@ class RingPass:
             self._sums_of(block).join(arrived, rows)
             self._transport.pool.release(buffer)
             return
-        if bag is not None:  # one contribution, as the kernel returned it
+        if bag is not None:  # what waits, as the kernel returned it
             arrived.join(bag.sums, None)
         self._bags[block] = _Bag(_LeasedRoom(post.packing, self._lease, buffer), arrived)
 

@@ -47,31 +47,30 @@ def _at_rows(x, strides, batch, tokens, head):
 
 
 @triton.jit
-def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`tensors`: out and lse, and then the parts, which may begin with the same two."""
+def _merge(tensors, strides, sizes, lses, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """`tensors`: out and lse, and then outputs of the parts, whose `lses` are [PARTS, B, H, S], dense."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
     inside = there[:, None] & (columns < sizes[2])[None, :]
-    outs, lses = tensors[:0], tensors[:0]
-    for n in tl.static_range(2, 2 + 2 * PARTS, 2):  # all reads are under way before anything waits for one
-        outs += (tl.load(_at(tensors[n], strides[n], batch, tokens, head, columns), mask=inside, other=0.0),)
-        at_rows = _at_rows(tensors[n + 1], strides[n + 1], batch, tokens, head)
-        lses += (tl.load(at_rows, mask=there, other=0.0),)
-    largest = lses[0]
+    at_lse = lses + (batch * sizes[0] + head) * sizes[1] + tokens
+    logs, outs = tensors[:0], tensors[:0]
+    for n in tl.static_range(PARTS):  # all reads are under way before anything waits for one
+        outs += (tl.load(_at(tensors[2 + n], strides[2 + n], batch, tokens, head, columns), mask=inside, other=0.0),)
+        logs += (tl.load(at_lse + n * sizes[3], mask=there, other=0.0),)
+    largest = logs[0]
     for n in tl.static_range(1, PARTS):
-        largest = tl.maximum(largest, lses[n])
+        largest = tl.maximum(largest, logs[n])
     empty = largest == -float("inf")
     base = tl.where(empty, 0.0, largest)
     total = tl.zeros_like(base)
     for n in tl.static_range(PARTS):
-        total += tl.exp(lses[n] - base)
+        total += tl.exp(logs[n] - base)
     per_total = 1.0 / tl.where(empty, 1.0, total)
     out = tl.zeros_like(outs[0]).to(tl.float32)
     for n in tl.static_range(PARTS):
-        out += outs[n].to(tl.float32) * (tl.exp(lses[n] - base) * per_total)[:, None]
+        out += outs[n].to(tl.float32) * (tl.exp(logs[n] - base) * per_total)[:, None]
     tl.store(_at(tensors[0], strides[0], batch, tokens, head, columns), out, mask=inside)
-    tl.debug_barrier()  # lse is read by more threads than write it
     lse = tl.where(empty, -float("inf"), base + tl.log(total))
     tl.store(_at_rows(tensors[1], strides[1], batch, tokens, head), lse, mask=there)
 
@@ -122,7 +121,9 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
     """See `softmax.merge_`; every lse float32, outputs of any floating type; any strides."""
     for some in _in_turns((out, lse), parts, filled):
-        _launch(_merge, out.shape, (out, lse, *(x for part in some for x in part)), PARTS=len(some))
+        # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
+        lses = torch.stack([part_lse for _, part_lse in some])
+        _launch(_merge, out.shape, (out, lse, *(part_out for part_out, _ in some)), lses, PARTS=len(some))
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
@@ -154,9 +155,12 @@ def try_out(device: torch.device) -> None:
     """Raise what triton raises where it cannot compile or launch, such as for want of a C compiler."""
     rows = torch.zeros(2, 2, 3, device=device, dtype=torch.float32)
     ones = torch.zeros(2, 3, 2, 4, device=device, dtype=torch.float32)
+    part = ones.bfloat16()
     for parts in (1, AT_ONCE):
-        merge_(ones, rows, [(ones.bfloat16(), rows.clone())] * parts, True)
-        add_(ones, [ones.bfloat16()] * parts, True)
+        merge_(ones, rows, [(part, rows)] * parts, True)
+        add_(ones, [part] * parts, True)
+    merge_(part, rows, [(ones, rows), (part, rows)], False)
+    add_(part, [ones, part], False)
     row_delta(ones.bfloat16(), ones.bfloat16())
     row_factor(ones.bfloat16(), ones.bfloat16())
 
@@ -169,7 +173,7 @@ def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
     return rows
 
 
-def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], **constants: int) -> None:
+def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: Tensor, **constants: int) -> None:
     """Run a kernel over the rows of [B, S, H, D]."""
     batch, length, heads, dim = shape
     width = triton.next_power_of_2(max(1, dim))
@@ -178,7 +182,8 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], **const
     if programs:
         strides = tuple(tensor.stride() for tensor in tensors)
         with _current(tensors[0].device):
-            kernel[(programs,)](tensors, strides, (heads, length, dim), ROWS=rows, WIDTH=width, **constants)
+            sizes = heads, length, dim, batch * heads * length
+            kernel[(programs,)](tensors, strides, sizes, *more, ROWS=rows, WIDTH=width, **constants)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -78,9 +78,9 @@ class TileSums:
         """Add another rank's sums, now, since they are in a message: of these rows, or of all."""
         may_keep = bool(self._waiting)
         if rows is None:
-            self._waiting += other._waiting
             if other._filled:
                 self._waiting.append(_Contribution(slice(0, self._length), other._take(None)))
+            self._waiting += other._waiting
         else:
             offset = 0
             for start, stop in rows:
@@ -106,6 +106,7 @@ class TileSums:
             return self.tensors
         result = type(self)(tuple(_of_length(x, self._length) for x in first.tensors))
         result.join(self, None)
+        self._waiting, self._tensors = [], None  # nobody adds any more, and the other side may need memory
         return result.tensors
 
     def _sum_up_waiting(self, may_keep: bool = True) -> None:

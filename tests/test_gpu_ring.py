@@ -27,7 +27,7 @@ def attend(ring: VirtualRing, problem: Problem) -> Result:
 
 
 @pytest.mark.parametrize("traveller", ["q", "kv"])
-@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2)], ids=str)
+@pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2), Topology(1, 8)], ids=str)
 @pytest.mark.parametrize("device", ON)
 def test_copies_beside_the_work_arrive_in_time(device: str, topology: Topology, traveller: str) -> None:
     on_cpu = Problem.draw(512, (4, 2), 64, torch.bfloat16)

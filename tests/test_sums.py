@@ -50,7 +50,7 @@ class OneRoom:
 
 def parts_of(sums: TileSums, rows: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    shapes = [(2, rows, 3, 4) if x.dim() == 4 else (2, 3, rows) for x in sums.tensors]
+    shapes = [(2, rows, 3, 4) if x.dim() == 4 else (2, 3, rows) for x in sums._take(None)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 

@@ -90,7 +90,7 @@ def check_all(device: str) -> int:
     """Raise AssertionError for the first case that is wrong; returns how many there were."""
     count = 0
     for case in _cases(device):
-        for check in (_check_merges, _check_additions, _check_delta_and_factor):
+        for check in (_check_merges, _check_additions, _check_rounding, _check_delta_and_factor):
             try:
                 check(case)
             except AssertionError as error:
@@ -135,6 +135,23 @@ def _check_additions(case: _Case) -> None:
         torch.testing.assert_close(case.out.double(), truth, rtol=1e-6, atol=1e-6)
         _check_surroundings(case, before)
     case.out.copy_(held)
+
+
+def _check_rounding(case: _Case) -> None:
+    """Of a sum and what still waits for it, into tensors of the type of what waits."""
+    from burst_plugin import fused
+
+    for count in (1, 2, _AT_ONCE):
+        parts = [case[1:3]] + [case[3:5]] * count
+        truth, truth_lse = (x.double() for x in case[1:3])
+        softmax.merge_(truth, truth_lse, [(out.double(), lse.double()) for out, lse in parts[1:]])
+        out, lse = (torch.full_like(x, torch.nan) for x in case[3:5])
+        fused.merge_(out, lse, parts, False)
+        torch.testing.assert_close(out, truth.to(out.dtype), rtol=2 * torch.finfo(out.dtype).eps, atol=4e-6)
+        torch.testing.assert_close(lse.double(), truth_lse, rtol=2e-7, atol=1e-6)
+        fused.add_(out, [out for out, _ in parts], False)
+        total = case.out.double() + count * case.other_out.double()
+        torch.testing.assert_close(out, total.to(out.dtype), rtol=2 * torch.finfo(out.dtype).eps, atol=4e-6)
 
 
 def _check_surroundings(case: _Case, before: Sequence[Tensor]) -> None:
