@@ -83,6 +83,7 @@ def compiled(kernel, tensors, *more, **constants):
     found = kernel.warmup(tensors, strides, (4, 64, 128, 256), *more, ROWS=16, WIDTH=128, grid=(1,), **constants).asm
     assert "cubin" in found
     assert any("ld.global.v4" in line for line in found["ptx"].splitlines()), "rows are read 16 bytes at a time"
+    assert tensors[0].dtype == torch.float32 or kernel not in (fused._merge, fused._add) or "cvt.rn" in found["ptx"]
 
 absent = Absent()
 driver.set_active(absent)

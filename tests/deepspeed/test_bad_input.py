@@ -35,6 +35,8 @@ def _errors(fn: Callable[..., Any], ranks: int, *args: Any) -> list[str]:
     """The last line of every rank's error; all have to have one."""
     outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=60.0)
     assert all(outcome.error for outcome in outcomes), "a rank has no error"
+    unheard = [outcome.error for outcome in outcomes if not outcome.reported]
+    assert not unheard, "\n".join(map(str, unheard))
     return [(outcome.error or "").strip().splitlines()[-1] for outcome in outcomes]
 
 
