@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import shutil
@@ -270,6 +271,7 @@ def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
+        gc.freeze()  # what the parent left behind may wait, as it goes, for threads that are not here
         try:
             _write_report(crew.directory, rank, (body(rank), None))
             exitcode = 0

@@ -223,7 +223,8 @@ def _predict(
                 loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
             if loss is not None:
                 loss = session.mean_by_labels(loss, local)
-            whole = None if prediction_loss_only else session.gather_logits(outputs.logits, local[SHARD_KEY])
+            found = None if prediction_loss_only else outputs.logits  # None too where a loss is computed without them
+            whole = None if found is None else session.gather_logits(found, local[SHARD_KEY])
             if rank == session.cp.rank:
                 mine, logits = loss, whole
     return mine, logits, None if prediction_loss_only else inputs.get("labels")

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
@@ -302,6 +303,7 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_under_recomputation() ->
 
 
 CHUNKED = chunked_causal_mask_function(4, torch.zeros(1))
+REMAPS = hasattr(masking_utils, "remap_positions_for_packed_sequence")
 CHAINS = packed_sequence_mask_function(torch.zeros(1, 8))  # by ids of a model's own, which a ring is not told
 PARTIAL = and_masks(causal_mask_function, partial(causal_mask_function))
 WINDOW = sliding_window_causal_mask_function(4)  # without its size beside it
@@ -465,7 +467,11 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
         ({"output_attentions": True}, "output_attentions=True is not supported"),
         ({"attention_mask": torch.zeros(1, 1, 4, 4)}, "got an attention_mask of its own, a Tensor"),
         ({"attention_mask": MaskRecipe(mask_function=CHUNKED)}, "chunked_overlay.<locals>.inner_mask"),
-        ({"attention_mask": MaskRecipe(mask_function=CHAINS)}, "packed_sequence_mask_function.<locals>.inner_mask"),
+        pytest.param(
+            {"attention_mask": MaskRecipe(mask_function=CHAINS)},
+            "packed_sequence_mask_function.<locals>.inner_mask",
+            marks=pytest.mark.skipif(not REMAPS, reason="before 5.21 it looks like the one of packed documents"),
+        ),
         ({"attention_mask": MaskRecipe(mask_function=PARTIAL)}, "know: partial"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
         ({"attention_mask": MaskRecipe(mask_function=WINDOW)}, "sliding_window_overlay.<locals>.inner_mask"),

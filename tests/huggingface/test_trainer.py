@@ -15,7 +15,7 @@ from burst_plugin.deepspeed.trainer import install_trainer
 from tests.support.deepspeed_run import Run, llama, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
-from tests.support.trainer_run import Outcome, Setup, Supervised, save_model, train
+from tests.support.trainer_run import Outcome, Setup, Supervised, SupervisedInChunks, save_model, train
 
 pytestmark = pytest.mark.huggingface
 
@@ -94,9 +94,11 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     check(run_ranks(_train, 2, halves, True, timeout_s=120.0), _reference(whole, 2))
 
 
-def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [Supervised, SupervisedInChunks])
+def test_sft_trainer_equals_one_rank(trainer: type[Supervised], tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
-    setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
+    run = Run(cp=2, stage=3 if trainer is Supervised else 2, accumulation=2)
+    setup = save_model(Setup(run, str(tmp_path), trainer=trainer, has_logits=trainer is Supervised))
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
 
 

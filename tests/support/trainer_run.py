@@ -37,6 +37,7 @@ class Setup:
     counts_rings: bool = True  # and tells Accelerate
     trainer: Callable[..., Any] | None = None
     """Makes the trainer of model, arguments and data; Trainer itself if None."""
+    has_logits: bool = True  # else its loss is computed without them
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -153,7 +154,7 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     return Outcome(
         losses,
         prediction.metrics["test_loss"],
-        torch.as_tensor(prediction.predictions),
+        torch.as_tensor(prediction.predictions) if setup.has_logits else torch.empty(0),
         changes,
         generated,
         evaluated_on_ring,
@@ -180,6 +181,8 @@ def _weights(model: Any) -> dict[str, torch.Tensor]:
 class Supervised:
     """TRL's SFTTrainer on the same samples, already tokenized."""
 
+    loss_type = "nll"
+
     def __new__(cls, model: Any, args: TrainingArguments, train_dataset: Rows, eval_dataset: Rows) -> Any:
         from datasets import Dataset as Table
         from trl import SFTConfig, SFTTrainer
@@ -187,7 +190,12 @@ class Supervised:
         def table(rows: Rows) -> Any:
             return Table.from_list([{name: x.tolist() for name, x in row.items()} for row in rows])
 
-        fields = {**args.to_dict(), "max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        fields = {
+            **args.to_dict(),
+            "loss_type": cls.loss_type,
+            "max_length": None,
+            "dataset_kwargs": {"skip_prepare_dataset": True},
+        }
         fields |= {"deepspeed": args.deepspeed, "parallelism_config": args.parallelism_config}
         known = {field.name for field in dataclasses.fields(SFTConfig) if field.init}
         config = SFTConfig(**{name: value for name, value in fields.items() if name in known})
@@ -202,3 +210,9 @@ class Supervised:
             eval_dataset=table(eval_dataset),
             processing_class=tokenizer,
         )
+
+
+class SupervisedInChunks(Supervised):
+    """With the loss that TRL had by default before 1.15, part by part from hidden states."""
+
+    loss_type = "chunked_nll"

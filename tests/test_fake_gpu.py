@@ -1,0 +1,160 @@
+"""All of the code for GPUs but the kernels, on machines without one: nothing is on two devices, or of another shape.
+
+What kernels compute is in test_kernels.py, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    Documents,
+    Full,
+    Mask,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+    VirtualRing,
+    attention,
+    key_padding,
+)
+from burst_plugin.call import Call
+from burst_plugin.copies import CopyNetwork
+from tests.support.fake_gpu import GPU, Launches, fake_gpu
+
+SEQ = 512
+TWO_NODES, CAUSAL, PLAIN = Topology(2, 2), Causal(), Scores()
+DOCUMENTS = (0, 100, 104, 230, 300, 512)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one rank": {"topology": Topology(1, 1)},
+    "eight ranks": {"topology": Topology(1, 8)},
+    "queries travel": {"backward": "q"},
+    "queries travel, float16": {"backward": "q", "dtype": torch.float16},
+    "queries travel forward": {"forward": "q", "backward": "q"},
+    "heads exchanged": {"ulysses_degree": 2},
+    "heads exchanged by all": {"ulysses_degree": 4},
+    "one key head": {"ulysses_degree": 2, "heads": (8, 1)},
+    "parts": {"parts": 2},
+    "direct": {"schedule": "direct"},
+    "window": {"mask": SlidingWindow(50)},
+    "documents": {"mask": Causal() & Documents(DOCUMENTS)},
+    "documents dealt out": {"mask": Causal() & Documents(DOCUMENTS), "tokens": Tokens(SEQ, DOCUMENTS)},
+    "blocks": {"mask": BlockMask.of(torch.eye(8, dtype=torch.bool), SEQ // 8)},
+    "padding": {"mask": Causal() & key_padding(torch.arange(SEQ).expand(2, SEQ) >= torch.tensor([[0], [70]]))},
+    "cross": {"mask": Full(), "kv_seq": 256},
+    "uneven": {"seq": 500, "kv_seq": 500},
+    "sinks": {"sink": True},
+    "dims": {"dims": (96, 64)},
+    "deterministic": {"deterministic": True},
+    "float32": {"dtype": torch.float32},
+    "bias": {"bias": True},
+    "alibi": {"scores": Scores(alibi_slopes=tuple(0.1 * n for n in range(8)))},
+    "dropout": {"scores": Scores(dropout=0.1, seed=3)},
+    "softcap": {"scores": Scores(softcap=5.0)},
+}
+_REFERENCE_ONLY = ("alibi", "dropout", "softcap")
+LACKING: dict[str, tuple[str, ...]] = {
+    "reference": (),
+    "torch_flash": (*_REFERENCE_ONLY, "bias", "float32"),
+    "torch_cudnn": (*_REFERENCE_ONLY, "bias", "float32", "deterministic"),
+    "torch_efficient": _REFERENCE_ONLY,
+}
+
+
+class _Pass:
+    """An autograd function's context, without autograd: `forward` and `backward` are called here."""
+
+    def __init__(self) -> None:
+        self.saved_tensors: tuple[Tensor | None, ...] = ()
+        self.needs_input_grad: tuple[bool, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        pass
+
+    def apply(self, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
+        return attention._Attention.forward(self, calls, number, *tensors)
+
+
+def _run(
+    kernel: str,
+    *,
+    topology: Topology = TWO_NODES,
+    mask: Mask = CAUSAL,
+    scores: Scores = PLAIN,
+    seq: int = SEQ,
+    kv_seq: int = SEQ,
+    heads: tuple[int, int] = (8, 2),
+    dims: tuple[int, int] = (64, 64),
+    dtype: torch.dtype = torch.bfloat16,
+    sink: bool = False,
+    bias: bool = False,
+    tokens: Tokens | None = None,
+    **options: Any,
+) -> Launches:
+    """Both passes; out and gradients have to be those of the inputs in shape, type and place."""
+    (heads_q, heads_kv), (qk_dim, v_dim) = heads, dims
+    done = _Pass()
+    with fake_gpu() as launches, mock.patch.object(attention._Attention, "apply", done.apply):
+        shapes = (2, seq, heads_q, qk_dim), (2, kv_seq, heads_kv, qk_dim), (2, kv_seq, heads_kv, v_dim)
+        q, k, v = (torch.empty(shape, dtype=dtype, device=GPU) for shape in shapes)
+        extras = {
+            "sink": torch.empty(heads_q, device=GPU) if sink else None,
+            "bias": torch.empty(1, heads_q, seq, kv_seq, device=GPU) if bias else None,
+        }
+        network = CopyNetwork(topology.ranks, GPU)
+        ring = VirtualRing(topology, Strategy(kernel=kernel, **options), network=network)
+        out, lse = ring.attention(q, k, v, mask=mask, scores=scores, tokens=tokens, **extras)
+        assert (out.device, out.dtype, out.shape) == (GPU, dtype, (*q.shape[:3], v_dim))
+        assert (lse.device, lse.dtype, lse.shape) == (GPU, torch.float32, (2, heads_q, seq))
+        of_ranks = [done.saved_tensors[n : n + 7] for n in range(0, len(done.saved_tensors), 7)]
+        assert len(of_ranks) == topology.ranks
+        douts: list[Tensor | None] = []
+        for saved in of_ranks:
+            assert saved[5] is not None
+            rows = saved[5].shape[1] // ring.members[0].team.degree  # those of the team are together here
+            douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
+        grads = attention._Attention.backward(done, *douts)[2:]
+    assert len(grads) == 5 * topology.ranks
+    for n, grad in enumerate(grads):
+        assert (grad is None) == ([True, True, True, sink, bias][n % 5] is False)
+        if grad is not None:
+            assert grad.device == GPU
+            assert n % 5 > 2 or (grad.dtype == dtype and grad.shape[2:] == shapes[n % 5][2:])
+    return launches
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [(kernel, case) for kernel, lacking in LACKING.items() for case in CASES if case not in lacking],
+)
+def test_everything_is_on_the_gpu_and_of_the_right_shape(kernel: str, case: str) -> None:
+    _run(kernel, **CASES[case])
+
+
+@pytest.mark.parametrize(("kernel", "case"), [(kernel, case) for kernel in LACKING for case in LACKING[kernel]])
+def test_what_a_kernel_lacks_is_refused(kernel: str, case: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot do this attention"):
+        _run(kernel, **CASES[case])
+
+
+def test_results_are_summed_up_several_at_a_time() -> None:
+    """Of eight visits the first four, and then the other four with the sum so far, on each of eight ranks."""
+    launches = _run("torch_flash", topology=Topology(1, 8), mask=Full(), backward="kv")
+    assert sorted(launches.merges) == [4] * 8 + [5] * 8
+    assert [n for n in sorted(launches.additions) if n > 2] == [4] * 8 + [5] * 8, "dq; dk and dv travel"
