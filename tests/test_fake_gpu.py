@@ -16,6 +16,7 @@ from torch import Tensor
 from burst_plugin import (
     BlockMask,
     Causal,
+    ContextParallel,
     Documents,
     Full,
     Mask,
@@ -26,6 +27,7 @@ from burst_plugin import (
     Topology,
     VirtualRing,
     attention,
+    burst_attention,
     key_padding,
 )
 from burst_plugin.call import Call
@@ -151,6 +153,17 @@ def test_everything_is_on_the_gpu_and_of_the_right_shape(kernel: str, case: str)
 def test_what_a_kernel_lacks_is_refused(kernel: str, case: str) -> None:
     with pytest.raises(ValueError, match=f"kernel='{kernel}' cannot do this attention"):
         _run(kernel, **CASES[case])
+
+
+@pytest.mark.parametrize("kernel", LACKING)
+def test_lse_and_largest_scores_are_on_the_gpu(kernel: str) -> None:
+    done = _Pass()
+    with fake_gpu(), mock.patch.object(attention._Attention, "apply", done.apply):
+        q, k, v = (torch.empty(2, SEQ, heads, 64, dtype=torch.bfloat16, device=GPU) for heads in (8, 2, 2))
+        cp = ContextParallel(kernel=kernel)
+        found = burst_attention(q, k, v, cp, return_lse=True, return_max_logits=True)
+        assert [x.shape for x in found] == [q.shape, (2, 8, SEQ), (8,)]
+        assert [x.device for x in found] == [GPU] * 3
 
 
 def test_results_are_summed_up_several_at_a_time() -> None:

@@ -470,7 +470,7 @@ def test_labels_of_a_shard_are_called_shifted() -> None:
         pytest.param(
             {"attention_mask": MaskRecipe(mask_function=CHAINS)},
             "packed_sequence_mask_function.<locals>.inner_mask",
-            marks=pytest.mark.skipif(not REMAPS, reason="before 5.21 it looks like the one of packed documents"),
+            marks=pytest.mark.skipif(not REMAPS, reason="before 5.23 it looks like the one of packed documents"),
         ),
         ({"attention_mask": MaskRecipe(mask_function=PARTIAL)}, "know: partial"),
         ({"attention_mask": MaskRecipe(mask_function=BLOCKS)}, "blockwise_overlay.<locals>.inner_mask, or_masks"),
