@@ -263,6 +263,7 @@ def _interrupts_deferred() -> Iterator[None]:
 def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
     """The whole life of a rank's process; does not return."""
     exitcode = 1
+    gc.freeze()  # what the parent left behind may wait, as it goes, for threads that are not here
     try:
         for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
@@ -271,7 +272,6 @@ def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"
-        gc.freeze()  # what the parent left behind may wait, as it goes, for threads that are not here
         try:
             _write_report(crew.directory, rank, (body(rank), None))
             exitcode = 0

@@ -1,4 +1,4 @@
-"""`burst_plugin.softmax` for GPUs: each of its functions as one Triton kernel that passes over memory once.
+"""`burst_plugin.softmax` for GPUs: each of its functions by one Triton kernel that passes over memory once.
 
 Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10, and 4 for each where `AT_ONCE` are merged. A
 program works on some tokens of one head. Importing this module imports triton; `softmax` does so when it first meets
@@ -47,7 +47,7 @@ def _at_rows(x, strides, batch, tokens, head):
 
 
 @triton.jit
-def _merge(tensors, strides, sizes, lses, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _merge(tensors, strides, sizes, lses, lse_stride, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """`tensors`: out and lse, and then outputs of the parts, whose `lses` are [PARTS, B, H, S], dense."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
@@ -57,7 +57,8 @@ def _merge(tensors, strides, sizes, lses, PARTS: tl.constexpr, ROWS: tl.constexp
     logs, outs = tensors[:0], tensors[:0]
     for n in tl.static_range(PARTS):  # all reads are under way before anything waits for one
         outs += (tl.load(_at(tensors[2 + n], strides[2 + n], batch, tokens, head, columns), mask=inside, other=0.0),)
-        logs += (tl.load(at_lse + n * sizes[3], mask=there, other=0.0),)
+        logs += (tl.load(at_lse, mask=there, other=0.0),)
+        at_lse += lse_stride
     largest = logs[0]
     for n in tl.static_range(1, PARTS):
         largest = tl.maximum(largest, logs[n])
@@ -123,7 +124,8 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
     for some in _in_turns((out, lse), parts, filled):
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
         lses = torch.stack([part_lse for _, part_lse in some])
-        _launch(_merge, out.shape, (out, lse, *(part_out for part_out, _ in some)), lses, PARTS=len(some))
+        outs = (part_out for part_out, _ in some)
+        _launch(_merge, out.shape, (out, lse, *outs), lses, lses.stride(0), PARTS=len(some))
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
@@ -173,7 +175,7 @@ def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
     return rows
 
 
-def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: Tensor, **constants: int) -> None:
+def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: Any, **constants: int) -> None:
     """Run a kernel over the rows of [B, S, H, D]."""
     batch, length, heads, dim = shape
     width = triton.next_power_of_2(max(1, dim))
@@ -182,8 +184,7 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: 
     if programs:
         strides = tuple(tensor.stride() for tensor in tensors)
         with _current(tensors[0].device):
-            sizes = heads, length, dim, batch * heads * length
-            kernel[(programs,)](tensors, strides, sizes, *more, ROWS=rows, WIDTH=width, **constants)
+            kernel[(programs,)](tensors, strides, (heads, length, dim), *more, ROWS=rows, WIDTH=width, **constants)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
-"""All of the code for GPUs but the kernels, on machines without one: nothing is on two devices, or of another shape.
+"""Both passes on a GPU that is not there, around PyTorch's kernels: nothing is on two devices, or of another shape.
 
-What kernels compute is in test_kernels.py, where there is a GPU.
+Without autograd, NCCL and the libraries that are not PyTorch's. What kernels compute is in test_kernels.py.
 """
 
 from __future__ import annotations
@@ -136,7 +136,10 @@ def _run(
         assert (grad is None) == ([True, True, True, sink, bias][n % 5] is False)
         if grad is not None:
             assert grad.device == GPU
-            assert n % 5 > 2 or (grad.dtype == dtype and grad.shape[2:] == shapes[n % 5][2:])
+            assert n % 5 > 2 or (grad.dtype == dtype and (grad.shape[0], *grad.shape[2:]) == (2, *shapes[n % 5][2:]))
+    for n, shape in enumerate(shapes):  # of dq, dk, dv all ranks together have every row
+        assert sum(grad.shape[1] for grad in grads[n::5] if grad is not None) == shape[1]
+    assert all(grad.shape == (heads_q,) for grad in grads[3::5] if grad is not None)
     return launches
 
 

@@ -227,6 +227,11 @@ def _predict(
             whole = None if found is None else session.gather_logits(found, local[SHARD_KEY])
             if rank == session.cp.rank:
                 mine, logits = loss, whole
+    if logits is None and trainer.compute_metrics is not None and not prediction_loss_only:
+        raise ValueError(
+            "compute_metrics is not supported with a loss that is computed without logits: leave it out, or use "
+            "another loss, such as loss_type='nll' of SFTTrainer"
+        )
     return mine, logits, None if prediction_loss_only else inputs.get("labels")
 
 

@@ -62,8 +62,7 @@ def _refused() -> Iterator[str]:
     from burst_plugin.megatron.arguments import REFUSED_FLAGS
     from burst_plugin.megatron.config import REFUSED
 
-    flags = {
-        name: rule for name, rule in REFUSED_FLAGS.items() if not rule.allowed(True)
-    }  # some in old releases only
+    # Of flags those that this release cannot honour; earlier ones have more of them.
+    flags = {name: rule for name, rule in REFUSED_FLAGS.items() if not rule.allowed(True)}
     for name, rule in {**REFUSED, **flags}.items():
         yield f"  {name}: {rule.instead}"

@@ -94,11 +94,31 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     check(run_ranks(_train, 2, halves, True, timeout_s=120.0), _reference(whole, 2))
 
 
-@pytest.mark.parametrize("trainer", [Supervised, SupervisedInChunks])
-def test_sft_trainer_equals_one_rank(trainer: type[Supervised], tmp_path: Path) -> None:
+def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
-    run = Run(cp=2, stage=3 if trainer is Supervised else 2, accumulation=2)
-    setup = save_model(Setup(run, str(tmp_path), trainer=trainer, has_logits=trainer is Supervised))
+    setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
+    check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
+
+
+class WithoutLogits(Trainer):
+    """A trainer whose loss does not come with logits, as that of `SupervisedInChunks`."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """See `Trainer`."""
+        loss, outputs = super().compute_loss(model, inputs, True, **kwargs)
+        outputs["logits"] = None
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("trainer", [WithoutLogits, SupervisedInChunks])
+def test_a_loss_without_logits_is_evaluated(trainer: Any, tmp_path: Path) -> None:
+    """ZeRO 3 would cut up the output weight, which TRL's loss in chunks reads by itself."""
+    if trainer is SupervisedInChunks:
+        trl = pytest.importorskip("trl", reason="trl is not installed")
+        if tuple(map(int, trl.__version__.split(".")[:2])) >= (1, 15):
+            pytest.skip("TRL has no such loss since 1.15")
+    run = Run(cp=2, stage=2, accumulation=2)
+    setup = save_model(Setup(run, str(tmp_path), trainer=trainer, has_logits=False))
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
 
 

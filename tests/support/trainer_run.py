@@ -141,6 +141,12 @@ def train(setup: Setup, *, deepspeed: bool, resume: bool = False) -> Outcome:
     sent = _sent()
     prediction = trainer.predict(held_out)
     evaluated_on_ring = _sent() > sent
+    if evaluated_on_ring and not setup.has_logits:
+        assert prediction.predictions is None
+        trainer.compute_metrics = lambda prediction: {}
+        with pytest.raises(ValueError, match="compute_metrics is not supported with a loss"):
+            trainer.predict(held_out)
+        trainer.compute_metrics = None
     of_losses_only = trainer.evaluate()["eval_loss"]
     assert of_losses_only == pytest.approx(prediction.metrics["test_loss"], rel=1e-6), "without logits the same"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
