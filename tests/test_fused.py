@@ -57,7 +57,7 @@ def test_they_are_tried_out_in_the_types_that_they_meet(tmp_path: Path) -> None:
     """Whatever type a script makes the default one."""
     code = (
         "import torch; from burst_plugin import fused; torch.set_default_dtype(torch.bfloat16); seen = []\n"
-        "fused._launch = lambda kernel, shape, xs, *more, **_: seen.append([str(x.dtype) for x in (*xs, *more)[:5]])\n"
+        "fused._launch = lambda kernel, size, xs, *more, **_: seen.append([str(x.dtype) for x in [*xs, *more][:5]])\n"
         "fused.try_out(torch.device('cpu')); print(seen[0])"
     )
     found = _run(code, tmp_path, TRITON_INTERPRET="1")
