@@ -68,10 +68,11 @@ class TileSums:
         if tile.batch is not None or (several == 1 and self._filled):
             self._add([rows_of(tensor, rows, tile.batch) for tensor in self.tensors], [contribution], True)
             return
-        if several > 1 and len(self._waiting) >= several:
+        if 1 < several <= len(self._waiting):
             self._sum_up_waiting()
+        may_be_all = self._tensors is None and not self._waiting and self._is_whole(rows)
         self._waiting.append(_Contribution(rows, contribution))
-        if several == 1 and not (self._tensors is None and len(self._waiting) == 1 and self._is_whole(rows)):
+        if several == 1 and not may_be_all:
             self._sum_up_waiting()
 
     def join(self, other: TileSums, rows: Rows | None) -> None:

@@ -7,7 +7,7 @@ a fake tensor, is worked out in `_Bindings`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -78,8 +78,7 @@ class _Bindings(TorchFunctionMode):
             return _copy(*args[:2])
         if func is torch.Tensor.contiguous:
             (x,) = args
-            copied = torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
-            return x if x.is_contiguous() else copied
+            return x if x.is_contiguous() else torch.ops.aten.clone(x, memory_format=torch.contiguous_format)
         return func(*args, **(kwargs or {}))
 
 
@@ -122,7 +121,7 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
 @contextmanager
 def fake_gpu() -> Iterator[Launches]:
     """Until the end of the block tensors may be on `GPU`; without autograd, whose threads want a driver."""
-    launches = Launches()
+    launches, stream = Launches(), _Stream()
     answers: list[tuple[Any, str, Any]] = [
         (torch.version, "cuda", "13.0"),
         (torch.backends.cudnn, "version", lambda: CUDNN),
@@ -131,7 +130,7 @@ def fake_gpu() -> Iterator[Launches]:
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "current_stream", _always(_Stream())),
+        (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda.nvtx, "range", lambda _: nullcontext()),
         (torch.Tensor, "pin_memory", lambda x: x),
@@ -150,7 +149,3 @@ def fake_gpu() -> Iterator[Launches]:
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Bindings())
         yield launches
-
-
-def _always(value: Any) -> Callable[..., Any]:
-    return lambda *_: value
