@@ -54,6 +54,11 @@ class Run(NamedTuple):
     length: int
     stride: int = 1
 
+    @property
+    def last(self) -> int:
+        """The position of its last token."""
+        return self.start + (self.length - 1) * self.stride
+
 
 @dataclass(frozen=True)
 class Tokens:

@@ -43,6 +43,12 @@ class Region(NamedTuple):
             min((x for x in (self.upper, other.upper) if x is not None), default=None),
         )
 
+    def keys_of(self, first: int, last: int) -> tuple[int, int]:
+        """The first and the last key that queries `first ... last` may attend to."""
+        low = self.k_start if self.lower is None else max(self.k_start, first + self.lower)
+        high = self.k_stop - 1 if self.upper is None else min(self.k_stop - 1, last + self.upper)
+        return low, high
+
     @property
     def transposed(self) -> Region:
         """With queries and keys exchanged."""

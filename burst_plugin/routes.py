@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, product
 from typing import NamedTuple
 
 from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_count
@@ -17,14 +18,14 @@ from burst_plugin.schedule import SCHEDULES, SPARSE
 from burst_plugin.sides import OTHER_SIDE, SIDES, Side
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.teams import TeamBlock, team_block
-from burst_plugin.tiles import Regions, Tile, row_spans, tiles_of
+from burst_plugin.tiles import Regions, Runs, Tile, row_spans, tiles_of
 from burst_plugin.topology import Topology
 from burst_plugin.transfers import Needs, RankSchedule, Rows, Schedule
 
 __all__ = ["Attending", "Pairs", "Route", "RouteTable"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
-_MOST_PAIRS = 100_000  # ranks x ranks x runs above which empty visits are not looked for; this many take a second
+_MOST_MEETINGS = 100_000  # of runs, above which empty visits are not looked for; this many take a second
 _MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
 
 
@@ -54,7 +55,7 @@ class Pairs:
             self._regions.append(((start, stop), Regions(of_row.regions(*lengths))))
             start = stop
         self.runs = runs
-        self._needs: dict[str, Needs | None] = {}
+        self._needs: dict[Side, Needs | None] = {}
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
@@ -80,22 +81,56 @@ class Pairs:
     def needs(self, traveller: Side) -> Needs | None:
         """The rows of every block of side `traveller` that every rank works on.
 
-        None if three ranks, looked at for all, need most rows, or if there are too many pairs to look at: then blocks
-        go to all.
+        None if three ranks, looked at for all, need most rows, or if there is too much to look at: then blocks go to
+        all.
         """
-        ranks = len(self.runs["q"])
-        runs = max(len(held) for side in self.runs.values() for held in side)
-        if ranks * ranks * runs > _MOST_PAIRS:
-            return None
         if traveller not in self._needs:
-            few = {rank: self._needs_of(rank, traveller) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))}
-            dense = all(self._is_most(needed, traveller) for needed in few.values())
-            self._needs[traveller] = None if dense else [self._needs_of(rank, traveller) for rank in range(ranks)]
+            self._needs[traveller] = self._found_needs(traveller)
         return self._needs[traveller]
 
+    def _found_needs(self, traveller: Side) -> Needs | None:
+        if self._meetings is None:
+            return None
+        ranks = len(self._meetings)
+        few = [self._needs_of(rank, traveller) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))]
+        if all(self._is_most(needed, traveller) for needed in few):
+            return None
+        return [self._needs_of(rank, traveller) for rank in range(ranks)]
+
     def _needs_of(self, rank: int, traveller: Side) -> dict[int, Rows]:
-        by_owner = {owner: self.of_visit(traveller, owner, rank) for owner in range(len(self.runs[traveller]))}
+        assert self._meetings is not None
+        owners = self._meetings[rank] if traveller == "kv" else self._met[rank]
+        by_owner = {owner: self.of_visit(traveller, owner, rank) for owner in owners}
         return {owner: row_spans(tiles, traveller) for owner, tiles in by_owner.items() if tiles}
+
+    @cached_property
+    def _meetings(self) -> list[list[int]] | None:
+        """By rank: whose keys its queries may attend to, in ascending order; None if there are too many to look at.
+
+        Found run by run, without a look at ranks that are far apart.
+        """
+        keys = sorted((run, rank) for rank, held in enumerate(self.runs["kv"]) for run in held)
+        keys_at, holder = Runs([run for run, _ in keys]), [rank for _, rank in keys]
+        found: list[set[int]] = [set() for _ in self.runs["q"]]
+        meetings = 0
+        for rank, held in enumerate(self.runs["q"]):
+            for run, (_, regions) in product(held, self._regions):
+                for region in regions.at(run.start, run.last):
+                    numbers = keys_at.at(*region.keys_of(run.start, run.last))
+                    meetings += len(numbers)
+                    if meetings > _MOST_MEETINGS:
+                        return None
+                    found[rank].update(holder[number] for number in numbers)
+        return [sorted(ranks) for ranks in found]
+
+    @cached_property
+    def _met(self) -> list[list[int]]:
+        """By rank: whose queries may attend to its keys."""
+        found: list[list[int]] = [[] for _ in self.runs["kv"]]
+        for rank, owners in enumerate(self._meetings or ()):
+            for owner in owners:
+                found[owner].append(rank)
+        return found
 
     def _is_most(self, needed: Mapping[int, Rows], traveller: Side) -> bool:
         """Whether these are rows of every block, and most of all rows."""

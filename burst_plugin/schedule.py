@@ -46,6 +46,7 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, wraps
 from types import MappingProxyType
 
 from burst_plugin.topology import Link, Topology, Traffic
@@ -54,7 +55,19 @@ from burst_plugin.transfers import Needs, Schedule, Transfer
 __all__ = ["SCHEDULES", "SPARSE", "default_schedule_name", "direct", "flat_ring", "two_level_ring"]
 
 
-def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+def _less_what_is_not_needed(dense: Callable[[Topology, bool], Schedule]) -> Callable[..., Schedule]:
+    """With a third argument `needs`, and made only once: with every new mask just pruned."""
+    made = lru_cache(maxsize=8)(dense)
+
+    @wraps(dense)
+    def schedule(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+        return made(topology, reduces).pruned(needs)
+
+    return schedule
+
+
+@_less_what_is_not_needed
+def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
     Gather and reduce are `ranks - 1` hops per block each. Without `reduces` nothing is summed on the way.
@@ -74,10 +87,11 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
         reduces=reduces,
         phases=tuple(range(ranks)),
     )
-    return schedule.keeping(_kept(topology, Link.INTER)).pruned(needs)
+    return schedule.keeping(_kept(topology, Link.INTER))
 
 
-def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+@_less_what_is_not_needed
+def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
     With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
@@ -136,7 +150,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         by_link=topology.levels == 2,
         phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
     )
-    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)
+    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER))
 
 
 def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
@@ -146,9 +160,9 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
     """
     ranks = topology.ranks
     wanted: Needs = needs if needs is not None else [dict.fromkeys(range(ranks)) for _ in range(ranks)]
-    everyone = range(ranks)
-    distances = [d for d in everyone if not d or any((rank - d) % ranks in wanted[rank] for rank in everyone)]
-    visits = [[(rank - d) % ranks for d in distances] for rank in everyone]
+    away_by = ((rank - owner) % ranks for rank, owners in enumerate(wanted) for owner in owners)
+    distances = sorted({0, *away_by})
+    visits = [[(rank - distance) % ranks for distance in distances] for rank in range(ranks)]
     away = [
         (rank, owner, step)
         for rank, owners in enumerate(visits)

@@ -34,6 +34,7 @@ __all__ = [
     "FULL",
     "Band",
     "Regions",
+    "Runs",
     "Tile",
     "banded",
     "row_spans",
@@ -124,6 +125,18 @@ class Regions:
                 yield self._regions[number]
 
 
+class Runs:
+    """Runs in ascending order of their starts, found by position."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._starts = [run.start for run in runs]
+        self._lasts = list(accumulate((run.last for run in runs), max))
+
+    def at(self, first: int, last: int) -> range:
+        """The numbers of the runs that may hold any of the positions `first ... last`."""
+        return range(bisect_left(self._lasts, first), bisect_right(self._starts, last))
+
+
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
     """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
 
@@ -135,17 +148,13 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
             f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
             "striped or neither (layout= of Strategy or Tokens)"
         )
-    k_first = [run.start for run in k_runs]
-    k_last = list(accumulate((run.start + (run.length - 1) * run.stride for run in k_runs), max))
+    keys = Runs(k_runs)
     k_offsets = [0, *accumulate(run.length for run in k_runs)]
     tiles: list[Tile] = []
     q_offset = 0
     for q_run in q_runs:
-        last = q_run.start + (q_run.length - 1) * q_run.stride
-        for region in regions.at(q_run.start, last):
-            low = region.k_start if region.lower is None else max(region.k_start, q_run.start + region.lower)
-            high = region.k_stop - 1 if region.upper is None else min(region.k_stop - 1, last + region.upper)
-            for number in range(bisect_left(k_last, low), bisect_right(k_first, high)):
+        for region in regions.at(q_run.start, q_run.last):
+            for number in keys.at(*region.keys_of(q_run.start, q_run.last)):
                 tiles += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
         q_offset += q_run.length
     return _join(tiles)

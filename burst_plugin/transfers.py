@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -244,25 +245,30 @@ class Schedule:
             tuple(block if block in needs[rank] else None for block in visits)
             for rank, visits in enumerate(self.visits)
         )
-        sums_from = {
-            (rank, block): step + 1
-            for rank, blocks in enumerate(visits)
-            for step, block in enumerate(blocks)
-            if block is not None
-        }
-        gather, reduce = [], []
-        # Backwards in time: a block is needed where it is worked on, and where it is passed on from.
-        needed = set(sums_from)
-        for t in sorted(self.gather, key=lambda t: -t.due):
-            if (t.dst, t.block) in needed:
-                gather.append(t)
-                needed.add((t.src, t.block))
-        # Forwards in time: a rank has a sum to send once it has worked on the block, or been sent a sum of it.
-        for t in sorted(self.reduce, key=lambda t: (t.issue, t.due)):
-            if sums_from.get((t.src, t.block), _NEVER) <= t.issue:
-                reduce.append(t)
-                sums_from[t.dst, t.block] = min(t.due, sums_from.get((t.dst, t.block), _NEVER))
-        return replace(self, visits=visits, gather=tuple(gather), reduce=tuple(reduce))
+        gathered, reduced = set[int](), set[int]()  # numbers of transfers
+        for rank, owners in enumerate(needs):
+            for block in owners:  # from its owner to the rank, and back, as far as others do not need it anyway
+                number = self._arriving.get((rank, block))
+                while number is not None and number not in gathered:
+                    gathered.add(number)
+                    number = self._arriving.get((self.gather[number].src, block))
+                number = self._leaving.get((rank, block))
+                while number is not None and number not in reduced:
+                    reduced.add(number)
+                    number = self._leaving.get((self.reduce[number].dst, block))
+        gather = tuple(self.gather[number] for number in sorted(gathered))
+        reduce = tuple(self.reduce[number] for number in sorted(reduced))
+        return replace(self, visits=visits, gather=gather, reduce=reduce)
+
+    @cached_property
+    def _arriving(self) -> dict[tuple[int, int], int]:
+        """By rank and block: the number of the one transfer that brings it its operands."""
+        return {(t.dst, t.block): number for number, t in enumerate(self.gather)}
+
+    @cached_property
+    def _leaving(self) -> dict[tuple[int, int], int]:
+        """By rank and block: the number of the one transfer that takes its sums on."""
+        return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
     def most_rows_sent(self, lengths: Sequence[int]) -> tuple[int, int]:
         """The most rows that any rank sends to gather blocks of these lengths: (between nodes, inside a node)."""

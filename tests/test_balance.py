@@ -18,11 +18,14 @@ from burst_plugin import (
     Strategy,
     Tokens,
     Topology,
+    routes,
 )
 from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.schedule import SCHEDULES
+from burst_plugin.sides import Side
+from burst_plugin.tiles import tiles_of
 
 
 def long_tailed(seed: int, count: int = 64) -> tuple[int, ...]:
@@ -155,9 +158,25 @@ def test_what_is_remembered_of_calls_is_bounded() -> None:
     assert all(len(known) <= 2 * 64 for known in remembered)
 
 
-def test_many_ranks_are_not_looked_through_pair_by_pair() -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+def test_of_many_ranks_only_those_near_by_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, layout: str, traveller: Side
+) -> None:
+    """A window, 512 ranks: each meets itself and the next one, in zigzag on both of its chunks."""
+    looked_at = []
+    monkeypatch.setattr(routes, "tiles_of", lambda *args: looked_at.append(args) or tiles_of(*args))
+    table = RouteTable(Topology(64, 8), Strategy(layout=layout))
+    attending = Attending(Tokens(1 << 18), Tokens(1 << 18), SlidingWindow(50))
+    needs = table.pairs(attending).needs(traveller)
+    assert needs is not None
+    assert sum(map(len, needs)) == len(looked_at) == (512 + 511 if layout == "contiguous" else 512 + 2 * 511)
+    assert table.route(300, attending, traveller, True).schedule.name == "direct"
+
+
+def test_where_too_many_meet_blocks_go_to_all() -> None:
     table = RouteTable(Topology(8, 40), Strategy(schedule="flat_ring"))
-    attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(5))
+    attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(5000))
     assert table.pairs(attending).needs("kv") is None
     assert table.dense(False) == SCHEDULES["flat_ring"](Topology(8, 40), False, None)
 

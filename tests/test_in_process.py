@@ -177,8 +177,8 @@ def test_every_buffer_is_given_back(schedule: str, traveller: str, mask: Mask) -
 def test_sums_that_nothing_was_added_to_travel_as_nothing(
     monkeypatch: pytest.MonkeyPatch, schedule: str, traveller: str
 ) -> None:
-    """With more ranks than are looked through, blocks go to all, and what has no work on them sends sums too."""
-    monkeypatch.setattr(routes, "_MOST_PAIRS", 0)
+    """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
+    monkeypatch.setattr(routes, "_MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
     strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])

@@ -37,7 +37,9 @@ from burst_plugin.kernels import KERNELS, Case
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.packing import Packing
 from burst_plugin.region import work_by_token
+from burst_plugin.routes import Attending, Pairs
 from burst_plugin.schedule import SCHEDULES
+from burst_plugin.sides import SIDES
 from burst_plugin.tiles import Regions, tiles_of
 from tests.support.reference import NAMES, Problem, Result, errors, reference
 
@@ -238,12 +240,20 @@ def test_schedules_of_needs_are_exact(topology: Topology, reduces: bool, density
     st.integers(1, 60),
 )
 def test_tiles_are_all_of_the_work_and_nothing_else(data: st.DataObject, layout: str, ranks: int, size: int) -> None:
+    """And the ranks that are looked at are all that there is work between."""
     mask = data.draw(masks(size, size).filter(lambda mask: mask.rows is None))
     tokens = Tokens(size, data.draw(st.one_of(st.none(), cu_seqlens(size))))
     runs = [LAYOUTS[layout].runs(rank, ranks, tokens) for rank in range(ranks)]
     regions = Regions(mask.regions(size, size))
     work = sum(tile.work for q in runs for k in runs for tile in tiles_of(regions, q, k))
     assert work == int(work_by_token(mask, (size, size)).sum())
+    pairs = Pairs(Attending(tokens, tokens, mask), {"q": runs, "kv": runs})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Pairs, "_is_most", lambda *_: False)
+        needs = {side: pairs.needs(side) or () for side in SIDES}
+    for side, by_rank in needs.items():
+        visits = [(owner, rank) for rank, owners in enumerate(by_rank) for owner in owners]
+        assert work == sum(tile.work for visit in visits for tile in pairs.of_visit(side, *visit))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
