@@ -10,6 +10,10 @@ and, with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document of its own accord:
 
     zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
 
+and in chunks, with `Tokens(8, holders=(0, 1, 0, 1))`, as `burst_plugin.balance` deals them out by their work:
+
+    chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
+
 Lengths that do not divide give ranks unequal numbers of tokens, down to none; nothing is padded or dropped. Under
 a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work. Under a
 window contiguous needs the fewest bytes.
@@ -23,8 +27,10 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -41,6 +47,7 @@ __all__ = [
     "check_total",
     "cut_runs",
     "even_length",
+    "in_chunks",
     "positions",
     "shortened",
     "token_count",
@@ -68,13 +75,18 @@ class Tokens:
     cu_seqlens: where documents begin, 0 first and `length` last, if each is dealt out on its own, as Megatron does
         with packed sequences; None if the sequence is dealt out as a whole.
     layout: another layout than the group's; `ContextParallel.tokens` puts its choice here.
+    holders: the rank that holds each chunk, if the sequence is dealt out in chunks of about one length, in place of a
+        layout: `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if
+        their number divides the length.
 
-    Raises ValueError for a length below 1 or cu_seqlens that decrease or do not run from 0 to `length`.
+    Raises ValueError for a length below 1, cu_seqlens that decrease or do not run from 0 to `length`, holders beside
+    a layout, or holders that leave a rank out.
     """
 
     length: int
     cu_seqlens: tuple[int, ...] | None = None
     layout: str | None = None
+    holders: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "length", operator.index(self.length))
@@ -85,6 +97,26 @@ class Tokens:
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
             check_total(self.cu_seqlens, self.length)
+        if self.holders is not None:
+            object.__setattr__(self, "holders", tuple(map(operator.index, self.holders)))
+            if self.layout is not None:
+                raise ValueError(f"Tokens(layout={self.layout!r}) has holders= as well; give one of them")
+            if set(self.holders) != set(range(len(set(self.holders)))) or not self.holders:
+                raise ValueError(
+                    f"Tokens(holders={shortened(self.holders)}) is not valid; every rank from 0 up holds a chunk"
+                )
+
+    def __repr__(self) -> str:
+        """All that is given."""
+        return self._listed(repr)
+
+    def __str__(self) -> str:
+        """The same for messages: of many numbers, the first ones and the last."""
+        return self._listed(lambda value: shortened(value) if isinstance(value, tuple) else repr(value))
+
+    def _listed(self, show: Callable[[object], str]) -> str:
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Tokens({', '.join(f'{name}={show(value)}' for name, value in given if value is not None)})"
 
 
 def even_length(length: int, ranks: int) -> int:
@@ -212,6 +244,29 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
     """One of `chunks` pieces that differ by at most one token."""
     start, stop = chunk * length // chunks, (chunk + 1) * length // chunks
     return Run(start, stop - start)
+
+
+@lru_cache(maxsize=64)
+def in_chunks(holders: tuple[int, ...]) -> Layout:
+    """The layout in which rank `holders[c]` holds chunk c; a rank's chunks differ by at most one token."""
+
+    @lru_cache(maxsize=1)
+    def held(ranks: int, length: int) -> list[list[Run]]:
+        by_rank: list[list[Run]] = [[] for _ in range(ranks)]
+        numbers, chunks, start = [0] * ranks, Counter(holders), 0
+        for rank in holders:
+            share = _chunk(rank, ranks, length).length
+            chunk = _chunk(numbers[rank], chunks[rank], share).length
+            numbers[rank] += 1
+            mine = by_rank[rank]
+            if mine and mine[-1].start + mine[-1].length == start:
+                mine[-1] = Run(mine[-1].start, mine[-1].length + chunk)
+            else:
+                mine.append(Run(start, chunk))
+            start += chunk
+        return by_rank
+
+    return Layout("chunks", lambda rank, ranks, length: tuple(held(ranks, length)[rank]))
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby, product
+from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, token_count
+from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, token_count
 from burst_plugin.mask import Mask
+from burst_plugin.needs import find_needs
 from burst_plugin.schedule import SCHEDULES, SPARSE
 from burst_plugin.sides import OTHER_SIDE, SIDES, Side
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.teams import TeamBlock, team_block
-from burst_plugin.tiles import Regions, Runs, Tile, row_spans, tiles_of
+from burst_plugin.tiles import Regions, Tile, tiles_of
 from burst_plugin.topology import Topology
-from burst_plugin.transfers import Needs, RankSchedule, Rows, Schedule
+from burst_plugin.transfers import Needs, RankSchedule, Schedule
 
 __all__ = ["Attending", "Pairs", "Route", "RouteTable"]
 
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
-_MOST_MEETINGS = 100_000  # of runs, above which empty visits are not looked for; this many take a second
-_MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
 
 
 class Attending(NamedTuple):
@@ -79,64 +77,11 @@ class Pairs:
         return self._of_ranks[q, k]
 
     def needs(self, traveller: Side) -> Needs | None:
-        """The rows of every block of side `traveller` that every rank works on.
-
-        None if three ranks, looked at for all, need most rows, or if there is too much to look at: then blocks go to
-        all.
-        """
+        """The rows of every block of side `traveller` that every rank works on; None if blocks go to all."""
         if traveller not in self._needs:
-            self._needs[traveller] = self._found_needs(traveller)
+            regions = [of_rows if traveller == "kv" else of_rows.transposed for _, of_rows in self._regions]
+            self._needs[traveller] = find_needs(regions, self.runs[OTHER_SIDE[traveller]], self.runs[traveller])
         return self._needs[traveller]
-
-    def _found_needs(self, traveller: Side) -> Needs | None:
-        if self._meetings is None:
-            return None
-        ranks = len(self._meetings)
-        few = [self._needs_of(rank, traveller) for rank in dict.fromkeys((0, ranks // 2, ranks - 1))]
-        if all(self._is_most(needed, traveller) for needed in few):
-            return None
-        return [self._needs_of(rank, traveller) for rank in range(ranks)]
-
-    def _needs_of(self, rank: int, traveller: Side) -> dict[int, Rows]:
-        assert self._meetings is not None
-        owners = self._meetings[rank] if traveller == "kv" else self._met[rank]
-        by_owner = {owner: self.of_visit(traveller, owner, rank) for owner in owners}
-        return {owner: row_spans(tiles, traveller) for owner, tiles in by_owner.items() if tiles}
-
-    @cached_property
-    def _meetings(self) -> list[list[int]] | None:
-        """By rank: whose keys its queries may attend to, in ascending order; None if there are too many to look at.
-
-        Found run by run, without a look at ranks that are far apart.
-        """
-        keys = sorted((run, rank) for rank, held in enumerate(self.runs["kv"]) for run in held)
-        keys_at, holder = Runs([run for run, _ in keys]), [rank for _, rank in keys]
-        found: list[set[int]] = [set() for _ in self.runs["q"]]
-        meetings = 0
-        for rank, held in enumerate(self.runs["q"]):
-            for run, (_, regions) in product(held, self._regions):
-                for region in regions.at(run.start, run.last):
-                    numbers = keys_at.at(*region.keys_of(run.start, run.last))
-                    meetings += len(numbers)
-                    if meetings > _MOST_MEETINGS:
-                        return None
-                    found[rank].update(holder[number] for number in numbers)
-        return [sorted(ranks) for ranks in found]
-
-    @cached_property
-    def _met(self) -> list[list[int]]:
-        """By rank: whose queries may attend to its keys."""
-        found: list[list[int]] = [[] for _ in self.runs["kv"]]
-        for rank, owners in enumerate(self._meetings or ()):
-            for owner in owners:
-                found[owner].append(rank)
-        return found
-
-    def _is_most(self, needed: Mapping[int, Rows], traveller: Side) -> bool:
-        """Whether these are rows of every block, and most of all rows."""
-        rows = sum(stop - start for spans in needed.values() for start, stop in spans)
-        everything = sum(map(token_count, self.runs[traveller]))
-        return len(needed) == len(self.runs[traveller]) and rows >= _MOST_ROWS * everything
 
 
 @dataclass(frozen=True)
@@ -179,7 +124,14 @@ class RouteTable:
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
-        """The rule by which these tokens are dealt out; ValueError if nothing says which."""
+        """The rule by which these tokens are dealt out; ValueError if nothing says which, or for unlike ranks."""
+        if tokens.holders is not None:
+            if len(set(tokens.holders)) != self.cp_ranks:
+                raise ValueError(
+                    f"{tokens} is dealt out to {len(set(tokens.holders))} ranks, but the context-parallel group has "
+                    f"{self.cp_ranks}"
+                )
+            return in_chunks(tokens.holders)
         name = tokens.layout or self._strategy.layout
         if name == AUTO:
             raise ValueError(
@@ -253,6 +205,14 @@ class RouteTable:
         """The most rows of keys that any rank sends: (between nodes, inside a node)."""
         lengths = [token_count(held) for held in self.runs(attending.kv)]
         return self._schedule(attending, "kv", False).most_rows_sent(lengths)
+
+    def rows_visited(self, attending: Attending) -> list[int]:
+        """By rank of the ring: how many rows of keys its queries are worked on with, in all its visits."""
+        pairs = self.pairs(attending)
+        needs = pairs.needs("kv")
+        if needs is None:
+            return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
+        return [sum(stop - start for spans in needed.values() for start, stop in spans or ()) for needed in needs]
 
     def _schedule(self, attending: Attending, traveller: Side, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""

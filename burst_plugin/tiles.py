@@ -20,7 +20,7 @@ Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causa
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
@@ -34,10 +34,11 @@ __all__ = [
     "FULL",
     "Band",
     "Regions",
-    "Runs",
+    "RunIndex",
     "Tile",
     "banded",
-    "row_spans",
+    "key_rows",
+    "merged",
     "tiles_of",
 ]
 
@@ -118,6 +119,11 @@ class Regions:
         self._starts = [region.q_start for region in self._regions]
         self._stops = list(accumulate((region.q_stop for region in self._regions), max))
 
+    @property
+    def transposed(self) -> Regions:
+        """With queries and keys exchanged."""
+        return Regions([region.transposed for region in self._regions])
+
     def at(self, first: int, last: int) -> Iterator[Region]:
         """The regions that hold any of the queries `first ... last`."""
         for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
@@ -125,7 +131,7 @@ class Regions:
                 yield self._regions[number]
 
 
-class Runs:
+class RunIndex:
     """Runs in ascending order of their starts, found by position."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
@@ -148,7 +154,7 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
             f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
             "striped or neither (layout= of Strategy or Tokens)"
         )
-    keys = Runs(k_runs)
+    keys = RunIndex(k_runs)
     k_offsets = [0, *accumulate(run.length for run in k_runs)]
     tiles: list[Tile] = []
     q_offset = 0
@@ -160,18 +166,33 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
     return _join(tiles)
 
 
+def key_rows(region: Region, q_run: Run, k_run: Run) -> tuple[int, int]:
+    """(start, stop) of the rows of one run that queries of another attend to; none if start is not below stop."""
+    tile, lower, upper = _clipped(region, q_run, k_run)
+    rows, columns = tile.shape
+    if rows <= 0 or (lower is not None and upper is not None and lower > upper):
+        return 0, 0
+    first, end = 0 if lower is None else max(0, lower), columns if upper is None else min(columns, rows + upper)
+    return tile.k_start + first, tile.k_start + end
+
+
 def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
-    """The tiles of one run on another. `key - query = k.start - q.start + stride * (j - i)`."""
+    """The tiles of one run on another."""
+    tile, lower, upper = _clipped(region, q_run, k_run)
+    if min(tile.shape) > 0:
+        q, q_stop, k, k_stop = tile[:4]
+        yield from banded(Tile(q_offset + q, q_offset + q_stop, k_offset + k, k_offset + k_stop), lower, upper)
+
+
+def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, int | None]:
+    """The rows of one run on another in a region, and their band: `key - query = k - q + stride * (j - i)`."""
     stride = q_run.stride
     q_first, rows = _inside(q_run, region.q_start, region.q_stop)
     k_first, columns = _inside(k_run, region.k_start, region.k_stop)
-    if rows <= 0 or columns <= 0:
-        return
     ahead = k_run.start - q_run.start + stride * (k_first - q_first)
     lower = None if region.lower is None else -((ahead - region.lower) // stride)
     upper = None if region.upper is None else (region.upper - ahead) // stride
-    tile = Tile(q_offset + q_first, q_offset + q_first + rows, k_offset + k_first, k_offset + k_first + columns)
-    yield from banded(tile, lower, upper)
+    return Tile(q_first, q_first + rows, k_first, k_first + columns), lower, upper
 
 
 def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
@@ -238,10 +259,10 @@ def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
         yield Tile(q, q + square, k + square, k_stop)
 
 
-def row_spans(tiles: Sequence[Tile], side: Side) -> tuple[tuple[int, int], ...]:
-    """The local rows of a side that any of these tiles reads, as ascending (start, stop)."""
+def merged(parts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges of rows, (start, stop), in ascending order; what touches or overlaps is one."""
     spans: list[tuple[int, int]] = []
-    for rows in sorted((tile.rows(side).start, tile.rows(side).stop) for tile in tiles):
+    for rows in sorted(parts):
         if spans and rows[0] <= spans[-1][1]:
             spans[-1] = (spans[-1][0], max(spans[-1][1], rows[1]))
         else:

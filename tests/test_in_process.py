@@ -20,7 +20,7 @@ from burst_plugin import (
     Topology,
     Traffic,
     VirtualRing,
-    routes,
+    needs,
 )
 from burst_plugin.executor import RingPass, lockstep
 from burst_plugin.in_process import HostileNetwork, InProcessTransport
@@ -178,7 +178,7 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     monkeypatch: pytest.MonkeyPatch, schedule: str, traveller: str
 ) -> None:
     """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
-    monkeypatch.setattr(routes, "_MOST_MEETINGS", 0)
+    monkeypatch.setattr(needs, "_MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
     strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])

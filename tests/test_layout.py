@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from burst_plugin import Tokens
-from burst_plugin.layout import LAYOUTS, Run, cut_runs, even_length, positions, token_count
+from burst_plugin.layout import LAYOUTS, Layout, Run, cut_runs, even_length, in_chunks, positions, token_count
 
 
-def dealt(name: str, ranks: int, tokens: Tokens) -> list[list[int]]:
-    return [positions(LAYOUTS[name].runs(rank, ranks, tokens)).tolist() for rank in range(ranks)]
+def dealt(layout: Layout | str, ranks: int, tokens: Tokens) -> list[list[int]]:
+    layout = LAYOUTS[layout] if isinstance(layout, str) else layout
+    return [positions(layout.runs(rank, ranks, tokens)).tolist() for rank in range(ranks)]
 
 
 @pytest.mark.parametrize(
@@ -28,18 +29,40 @@ def test_documents_are_dealt_out_one_by_one() -> None:
     assert dealt("zigzag", 2, Tokens(16, (0, 4, 4, 16))) == [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("holders", "expected"),
+    [
+        ((0, 1, 1, 0), [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        ((1, 1, 0, 0, 0, 1), [[2, 3, 4, 5], [0, 1, 6, 7]]),
+        ((1, 0), [[4, 5, 6, 7], [0, 1, 2, 3]]),
+    ],
+)
+def test_chunks_go_to_their_holders(holders: tuple[int, ...], expected: list[list[int]]) -> None:
+    """The second: four tokens in three chunks are 1, 1 and 2, whoever holds them."""
+    assert dealt(in_chunks(holders), 2, Tokens(8)) == expected
+
+
+def test_chunks_side_by_side_are_one_run() -> None:
+    layout = in_chunks((0, 0, 1, 0))
+    assert layout.runs(0, 2, Tokens(12)) == (Run(0, 4), Run(10, 2))
+    assert layout.runs(1, 2, Tokens(12)) == (Run(4, 6),)
+
+
+CHUNKS = {ranks: in_chunks((*range(ranks), *range(0, ranks, 2), *reversed(range(ranks)))) for ranks in (1, 2, 3, 8)}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "chunks"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("size", [1, 5, 48, 67])
 def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks: int, dim: int, size: int) -> None:
-    layout, tokens = LAYOUTS[name], Tokens(size)
+    layout, tokens = LAYOUTS.get(name, CHUNKS[ranks]), Tokens(size)
     shape = [5, 7, 9]
     shape[dim] = size
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     shards = [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
     assert torch.equal(layout.unshard(shards, dim, tokens), x)
-    places = dealt(name, ranks, tokens)
+    places = dealt(layout, ranks, tokens)
     for place, shard in zip(places, shards, strict=True):
         assert torch.equal(shard, x.index_select(dim, torch.tensor(place, dtype=torch.int64)))
     assert sorted(token for place in places for token in place) == list(range(size)), "nothing is dropped or repeated"
@@ -47,13 +70,14 @@ def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks
     assert max(lengths) - min(lengths) <= 2, "as even as can be, but for a token a chunk"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, "chunks"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_the_next_even_length_gives_all_ranks_as_many_tokens(name: str, ranks: int) -> None:
     for length in range(1, 40):
         even = even_length(length, ranks)
         assert length <= even < length + 2 * ranks
-        held = [token_count(LAYOUTS[name].runs(rank, ranks, Tokens(even))) for rank in range(ranks)]
+        layout = LAYOUTS.get(name, CHUNKS[ranks])
+        held = [token_count(layout.runs(rank, ranks, Tokens(even))) for rank in range(ranks)]
         assert len(set(held)) == 1
 
 
@@ -78,11 +102,21 @@ def test_runs_of_some_rows() -> None:
         ((8, (0, 5)), "ends at 5, but the sequence has 8 tokens"),
         ((8, (1, 8)), "must begin with 0"),
         ((8, None, "spiral"), "use one of: zigzag, striped, contiguous"),
+        ((8, None, "zigzag", (0, 1)), "layout='zigzag'\\) has holders= as well"),
+        ((8, None, None, (0, 2)), "every rank from 0 up holds a chunk"),
+        ((8, None, None, ()), "every rank from 0 up holds a chunk"),
     ],
 )
 def test_tokens_that_make_no_sequence_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Tokens(*arguments)
+
+
+def test_tokens_show_what_is_given_and_cut_it_short_in_messages() -> None:
+    assert repr(Tokens(8)) == "Tokens(length=8)"
+    many = Tokens(8, (0, 8), holders=tuple(range(20)))
+    assert repr(many) == f"Tokens(length=8, cu_seqlens=(0, 8), holders={tuple(range(20))})"
+    assert str(many) == "Tokens(length=8, cu_seqlens=(0, 8), holders=(0, 1, 2, 3, 4, ..., 19))"
 
 
 def test_a_tensor_of_another_length_is_refused() -> None:

@@ -31,16 +31,17 @@ from burst_plugin import (
     Topology,
     VirtualRing,
     key_padding,
+    needs,
     sums,
 )
 from burst_plugin.kernels import KERNELS, Case
-from burst_plugin.layout import LAYOUTS
+from burst_plugin.layout import LAYOUTS, Layout, in_chunks
 from burst_plugin.packing import Packing
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Pairs
 from burst_plugin.schedule import SCHEDULES
-from burst_plugin.sides import SIDES
-from burst_plugin.tiles import Regions, tiles_of
+from burst_plugin.sides import SIDES, Side
+from burst_plugin.tiles import Regions, merged, tiles_of
 from tests.support.reference import NAMES, Problem, Result, errors, reference
 
 SOAK = int(os.environ.get("BURST_SOAK", "0"))
@@ -95,6 +96,17 @@ def cu_seqlens(length: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.lists(st.integers(0, length), max_size=4).map(lambda cuts: (0, *sorted(cuts), length))
 
 
+def holders(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Of chunks: every rank holds one, and some hold more."""
+    more = st.lists(st.integers(0, ranks - 1), max_size=2 * ranks)
+    return more.flatmap(lambda extra: st.permutations([*range(ranks), *extra])).map(tuple)
+
+
+def layouts(ranks: int) -> st.SearchStrategy[Layout]:
+    """Any of the layouts, and chunks."""
+    return st.one_of(st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), holders(ranks).map(in_chunks))
+
+
 def degrees(topology: Topology) -> list[int]:
     """Of teams that exchange heads: inside nodes, or of whole nodes."""
     several = [n for n in range(1, topology.ranks + 1) if topology.ranks % n == 0]
@@ -135,9 +147,9 @@ def cases(draw: st.DrawFn) -> Drawn:
         kernel=draw(st.sampled_from(RUNNABLE)) if plain else "auto",
         parts=tuple(draw(st.sampled_from([n for n in (1, 2, 4) if team_kv_heads % n == 0])) for _ in range(2)),
     )
-    tokens = (
-        draw(st.one_of(st.none(), cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu)))) if q_len == kv_len else None
-    )
+    documents = cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu))
+    chunks = holders(topology.ranks).map(lambda holders: Tokens(q_len, holders=holders))
+    tokens = draw(st.one_of(st.none(), documents, chunks)) if q_len == kv_len else None
     seed, at_once = draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 2, 3, 4]))
     return Drawn(topology, strategy, problem, draw(masks(q_len, kv_len)), scores, tokens, seed, at_once)
 
@@ -235,25 +247,44 @@ def test_schedules_of_needs_are_exact(topology: Topology, reduces: bool, density
 @DRAWN
 @given(
     st.data(),
-    st.sampled_from(sorted(LAYOUTS)),
     st.integers(1, 9),
     st.integers(1, 60),
 )
-def test_tiles_are_all_of_the_work_and_nothing_else(data: st.DataObject, layout: str, ranks: int, size: int) -> None:
-    """And the ranks that are looked at are all that there is work between."""
+def test_tiles_are_all_of_the_work_and_nothing_else(data: st.DataObject, ranks: int, size: int) -> None:
     mask = data.draw(masks(size, size).filter(lambda mask: mask.rows is None))
     tokens = Tokens(size, data.draw(st.one_of(st.none(), cu_seqlens(size))))
-    runs = [LAYOUTS[layout].runs(rank, ranks, tokens) for rank in range(ranks)]
+    layout = data.draw(layouts(ranks))
+    runs = [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
     regions = Regions(mask.regions(size, size))
     work = sum(tile.work for q in runs for k in runs for tile in tiles_of(regions, q, k))
     assert work == int(work_by_token(mask, (size, size)).sum())
+
+
+@DRAWN
+@given(
+    st.data(),
+    st.integers(1, 9),
+    st.integers(1, 60),
+)
+def test_needs_are_the_rows_of_the_tiles(data: st.DataObject, ranks: int, size: int) -> None:
+    mask = data.draw(masks(size, size))
+    tokens = Tokens(size, data.draw(st.one_of(st.none(), cu_seqlens(size))))
+    layout = data.draw(layouts(ranks))
+    runs = [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
     pairs = Pairs(Attending(tokens, tokens, mask), {"q": runs, "kv": runs})
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Pairs, "_is_most", lambda *_: False)
-        needs = {side: pairs.needs(side) or () for side in SIDES}
-    for side, by_rank in needs.items():
-        visits = [(owner, rank) for rank, owners in enumerate(by_rank) for owner in owners]
-        assert work == sum(tile.work for visit in visits for tile in pairs.of_visit(side, *visit))
+    side: Side
+    for side in SIDES:
+        with mock.patch.object(needs, "_MOST_ROWS", 2.0):  # not even all of them
+            found = pairs.needs(side)
+        visits = [[pairs.of_visit(side, owner, rank) for owner in range(ranks)] for rank in range(ranks)]
+        assert found == [
+            {
+                owner: merged((tile.rows(side).start, tile.rows(side).stop) for tile in tiles)
+                for owner, tiles in enumerate(by_owner)
+                if tiles
+            }
+            for by_owner in visits
+        ]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -11,7 +11,7 @@ from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tok
 from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.region import Region, allowed
 from burst_plugin.tile_cuts import cut, in_turns
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, row_spans, tiles_of
+from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, tiles_of
 
 MOST = 65535  # pieces of a tile
 
@@ -168,13 +168,6 @@ def test_bands_over_one_rectangle() -> None:
 def test_full_rectangles_join() -> None:
     mask = Documents((0, 8, 16)) & Keys(((0, 6), (6, 16)))
     assert tiles(mask, (16, 16), (Run(0, 16),), (Run(0, 16),)) == (Tile(0, 8, 0, 8), Tile(8, 16, 8, 16))
-
-
-def test_rows_that_are_read() -> None:
-    found = [Tile(0, 4, 2, 6), Tile(2, 8, 5, 9, CAUSAL), Tile(12, 16, 20, 22)]
-    assert row_spans(found, "q") == ((0, 8), (12, 16))
-    assert row_spans(found, "kv") == ((2, 9), (20, 22))
-    assert row_spans([Tile(0, 9, 0, 1), Tile(2, 4, 0, 1), Tile(9, 11, 0, 1)], "q") == ((0, 11),)
 
 
 def test_regions_are_found_whatever_their_order_and_length() -> None:

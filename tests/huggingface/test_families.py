@@ -201,10 +201,10 @@ def _dealt(rank: int, batch: dict[str, Any], layout: str) -> tuple[float, int, l
 
 
 def test_packed_batches_are_dealt_out_evenly_or_it_is_said_that_they_are_not() -> None:
-    batch = _packed((512, 20, 31, 7, 190, 8))
+    batch = _packed((16384, 640, 992, 224, 6080, 256))
     for uneven, rows, said in run_ranks(_dealt, 4, batch, "auto"):
         assert uneven <= 1.05
-        assert rows == 768 // 4
+        assert rows == 24576 // 4
         assert said == []
     first, *others = run_ranks(_dealt, 4, batch, "zigzag")
     (text,) = first[2]

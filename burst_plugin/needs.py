@@ -1,0 +1,77 @@
+"""Which rows of which blocks every rank works on, found by position, without a look at ranks that are far apart.
+
+A window over four ranks, contiguous; k: the keys that queries of rank 2 attend to
+
+    rank 0       rank 1       rank 2       rank 3
+    . . . . . . . . . . . k k k k k k k k . . . . . .      the last two rows of block 1, and all of block 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+
+from burst_plugin.layout import Run, token_count
+from burst_plugin.tiles import Regions, RunIndex, key_rows, merged
+from burst_plugin.transfers import Needs, Rows
+
+__all__ = ["find_needs"]
+
+_MOST_MEETINGS = 500_000  # of runs, above which it is not worked out who needs what; this many take a second
+_MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
+
+Shards = Sequence[Sequence[Run]]  # by rank: what it holds
+
+
+def find_needs(regions: Sequence[Regions], home: Shards, travelling: Shards) -> Needs | None:
+    """The rows of every travelling block that every rank works on, where `regions` have what is at home as queries.
+
+    None if three ranks, looked at for all, need most rows, or if too many runs meet: then blocks go to all.
+    """
+    meetings = _Meetings(regions, travelling)
+    ranks = len(home)
+    if all(meetings.are_most(meetings.of(home[rank])) for rank in {0, ranks // 2, ranks - 1}):
+        return None
+    needs = []
+    for held in home:
+        needs.append(meetings.of(held))
+        if meetings.count > _MOST_MEETINGS:
+            return None
+    return needs
+
+
+class _Meetings:
+    """What meets the runs that are asked for; `count` is of how many runs so far."""
+
+    def __init__(self, regions: Sequence[Regions], travelling: Shards) -> None:
+        self._regions, self._blocks = regions, travelling
+        self._runs = sorted(
+            (run, owner, offset)
+            for owner, held in enumerate(travelling)
+            for run, offset in zip(held, accumulate((run.length for run in held), initial=0), strict=False)
+        )
+        self._index = RunIndex([run for run, *_ in self._runs])
+        self.count = 0
+
+    def of(self, held: Sequence[Run]) -> dict[int, Rows]:
+        """By owner: the rows of its block that these runs work on, if any."""
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for owner, rows in self._met(held):
+            spans.setdefault(owner, []).append(rows)
+        return {owner: merged(spans[owner]) for owner in sorted(spans)}
+
+    def _met(self, held: Sequence[Run]) -> Iterator[tuple[int, tuple[int, int]]]:
+        for run in held:
+            for regions in self._regions:
+                for region in regions.at(run.start, run.last):
+                    for number in self._index.at(*region.keys_of(run.start, run.last)):
+                        other, owner, offset = self._runs[number]
+                        start, stop = key_rows(region, run, other)
+                        self.count += 1
+                        if start < stop:
+                            yield owner, (offset + start, offset + stop)
+
+    def are_most(self, needed: Mapping[int, Rows]) -> bool:
+        """Whether these are rows of every block, and most of all rows."""
+        rows = sum(stop - start for spans in needed.values() for start, stop in spans)
+        return len(needed) == len(self._blocks) and rows >= _MOST_ROWS * sum(map(token_count, self._blocks))
