@@ -14,7 +14,7 @@ What happens in a call, and where:
       attention.run_pass            the loop, a visit per step:
         executor.RingPass             waits, posts, hands over the block that is here
           schedule -> transfers         who visits what when, for all ranks, as data
-          routes -> itinerary           what mask and layout leave of that for this rank; its messages
+          needs, routes -> itinerary    what mask and layout leave of that for this rank; its messages
           transport, packing            how bytes move, and in which buffers
         passes, tile_work, kernels    work on the tiles of the visit (layout, mask -> region -> tiles)
         sums, softmax                 add up what tiles and other ranks contribute

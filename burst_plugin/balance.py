@@ -82,8 +82,9 @@ def _candidates(table: RouteTable, length: int, work: Mapping[Side, Tensor], ali
 def _times(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> tuple[float, float]:
     """For how long the slowest rank computes, and sends; in pairs of a query and a key."""
     pairs = zip(*(_shares(table, attending.of(home), work[home]) for home in SIDES), strict=True)
+    batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
     visited = table.rows_visited(attending)
-    computes = max(max(both) + _VISITED * rows for both, rows in zip(pairs, visited, strict=True))
+    computes = max(max(both) / batch + _VISITED * rows for both, rows in zip(pairs, visited, strict=True))
     inter, intra = table.most_rows_sent(attending)
     return computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)
 
@@ -96,21 +97,21 @@ def _dealt(table: RouteTable, work: Mapping[Side, Tensor], number: int) -> tuple
     """
     degree = table.cp_ranks // table.ring_ranks
     weights = torch.stack([_by_chunk(work[side], table.cp_ranks * number) for side in SIDES])
-    load, room = torch.zeros(len(SIDES), table.ring_ranks), torch.full((table.ring_ranks,), number * degree)
+    load, room = weights.new_zeros(len(SIDES), table.ring_ranks), [number * degree] * table.ring_ranks
     holders = [0] * weights.shape[1]
     for chunk in weights.sum(0).argsort(descending=True, stable=True).tolist():
-        then = (load + weights[:, chunk : chunk + 1]).amax(0)
-        team = int(then.masked_fill_(room == 0, torch.inf).argmin())
+        then = (load + weights[:, chunk : chunk + 1]).amax(0).tolist()
+        team = min((team for team in range(len(room)) if room[team]), key=then.__getitem__)
         load[:, team] += weights[:, chunk]
         room[team] -= 1
-        holders[chunk] = team * degree + int(room[team]) % degree
+        holders[chunk] = team * degree + room[team] % degree
     return tuple(holders)
 
 
 def _by_chunk(work: Tensor, chunks: int) -> Tensor:
     """Work by token, summed up."""
-    ends = torch.arange(1, chunks + 1) * len(work) // chunks
-    return torch.diff(work.cumsum(0)[ends - 1], prepend=torch.zeros(1, dtype=torch.int64))
+    bounds = torch.arange(chunks + 1, device=work.device) * len(work) // chunks
+    return torch.nn.functional.pad(work.cumsum(0), (1, 0))[bounds].diff()
 
 
 def _work(attending: Attending, home: Side) -> Tensor:

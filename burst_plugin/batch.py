@@ -251,7 +251,7 @@ def _tokens(cp: ContextParallel, read: _Read) -> Tokens:
         if uneven > _UNEVEN:
             _LOG.warning(
                 'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" deals '
-                "every batch out evenly",
+                "every batch out as suits it",
                 uneven,
             )
     return tokens

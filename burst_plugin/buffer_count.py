@@ -63,12 +63,11 @@ class _Books:
             self._bags.add(block)
 
     def _post(self, t: Transfer) -> None:
-        sends, whole = t.src == self._schedule.rank, t.rows is None
-        if t.traffic is Traffic.GATHER and (whole or not sends):
+        if t.traffic is Traffic.GATHER and (t.rows is None or not self._schedule.is_own(t.block)):
             self._blocks.add(t.block)
             return
         self._extra[t.traffic] += 1
-        if sends:
+        if t.src == self._schedule.rank:
             self._bags.discard(t.block)
             self._until.setdefault(t.due, []).append(t.traffic)
 

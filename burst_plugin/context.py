@@ -161,7 +161,7 @@ class ContextParallel:
         return positions(self.member.route_table.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
-        """A sequence of `length` tokens in the layout that suits `mask`: even work first, then few bytes.
+        """A sequence of `length` tokens, dealt out as suits `mask`: what is done first, computing and sending.
 
         It is for `tokens=` of all else. With `alike` ranks hold equally many, as lengths of `even_length` allow.
         """

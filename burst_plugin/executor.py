@@ -221,7 +221,7 @@ class RingPass:
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
             return self._released_at(due, self._settled(block))
-        if post.transfer.rows is not None:  # for one peer alone
+        if post.transfer.rows is not None and self._schedule.is_own(block):  # for one peer alone
             return self._released_at(due, self._pack(post))
         if block not in self._buffers:  # the rank's own block, sent for the first time
             self._buffers[block] = self._pack(post)
@@ -258,11 +258,11 @@ class RingPass:
 
     def _sums_arrive(self, post: Post, buffer: Buffer) -> None:
         """Add them to those that are here; where these have no buffer yet, go on in the one that came."""
-        block, rows = post.transfer.block, post.transfer.rows
+        block, is_own = post.transfer.block, self._schedule.is_own(post.transfer.block)
         arrived = self._cargo.sums(self._schedule.part(block), buffer.views(post.packing), True)
         bag = self._bags.get(block)  # none for the rank's own block
-        if self._schedule.is_own(block) or (bag is not None and (bag.room.buffer is not None or rows is not None)):
-            self._sums_of(block).join(arrived, rows)
+        if is_own or (bag is not None and bag.room.buffer is not None):
+            self._sums_of(block).join(arrived, post.transfer.rows if is_own else None)  # others are of the same rows
             self._transport.pool.release(buffer)
             return
         if bag is not None:  # what waits, as the kernel returned it

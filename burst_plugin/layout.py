@@ -74,13 +74,13 @@ class Tokens:
     length: tokens, 1 or more, whether or not they divide by the number of ranks.
     cu_seqlens: where documents begin, 0 first and `length` last, if each is dealt out on its own, as Megatron does
         with packed sequences; None if the sequence is dealt out as a whole.
-    layout: another layout than the group's; `ContextParallel.tokens` puts its choice here.
+    layout: another layout than the group's.
     holders: the rank that holds each chunk, if the sequence is dealt out in chunks of about one length, in place of a
         layout: `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if
         their number divides the length.
 
     Raises ValueError for a length below 1, cu_seqlens that decrease or do not run from 0 to `length`, holders beside
-    a layout, or holders that leave a rank out.
+    a layout or cu_seqlens, or holders that leave a rank out.
     """
 
     length: int
@@ -99,24 +99,18 @@ class Tokens:
             check_total(self.cu_seqlens, self.length)
         if self.holders is not None:
             object.__setattr__(self, "holders", tuple(map(operator.index, self.holders)))
-            if self.layout is not None:
-                raise ValueError(f"Tokens(layout={self.layout!r}) has holders= as well; give one of them")
+            if self.layout is not None or self.cu_seqlens is not None:
+                beside = "layout" if self.cu_seqlens is None else "cu_seqlens"
+                raise ValueError(f"Tokens(holders=...) has {beside}= as well; give one of them")
             if set(self.holders) != set(range(len(set(self.holders)))) or not self.holders:
                 raise ValueError(
                     f"Tokens(holders={shortened(self.holders)}) is not valid; every rank from 0 up holds a chunk"
                 )
 
     def __repr__(self) -> str:
-        """All that is given."""
-        return self._listed(repr)
-
-    def __str__(self) -> str:
-        """The same for messages: of many numbers, the first ones and the last."""
-        return self._listed(lambda value: shortened(value) if isinstance(value, tuple) else repr(value))
-
-    def _listed(self, show: Callable[[object], str]) -> str:
+        """All that is given; ranks compare it."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return f"Tokens({', '.join(f'{name}={show(value)}' for name, value in given if value is not None)})"
+        return f"Tokens({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
 
 def even_length(length: int, ranks: int) -> int:

@@ -12,46 +12,50 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from burst_plugin.layout import Run, token_count
-from burst_plugin.tiles import Regions, RunIndex, key_rows, merged
-from burst_plugin.transfers import Needs, Rows
+from burst_plugin.tiles import Regions, RunIndex, key_rows
+from burst_plugin.transfers import Rows, merged
 
-__all__ = ["find_needs"]
+__all__ = ["NeededRows", "find_needs"]
 
-_MOST_MEETINGS = 500_000  # of runs, above which it is not worked out who needs what; this many take a second
+_MOST_MEETINGS = 200_000  # of runs, above which it is not worked out who needs what; this many take half a second
 _MOST_ROWS = 0.4  # causal masks in zigzag need half of all rows, or more
 
 Shards = Sequence[Sequence[Run]]  # by rank: what it holds
+NeededRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.Needs`
 
 
-def find_needs(regions: Sequence[Regions], home: Shards, travelling: Shards) -> Needs | None:
+def find_needs(regions: Sequence[Regions], home: Shards, travelling: Shards) -> NeededRows | None:
     """The rows of every travelling block that every rank works on, where `regions` have what is at home as queries.
 
-    None if three ranks, looked at for all, need most rows, or if too many runs meet: then blocks go to all.
+    Runs are of one stride. None if three ranks, looked at for all, need most rows, or if too many runs meet: then
+    blocks go to all.
     """
-    meetings = _Meetings(regions, travelling)
-    ranks = len(home)
-    if all(meetings.are_most(meetings.of(home[rank])) for rank in {0, ranks // 2, ranks - 1}):
-        return None
-    needs = []
-    for held in home:
-        needs.append(meetings.of(held))
-        if meetings.count > _MOST_MEETINGS:
+    some = [home[rank] for rank in dict.fromkeys((0, len(home) // 2, len(home) - 1))]
+    try:
+        few = _Meetings(regions, travelling, _MOST_MEETINGS * len(some) // len(home))
+        if all(few.are_most(few.of(held)) for held in some):
             return None
-    return needs
+        meetings = _Meetings(regions, travelling, _MOST_MEETINGS)
+        return [meetings.of(held) for held in home]
+    except _TooManyError:
+        return None
+
+
+class _TooManyError(Exception):
+    """More runs meet than are looked at."""
 
 
 class _Meetings:
-    """What meets the runs that are asked for; `count` is of how many runs so far."""
+    """What meets the runs that are asked for; raises _TooManyError after `most` of them in all."""
 
-    def __init__(self, regions: Sequence[Regions], travelling: Shards) -> None:
-        self._regions, self._blocks = regions, travelling
+    def __init__(self, regions: Sequence[Regions], travelling: Shards, most: int) -> None:
+        self._regions, self._blocks, self._left = regions, travelling, most
         self._runs = sorted(
             (run, owner, offset)
             for owner, held in enumerate(travelling)
             for run, offset in zip(held, accumulate((run.length for run in held), initial=0), strict=False)
         )
         self._index = RunIndex([run for run, *_ in self._runs])
-        self.count = 0
 
     def of(self, held: Sequence[Run]) -> dict[int, Rows]:
         """By owner: the rows of its block that these runs work on, if any."""
@@ -64,10 +68,13 @@ class _Meetings:
         for run in held:
             for regions in self._regions:
                 for region in regions.at(run.start, run.last):
-                    for number in self._index.at(*region.keys_of(run.start, run.last)):
+                    numbers = self._index.at(*region.keys_of(run.start, run.last))
+                    self._left -= len(numbers)
+                    if self._left < 0:
+                        raise _TooManyError
+                    for number in numbers:
                         other, owner, offset = self._runs[number]
                         start, stop = key_rows(region, run, other)
-                        self.count += 1
                         if start < stop:
                             yield owner, (offset + start, offset + stop)
 

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, token_count
+from burst_plugin.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.mask import Mask
-from burst_plugin.needs import find_needs
+from burst_plugin.needs import NeededRows, find_needs
 from burst_plugin.schedule import SCHEDULES, SPARSE
 from burst_plugin.sides import OTHER_SIDE, SIDES, Side
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.teams import TeamBlock, team_block
-from burst_plugin.tiles import Regions, Tile, tiles_of
+from burst_plugin.tiles import Regions, Tile, check_strides, tiles_of
 from burst_plugin.topology import Topology
-from burst_plugin.transfers import Needs, RankSchedule, Schedule
+from burst_plugin.transfers import RankSchedule, Schedule
 
 __all__ = ["Attending", "Pairs", "Route", "RouteTable"]
 
@@ -53,7 +53,8 @@ class Pairs:
             self._regions.append(((start, stop), Regions(of_row.regions(*lengths))))
             start = stop
         self.runs = runs
-        self._needs: dict[Side, Needs | None] = {}
+        check_strides(run for shards in runs.values() for held in shards for run in held)
+        self._needs: dict[Side, NeededRows | None] = {}
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
@@ -76,7 +77,7 @@ class Pairs:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
-    def needs(self, traveller: Side) -> Needs | None:
+    def needs(self, traveller: Side) -> NeededRows | None:
         """The rows of every block of side `traveller` that every rank works on; None if blocks go to all."""
         if traveller not in self._needs:
             regions = [of_rows if traveller == "kv" else of_rows.transposed for _, of_rows in self._regions]
@@ -105,7 +106,8 @@ class RouteTable:
         self._ring_topology = topology.of_teams(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._teams: dict[Tokens, list[TeamBlock]] = {}
-        self._schedules: dict[tuple[Attending | None, str, bool], Schedule] = {}
+        self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
+        self._dense: dict[bool, Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
@@ -126,10 +128,11 @@ class RouteTable:
     def layout(self, tokens: Tokens) -> Layout:
         """The rule by which these tokens are dealt out; ValueError if nothing says which, or for unlike ranks."""
         if tokens.holders is not None:
-            if len(set(tokens.holders)) != self.cp_ranks:
+            ranks = len(set(tokens.holders))
+            if ranks != self.cp_ranks:
                 raise ValueError(
-                    f"{tokens} is dealt out to {len(set(tokens.holders))} ranks, but the context-parallel group has "
-                    f"{self.cp_ranks}"
+                    f"Tokens(holders={shortened(tokens.holders)}) deals out to {ranks} ranks, but the "
+                    f"context-parallel group has {self.cp_ranks}"
                 )
             return in_chunks(tokens.holders)
         name = tokens.layout or self._strategy.layout
@@ -196,10 +199,9 @@ class RouteTable:
 
     def dense(self, reduces: bool) -> Schedule:
         """The schedule in which every rank visits every block."""
-        key = (None, "", reduces)
-        if key not in self._schedules:
-            self._schedules[key] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
-        return self._schedules[key]
+        if reduces not in self._dense:
+            self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
+        return self._dense[reduces]
 
     def most_rows_sent(self, attending: Attending) -> tuple[int, int]:
         """The most rows of keys that any rank sends: (between nodes, inside a node)."""
@@ -212,7 +214,7 @@ class RouteTable:
         needs = pairs.needs("kv")
         if needs is None:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
-        return [sum(stop - start for spans in needed.values() for start, stop in spans or ()) for needed in needs]
+        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in needs]
 
     def _schedule(self, attending: Attending, traveller: Side, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
@@ -221,10 +223,13 @@ class RouteTable:
         if needs is None:
             return self.dense(reduces)
         if key not in self._schedules:
-            chosen = SCHEDULES[self.schedule_name](self._ring_topology, reduces, needs)
-            if self._strategy.schedule == AUTO:
-                lengths = [token_count(held) for held in pairs.runs[traveller]]
-                candidates = [chosen, *(SCHEDULES[name](self._ring_topology, reduces, needs) for name in SPARSE)]
-                chosen = min(candidates, key=lambda schedule: schedule.most_rows_sent(lengths))
-            self._schedules[key] = chosen
+            lengths = [token_count(held) for held in pairs.runs[traveller]]
+            names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
+            candidates = [
+                SCHEDULES[name](self._ring_topology, reduces, needs)
+                if name in SPARSE
+                else self.dense(reduces).pruned(needs)
+                for name in names
+            ]
+            self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_sent(lengths))
         return self._schedules[key]

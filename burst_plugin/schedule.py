@@ -28,13 +28,13 @@ a line at the end.
     node 1   rank 2  2/ |*0   1 | 3  /2   node, to hide behind
              rank 3  3/ |*1   0 | 2  /3
 
-`direct`, 4 ranks and a window, so that a rank needs something of the rank before it only; `.` is no visit:
+`direct`, 2 nodes x 2 ranks, where few need anything of each other; `.` is no visit:
 
-               step   0   1
-    node 0   rank 0   0   .       every owner sends to every rank that needs something of its block just the rows that
-             rank 1   1   0       it needs, and gets back the sums of those rows: bytes are exactly the need, but
-             rank 2   2   1       nothing is passed on, so that what many ranks of a node need crosses many times
-             rank 3   3   2
+               step   0   1   2   3
+    node 0   rank 0   0   .   .   .       owners send just the rows that are needed: inside a node to everyone who
+             rank 1   1   0   .   .       needs some; to another node once, what is needed there, to their
+    node 1   rank 2   2   .   .   1       counterpart (3 is that of 1), which hands it on (to 2) and adds up the sums
+             rank 3   3   2 |*1   .       on their way back
 
 Wherever sums come home over several nodes a rank visits its own block in two turns like that; inside one node the
 last hop is short, and one tile is faster than two.
@@ -45,29 +45,18 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, wraps
+from itertools import groupby
 from types import MappingProxyType
 
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.transfers import Needs, Schedule, Transfer
+from burst_plugin.transfers import Needs, Rows, Schedule, Transfer, union
 
 __all__ = ["SCHEDULES", "SPARSE", "default_schedule_name", "direct", "flat_ring", "two_level_ring"]
 
 
-def _less_what_is_not_needed(dense: Callable[[Topology, bool], Schedule]) -> Callable[..., Schedule]:
-    """With a third argument `needs`, and made only once: with every new mask just pruned."""
-    made = lru_cache(maxsize=8)(dense)
-
-    @wraps(dense)
-    def schedule(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
-        return made(topology, reduces).pruned(needs)
-
-    return schedule
-
-
-@_less_what_is_not_needed
-def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
+def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
     Gather and reduce are `ranks - 1` hops per block each. Without `reduces` nothing is summed on the way.
@@ -87,11 +76,10 @@ def flat_ring(topology: Topology, reduces: bool = True) -> Schedule:
         reduces=reduces,
         phases=tuple(range(ranks)),
     )
-    return schedule.keeping(_kept(topology, Link.INTER))
+    return schedule.keeping(_kept(topology, Link.INTER)).pruned(needs)
 
 
-@_less_what_is_not_needed
-def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
+def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
     With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
@@ -150,43 +138,81 @@ def two_level_ring(topology: Topology, reduces: bool = True) -> Schedule:
         by_link=topology.levels == 2,
         phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
     )
-    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER))
+    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)
 
 
 def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
-    """From the owner to every rank that needs rows of its block, and back (drawn at the top of this file).
+    """From the owner to those that need rows of its block, and back (drawn at the top of this file).
 
-    Steps are the distances at which any rank needs anything. Without `needs` everybody needs everything.
+    Inside the owner's node to each of them just the rows that it needs. To another node what ranks there need, once:
+    to the owner's counterpart, which hands it on, adds up their sums, and sends these back; or, if it is one rank
+    everywhere that needs it, to that. Steps are those of the ring of two levels at which any rank needs anything.
+    Without `needs` everybody needs everything.
     """
-    ranks = topology.ranks
-    wanted: Needs = needs if needs is not None else [dict.fromkeys(range(ranks)) for _ in range(ranks)]
-    away_by = ((rank - owner) % ranks for rank, owners in enumerate(wanted) for owner in owners)
-    distances = sorted({0, *away_by})
-    visits = [[(rank - distance) % ranks for distance in distances] for rank in range(ranks)]
-    away = [
-        (rank, owner, step)
-        for rank, owners in enumerate(visits)
-        for step, owner in enumerate(owners)
-        if owner in wanted[rank] and owner != rank
-    ]
+    wanted: Needs = needs if needs is not None else [dict.fromkeys(range(topology.ranks))] * topology.ranks
+    groups = _in_groups({_distance(topology, r, o) for r, owners in enumerate(wanted) for o in owners}, reduces)
+    order = [distance for group in groups for distance in group]
+    step_of = {distance: step for step, distance in enumerate(order)}
+    group_of = {distance: number for number, group in enumerate(groups) for distance in group}
+    visits: list[list[int | None]] = [[None] * len(order) for _ in wanted]
+    visitors = defaultdict[tuple[int, int], list[tuple[int, int]]](list)  # by owner and node: (step, rank)
+    for rank, owners in enumerate(wanted):
+        for owner in owners:
+            step = step_of[_distance(topology, rank, owner)]
+            visits[rank][step] = owner
+            if rank != owner:
+                visitors[owner, topology.node(rank)].append((step, rank))
+    # Where no node has two ranks that need the same block, there is nothing to hand on.
+    shared = any(len(there) > 1 for (owner, node), there in visitors.items() if node != topology.node(owner))
+    gather, reduce = [], []
 
-    def gathered(rank: int, owner: int, step: int) -> Transfer:
-        link, rows = topology.link(owner, rank), wanted[rank][owner]
-        return Transfer(Traffic.GATHER, owner, owner, rank, link, step - 1, step, rows)
+    def send(
+        owner: int, src: int, dst: int, rows: Rows | None, there: tuple[int, int], back: tuple[int, int]
+    ) -> None:
+        gather.append(Transfer(Traffic.GATHER, owner, src, dst, topology.link(src, dst), *there, rows))
+        reduce.append(Transfer(Traffic.REDUCE, owner, dst, src, topology.link(src, dst), *back, rows))
 
-    def reduced(rank: int, owner: int, step: int) -> Transfer:
-        link, rows = topology.link(owner, rank), wanted[rank][owner]
-        return Transfer(Traffic.REDUCE, owner, rank, owner, link, step + 1, step + 2, rows)
-
+    for (owner, node), there in visitors.items():
+        there.sort()
+        if node == topology.node(owner):
+            for step, rank in there:
+                send(owner, owner, rank, wanted[rank][owner], (step - 1, step), (step + 1, step + 2))
+            continue
+        hub = topology.rank(node, topology.local_rank(owner)) if shared else there[0][1]
+        rows = union(wanted[rank][owner] for _, rank in there)
+        first = step_of[_distance(topology, hub, owner)]
+        others = [(step, rank) for step, rank in there if rank != hub]
+        for step, rank in others:
+            send(owner, hub, rank, rows, (step - 1, step), (step + 1, step + 2))
+        # Across behind as much work as the group before has, and back behind as much as the next one.
+        number, summed = group_of[order[first]], others[-1][0] + 2 if others else first + 1
+        before, after = (sum(map(len, groups[n : n + 1])) for n in (number - 1, number + 1))
+        home = max(summed + 1, min(summed + after, len(order)))
+        send(owner, owner, hub, rows, (first - before, first), (summed, home))
     return Schedule(
         name="direct",
         topology=topology,
-        visits=tuple(tuple(o if o in wanted[rank] else None for o in owners) for rank, owners in enumerate(visits)),
-        gather=tuple(gathered(*each) for each in away),
-        reduce=tuple(reduced(*each) for each in away) if reduces else (),
+        visits=tuple(map(tuple, visits)),
+        gather=tuple(gather),
+        reduce=tuple(reduce) if reduces else (),
         reduces=reduces,
-        phases=tuple(range(len(distances))),
+        by_link=shared and topology.levels == 2,
+        phases=tuple(range(len(order))),
     ).keeping(_kept(topology, Link.INTER))
+
+
+def _distance(topology: Topology, rank: int, owner: int) -> tuple[int, int]:
+    """By how many nodes, and by how many places in a node, a rank comes after an owner."""
+    nodes, places = topology.node(rank) - topology.node(owner), topology.local_rank(rank) - topology.local_rank(owner)
+    return nodes % topology.nodes, places % topology.ranks_per_node
+
+
+def _in_groups(distances: set[tuple[int, int]], reduces: bool) -> list[list[tuple[int, int]]]:
+    """Distances in the order of visits, by node; half of those at home come last if there are sums to bring home."""
+    with_hubs = {(0, 0), *distances, *((nodes, 0) for nodes, _ in distances)}
+    home, *others = ([*group] for _, group in groupby(sorted(with_hubs), key=lambda distance: distance[0]))
+    head = -(-len(home) // 2) if reduces and others else len(home)
+    return [home[:head], *others, *([home[head:]] if head < len(home) else [])]
 
 
 def _kept(topology: Topology, last_hop: Link) -> float:
@@ -204,4 +230,5 @@ def default_schedule_name(topology: Topology) -> str:
 SCHEDULES: Mapping[str, Callable[[Topology, bool, Needs | None], Schedule]] = MappingProxyType(
     {schedule.__name__: schedule for schedule in (flat_ring, two_level_ring, direct)}
 )
-SPARSE = (direct.__name__,)  # which may send less than the usual one where a mask leaves little
+# May send less than the usual one where a mask leaves little, and are made of what is needed; others are only pruned.
+SPARSE = (direct.__name__,)

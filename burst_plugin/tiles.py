@@ -37,8 +37,8 @@ __all__ = [
     "RunIndex",
     "Tile",
     "banded",
+    "check_strides",
     "key_rows",
-    "merged",
     "tiles_of",
 ]
 
@@ -143,17 +143,22 @@ class RunIndex:
         return range(bisect_left(self._lasts, first), bisect_right(self._starts, last))
 
 
-def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-    """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
-
-    Runs are in ascending order of their starts. Raises ValueError for runs of unlike strides.
-    """
-    strides = {run.stride for run in (*q_runs, *k_runs)}
+def check_strides(runs: Iterable[Run]) -> None:
+    """Raise ValueError for runs of unlike strides."""
+    strides = {run.stride for run in runs}
     if len(strides) > 1:
         raise ValueError(
             f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
             "striped or neither (layout= of Strategy or Tokens)"
         )
+
+
+def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+    """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
+
+    Runs are in ascending order of their starts. Raises ValueError for runs of unlike strides.
+    """
+    check_strides((*q_runs, *k_runs))
     keys = RunIndex(k_runs)
     k_offsets = [0, *accumulate(run.length for run in k_runs)]
     tiles: list[Tile] = []
@@ -257,17 +262,6 @@ def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
     yield Tile(q, q + square, k, k + square, ANTICAUSAL)
     if k + square < k_stop:
         yield Tile(q, q + square, k + square, k_stop)
-
-
-def merged(parts: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Ranges of rows, (start, stop), in ascending order; what touches or overlaps is one."""
-    spans: list[tuple[int, int]] = []
-    for rows in sorted(parts):
-        if spans and rows[0] <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], rows[1]))
-        else:
-            spans.append(rows)
-    return tuple(spans)
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:

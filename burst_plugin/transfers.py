@@ -17,15 +17,15 @@ step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["Needs", "RankSchedule", "Rows", "Schedule", "ScheduleError", "Step", "Transfer"]
+__all__ = ["Needs", "RankSchedule", "Rows", "Schedule", "ScheduleError", "Step", "Transfer", "merged", "union"]
 
 
 class ScheduleError(ValueError):
@@ -37,6 +37,24 @@ _NEVER = 1 << 62  # a step that does not come
 Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
 # needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
 Needs = Sequence[Mapping[int, Rows | None]]
+
+
+def merged(parts: Iterable[tuple[int, int]]) -> Rows:
+    """Ranges of rows in ascending order; what touches or overlaps is one."""
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(parts):
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+        else:
+            spans.append((start, stop))
+    return tuple(spans)
+
+
+def union(needed: Iterable[Rows | None]) -> Rows | None:
+    """The rows that any of these needs; None is all."""
+    several = list(needed)
+    known = [rows for rows in several if rows is not None]
+    return merged(chain.from_iterable(known)) if len(known) == len(several) else None
 
 
 class Transfer(NamedTuple):
@@ -169,7 +187,7 @@ class Schedule:
         for t in mine:
             issue[t.issue].append(t)
             due[t.due].append(t)
-            if t.traffic is Traffic.GATHER and t.src == rank and t.rows is None:
+            if t.traffic is Traffic.GATHER and t.src == rank and (t.rows is None or self.owner(t.block) != rank):
                 needed[t.block] = max(needed.get(t.block, 0), t.due)
         rest = last - len(self.visits[rank])
         visits, turns = [*self.visits[rank], *[None] * rest], [*self.turns(rank), *[0] * rest]
@@ -312,8 +330,11 @@ class Schedule:
         return self
 
     def _rows_needed(self, t: Transfer, needs: Needs) -> Rows | None:
-        owner = self.owner(t.block)
-        return needs[t.src if t.dst == owner else t.dst].get(owner)
+        """What the rank needs, inside the owner's node; elsewhere what ranks of that node do."""
+        owner, rank = self.owner(t.block), t.dst if t.traffic is Traffic.GATHER else t.src
+        if self.topology.link(owner, rank) is Link.INTRA:
+            return needs[rank].get(owner)
+        return union(needs[peer][owner] for peer in self.topology.node_peers(rank) if owner in needs[peer])
 
     def _validate_gather(self) -> None:
         held_from = {(self.owner(block), block): 0 for block in range(self.ranks * self.parts)}

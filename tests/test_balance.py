@@ -15,6 +15,7 @@ from burst_plugin import (
     Full,
     Keys,
     Mask,
+    PerRow,
     SlidingWindow,
     Strategy,
     Tokens,
@@ -113,9 +114,39 @@ def test_short_sequences_are_not_cut_into_shreds() -> None:
     assert [call.args[2] for call in dealt.mock_calls] == [4]
 
 
+def test_queries_and_keys_of_unlike_strides_are_refused_by_every_rank() -> None:
+    """Also by those that would find nothing to do."""
+    mask = SlidingWindow(0) & Documents((0, 6, 8, 16), lengths=(0, 2, 0))
+    q, kv = Tokens(16, layout="striped"), Tokens(16, layout="contiguous")
+    for rank in range(4):
+        table = RouteTable(Topology(1, 4), Strategy())
+        with pytest.raises(ValueError, match="runs of unlike strides do not make tiles"):
+            table.route(rank, Attending(q, kv, mask), "kv", True)
+
+
+def test_batch_rows_of_unlike_documents_count_as_one() -> None:
+    """Computing is that of all rows, and what is sent is too: as if all had the same documents."""
+    starts = long_tailed(3)
+    documents, table = Documents(starts), RouteTable(Topology(4, 8), Strategy(layout="auto"))
+    one, many = Causal() & documents, Causal() & PerRow((documents,) * 16)
+    assert choose_tokens(table, starts[-1], one) == choose_tokens(table, starts[-1], many)
+    plain = Tokens(starts[-1], layout="contiguous")
+    times = [
+        balance._times(table, attending, {side: balance._work(attending, side) for side in SIDES})
+        for attending in (Attending(plain, plain, one), Attending(plain, plain, many))
+    ]
+    assert times[0] == times[1]
+
+
+def test_fewer_tokens_than_chunks() -> None:
+    assert balance._by_chunk(torch.tensor([5, 1, 2]), 6).tolist() == [0, 5, 0, 1, 0, 2]
+
+
 def test_chunks_for_another_number_of_ranks_are_refused() -> None:
     cp = ContextParallel()
-    with pytest.raises(ValueError, match=r"Tokens\(length=8, holders=\(0, 1\)\) is dealt out to 2 ranks, but the"):
+    with pytest.raises(
+        ValueError, match=r"Tokens\(holders=\(0, 1\)\) deals out to 2 ranks, but the context-parallel group has 1"
+    ):
         cp.shard(torch.zeros(1, 8), tokens=Tokens(8, holders=(0, 1)))
 
 
@@ -249,7 +280,7 @@ def test_of_many_ranks_only_those_near_by_are_looked_at(
 
 
 def test_where_too_many_meet_blocks_go_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "_MOST_MEETINGS", 1000)
+    monkeypatch.setattr(needs, "_MOST_MEETINGS", 2000)
     table = RouteTable(Topology(8, 40), Strategy(schedule="flat_ring"))
     attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(50))
     assert table.pairs(attending).needs("kv") is None
@@ -277,3 +308,13 @@ def test_packed_documents_that_need_everything_are_not_looked_through() -> None:
     with mock.patch.object(needs._Meetings, "of", autospec=True, side_effect=needs._Meetings.of) as looked_at:
         assert table.route(3, attending, "kv", True).schedule.name == "two_level_ring"
     assert looked_at.call_count == 3
+
+
+def test_three_ranks_are_not_looked_at_for_long() -> None:
+    """64 ranks, 1000 documents dealt out one by one: each of these meets some 129 runs of every document."""
+    starts = tuple(range(0, 1000 * 512 + 1, 512))
+    mask, tokens = Causal() & Documents(starts), Tokens(starts[-1], starts)
+    table = RouteTable(Topology(8, 8), Strategy())
+    with mock.patch.object(needs, "key_rows", side_effect=key_rows) as looked_at:
+        assert table.pairs(Attending(tokens, tokens, mask)).needs("kv") is None
+    assert looked_at.call_count <= 3 * 200_000 / 64

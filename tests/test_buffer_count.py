@@ -36,7 +36,9 @@ def test_a_two_level_ring_needs_no_more_than_documented(topology: Topology) -> N
 def test_no_more_is_documented_than_is_needed() -> None:
     assert most_held(two_level_ring(Topology(4, 4), reduces=False)) == Held(4, 0)
     assert most_held(two_level_ring(Topology(4, 4))) == Held(5, 6)
-    assert most_held(direct(Topology(4, 4))) == Held(3, 3)
+    assert most_held(direct(Topology(1, 4))) == Held(3, 3)
+    assert most_held(direct(Topology(4, 4), reduces=False)) == Held(5, 0)
+    assert most_held(direct(Topology(4, 4))) == Held(5, 6)
 
 
 def leased_at_once(ring: VirtualRing, mask: Mask) -> Counter[int]:
@@ -80,6 +82,12 @@ def test_rings_lease_what_was_counted(schedule: str, topology: Topology, parts: 
     for member in ring.members:
         held = member.transport.pool.allocated_bytes
         assert held <= most[operands] * operands + most[sums] * sums
+
+
+def test_rows_are_let_go_of_when_they_have_been_worked_on() -> None:
+    """What is visited, what comes next, and rows of its own block on their way out."""
+    needs = [{rank: None, **dict.fromkeys(range(rank), ((0, 1),))} for rank in range(6)]
+    assert most_held(direct(Topology(1, 6), reduces=False, needs=needs)) == Held(3, 0)
 
 
 def test_what_is_sent_by_rows_is_counted_while_it_is_on_its_way() -> None:

@@ -54,7 +54,8 @@ def _exactness(rank: int, strategy: Strategy, mask: Mask, tokens: Tokens | None)
         (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, DOCUMENTS), "two_level_ring"),
         (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, layout="striped"), "two_level_ring"),
         (Full() & key_padding(PADDED), Tokens(LENGTH), "two_level_ring"),
-        (SlidingWindow(9), None, "two_level_ring"),  # 61 tokens are few: striped is more even than contiguous
+        (SlidingWindow(9), None, "direct"),
+        (Causal() & Documents((0, 30, 61)), Tokens(LENGTH, holders=(2, 3, 1, 0, 0, 1)), "direct"),
     ],
     ids=str,
 )

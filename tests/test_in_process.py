@@ -11,21 +11,26 @@ import pytest
 import torch
 
 from burst_plugin import (
+    Documents,
+    Keys,
     Link,
     Mask,
     RingError,
     Scores,
     SlidingWindow,
     Strategy,
+    Tokens,
     Topology,
     Traffic,
     VirtualRing,
+    direct,
     needs,
 )
 from burst_plugin.executor import RingPass, lockstep
 from burst_plugin.in_process import HostileNetwork, InProcessTransport
 from burst_plugin.mask import Causal
 from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Packing
+from burst_plugin.routes import Attending
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.transport import Channel, Message
 from tests.support.reference import Problem, Result, errors, reference, relative
@@ -186,6 +191,30 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     grads = torch.autograd.grad(out, (q, k, v), problem.dout)
     found = errors(Result(out.detach(), *grads), reference(problem, Causal()))
     assert max(found.values()) < 1e-13, found
+
+
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(2, 4), Topology(3, 2)], ids=str)
+def test_rows_that_two_ranks_of_a_node_need_are_handed_on_and_their_sums_added_up(
+    topology: Topology, traveller: str
+) -> None:
+    """Of the last block of the first node all but the first row, and but keys that are masked."""
+    length = 8 * topology.ranks
+    last = 8 * topology.ranks_per_node
+    problem = Problem.draw(length, (2, 2), dtype=torch.float64)
+    mask = Documents((0, last - 7, length - 4, length)) & Keys(((0, last - 6), (last - 4, length)))
+    strategy = Strategy(schedule="direct", forward=traveller, backward=traveller, layout="contiguous")
+    ring = VirtualRing(topology, strategy)
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out, _ = ring.attention(q, k, v, mask=mask)
+    grads = torch.autograd.grad(out, (q, k, v), problem.dout)
+    found = errors(Result(out.detach(), *grads), reference(problem, mask))
+    assert max(found.values()) < 1e-13, found
+    table = ring.members[0].route_table
+    schedule = direct(topology, needs=table.pairs(Attending(Tokens(length), Tokens(length), mask)).needs("kv"))
+    crossing = [t for t in schedule.gather if t.link is Link.INTER and t.block == topology.ranks_per_node - 1]
+    assert {t.rows for t in crossing} == {((1, 2), (4, 8))}
+    assert schedule.by_link
 
 
 @pytest.mark.parametrize("labelled", [False, True])

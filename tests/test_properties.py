@@ -41,7 +41,8 @@ from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Pairs
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.sides import SIDES, Side
-from burst_plugin.tiles import Regions, merged, tiles_of
+from burst_plugin.tiles import Regions, tiles_of
+from burst_plugin.transfers import merged
 from tests.support.reference import NAMES, Problem, Result, errors, reference
 
 SOAK = int(os.environ.get("BURST_SOAK", "0"))
@@ -60,7 +61,7 @@ class Drawn:
     problem: Problem
     mask: Mask
     scores: Scores
-    tokens: Tokens | None
+    tokens: Tokens | tuple[Tokens, Tokens] | None
     seed: int
     at_once: int  # contributions that wait for each other, as on GPUs
 
@@ -149,7 +150,10 @@ def cases(draw: st.DrawFn) -> Drawn:
     )
     documents = cu_seqlens(q_len).map(lambda cu: Tokens(q_len, cu))
     chunks = holders(topology.ranks).map(lambda holders: Tokens(q_len, holders=holders))
-    tokens = draw(st.one_of(st.none(), documents, chunks)) if q_len == kv_len else None
+    tokens: Tokens | tuple[Tokens, Tokens] | None = draw(st.one_of(st.none(), documents, chunks))
+    if q_len != kv_len:
+        keys = holders(topology.ranks).map(lambda holders: Tokens(kv_len, holders=holders))
+        tokens = draw(st.one_of(st.none(), st.tuples(chunks, keys)))
     seed, at_once = draw(st.integers(0, 9)), draw(st.sampled_from([1, 1, 2, 3, 4]))
     return Drawn(topology, strategy, problem, draw(masks(q_len, kv_len)), scores, tokens, seed, at_once)
 
@@ -239,7 +243,11 @@ def test_schedules_of_needs_are_exact(topology: Topology, reduces: bool, density
         dense = make(topology, reduces, None)
         assert len(schedule.gather) <= len(dense.gather)
         assert len(schedule.reduce) <= len(dense.reduce)
-        if name == "direct":
+        sent, worked_on = {(t.src, t.block) for t in schedule.gather}, {(r, o) for r in everyone for o in needs[r]}
+        assert all((t.dst, t.block) in sent | worked_on for t in schedule.gather), "nothing travels in vain"
+        arrived = {(t.dst, t.block) for t in schedule.reduce}
+        assert all((t.src, t.block) in arrived | worked_on for t in schedule.reduce)
+        if name == "direct" and topology.nodes == 1:
             assert len(schedule.gather) == pairs
             assert len(schedule.reduce) == pairs * reduces
 

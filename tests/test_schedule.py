@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from burst_plugin import Link, Schedule, ScheduleError, Topology, Traffic, Transfer, flat_ring, two_level_ring
+from burst_plugin import Link, Schedule, ScheduleError, Topology, Traffic, Transfer, direct, flat_ring, two_level_ring
 from burst_plugin.schedule import SCHEDULES
 
 TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 4), (5, 3), (16, 8), (64, 8)]
@@ -118,6 +119,52 @@ def test_the_last_hop_home_hides_behind_work_that_was_kept(name: str, topology: 
         assert (turns[0], turns[last]) == (0, 1)
         assert work[last] == (0.5 if slow else 0.25) / parts
         assert sum(work) == topology.ranks
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 4), Topology(4, 2), Topology(1, 6), Topology(6, 1)], ids=str)
+@pytest.mark.parametrize("density", [0.3, 0.6, 1.0])
+def test_direct_sends_to_another_node_once_what_is_needed_there(topology: Topology, density: float) -> None:
+    drawn, everyone = random.Random(1), range(topology.ranks)
+    some = [{o: ((r % 3, 4 + o),) for o in everyone if r == o or drawn.random() < density} for r in everyone]
+    schedule = direct(topology, needs=some).validate(some)
+    for owner in everyone:
+        for node in range(topology.nodes):
+            needing = [rank for rank in topology.node_peers(node * topology.ranks_per_node) if owner in some[rank]]
+            crossing = [
+                t
+                for t in schedule.gather
+                if t.block == owner and t.link is Link.INTER and topology.node(t.dst) == node
+            ]
+            back = [
+                t
+                for t in schedule.reduce
+                if t.block == owner and t.link is Link.INTER and topology.node(t.src) == node
+            ]
+            if not needing or node == topology.node(owner):
+                assert crossing == back == []
+                continue
+            (there,), (home,) = crossing, back
+            hub = topology.rank(node, owner)
+            assert (there.src, there.dst, home.src, home.dst) == (owner, hub, hub, owner)
+            assert there.rows == home.rows == ((min(rank % 3 for rank in needing), 4 + owner),)
+
+
+def test_direct_goes_straight_to_ranks_that_share_nothing() -> None:
+    """Each needs the block before its own: as many transfers as seams, on one communicator."""
+    some = [{rank: None, **({rank - 1: ((6, 8),)} if rank else {})} for rank in range(8)]
+    schedule = direct(Topology(2, 4), needs=some).validate(some)
+    assert [(t.src, t.dst) for t in sorted(schedule.gather, key=lambda t: t.src)] == [(r, r + 1) for r in range(7)]
+    assert not schedule.by_link
+    assert direct(Topology(2, 4), needs=[*some[:7], {**some[7], 3: None}]).by_link, "4 and 7 need block 3"
+
+
+def test_direct_crosses_behind_the_work_on_another_node() -> None:
+    """4x2: a block leaves while that of the node before is worked on, and its sums while that of the one after is."""
+    schedule = direct(Topology(4, 2))
+    assert {t.due - t.issue for t in schedule.gather if t.link is Link.INTER} == {1, 2}
+    first = [t for t in schedule.gather if t.link is Link.INTER and t.due == 1]
+    assert len(first) == 8, "only what comes first has nothing but a part of the home node's work to hide behind"
+    assert sorted({(t.issue, t.due) for t in schedule.reduce if t.link is Link.INTER}) == [(4, 6), (6, 8), (8, 9)]
 
 
 def test_nothing_is_kept_inside_one_node_or_where_nothing_comes_home() -> None:

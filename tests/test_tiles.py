@@ -12,6 +12,7 @@ from burst_plugin.layout import LAYOUTS, Run, positions
 from burst_plugin.region import Region, allowed
 from burst_plugin.tile_cuts import cut, in_turns
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, tiles_of
+from burst_plugin.transfers import merged, union
 
 MOST = 65535  # pieces of a tile
 
@@ -168,6 +169,14 @@ def test_bands_over_one_rectangle() -> None:
 def test_full_rectangles_join() -> None:
     mask = Documents((0, 8, 16)) & Keys(((0, 6), (6, 16)))
     assert tiles(mask, (16, 16), (Run(0, 16),), (Run(0, 16),)) == (Tile(0, 8, 0, 8), Tile(8, 16, 8, 16))
+
+
+def test_ranges_of_rows_are_merged() -> None:
+    assert merged([(12, 16), (2, 8), (0, 4)]) == ((0, 8), (12, 16))
+    assert merged([(2, 4), (0, 9), (9, 11)]) == ((0, 11),)
+    assert merged([]) == ()
+    assert union([((0, 2),), ((5, 6), (1, 3))]) == ((0, 3), (5, 6))
+    assert union([((0, 2),), None]) is None
 
 
 def test_regions_are_found_whatever_their_order_and_length() -> None:
