@@ -31,10 +31,10 @@ a line at the end.
 `direct`, 2 nodes x 2 ranks, where few need anything of each other; `.` is no visit:
 
                step   0   1   2   3
-    node 0   rank 0   0   .   .   .       owners send just the rows that are needed: inside a node to everyone who
-             rank 1   1   0   .   .       needs some; to another node once, what is needed there, to their
-    node 1   rank 2   2   .   .   1       counterpart (3 is that of 1), which hands it on (to 2) and adds up the sums
-             rank 3   3   2 |*1   .       on their way back
+    node 0   rank 0   0   .   .   .       owners send just the rows that are needed, to who needs them; but where
+             rank 1   1   0   .   .       ranks of another node need the same block (2 and 3 that of 1), once to the
+    node 1   rank 2   2   .   .   1       counterpart there (3), which hands it on (to 2) and adds up the sums on
+             rank 3   3   2 |*1   .       their way back
 
 Wherever sums come home over several nodes a rank visits its own block in two turns like that; inside one node the
 last hop is short, and one tile is faster than two.
@@ -46,8 +46,8 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, groupby
 from types import MappingProxyType
 
 from burst_plugin.topology import Link, Topology, Traffic
@@ -144,26 +144,19 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
 def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
     """From the owner to those that need rows of its block, and back (drawn at the top of this file).
 
-    Inside the owner's node to each of them just the rows that it needs. To another node what ranks there need, once:
-    to the owner's counterpart, which hands it on, adds up their sums, and sends these back; or, if it is one rank
-    everywhere that needs it, to that. Steps are those of the ring of two levels at which any rank needs anything.
+    Everyone is sent just the rows that it needs. But where ranks of another node need the same block, all that cross
+    go over counterparts: an owner sends to its own there, once, what that node needs, which hands it on, adds up the
+    sums, and sends these back. Steps are those at which any rank needs anything, or a counterpart is sent something.
     Without `needs` everybody needs everything.
     """
     wanted: Needs = needs if needs is not None else [dict.fromkeys(range(topology.ranks))] * topology.ranks
-    groups = _in_groups({_distance(topology, r, o) for r, owners in enumerate(wanted) for o in owners}, reduces)
-    order = [distance for group in groups for distance in group]
-    step_of = {distance: step for step, distance in enumerate(order)}
-    group_of = {distance: number for number, group in enumerate(groups) for distance in group}
-    visits: list[list[int | None]] = [[None] * len(order) for _ in wanted]
-    visitors = defaultdict[tuple[int, int], list[tuple[int, int]]](list)  # by owner and node: (step, rank)
-    for rank, owners in enumerate(wanted):
-        for owner in owners:
-            step = step_of[_distance(topology, rank, owner)]
-            visits[rank][step] = owner
-            if rank != owner:
-                visitors[owner, topology.node(rank)].append((step, rank))
-    # Where no node has two ranks that need the same block, there is nothing to hand on.
-    shared = any(len(there) > 1 for (owner, node), there in visitors.items() if node != topology.node(owner))
+    pairs = [(rank, owner) for rank, owners in enumerate(wanted) for owner in owners]
+    visitors = defaultdict[tuple[int, int], list[int]](list)  # by owner, and another node than its own
+    for rank, owner in pairs:
+        if topology.link(owner, rank) is Link.INTER:
+            visitors[owner, topology.node(rank)].append(rank)
+    over_counterparts = any(len(ranks) > 1 for ranks in visitors.values())
+    steps = _Steps(topology, pairs, reduces, by_node=over_counterparts)
     gather, reduce = [], []
 
     def send(
@@ -172,47 +165,71 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
         gather.append(Transfer(Traffic.GATHER, owner, src, dst, topology.link(src, dst), *there, rows))
         reduce.append(Transfer(Traffic.REDUCE, owner, dst, src, topology.link(src, dst), *back, rows))
 
-    for (owner, node), there in visitors.items():
-        there.sort()
-        if node == topology.node(owner):
-            for step, rank in there:
-                send(owner, owner, rank, wanted[rank][owner], (step - 1, step), (step + 1, step + 2))
-            continue
-        hub = topology.rank(node, topology.local_rank(owner)) if shared else there[0][1]
-        rows = union(wanted[rank][owner] for _, rank in there)
-        first = step_of[_distance(topology, hub, owner)]
-        others = [(step, rank) for step, rank in there if rank != hub]
-        for step, rank in others:
-            send(owner, hub, rank, rows, (step - 1, step), (step + 1, step + 2))
-        # Across behind as much work as the group before has, and back behind as much as the next one.
-        number, summed = group_of[order[first]], others[-1][0] + 2 if others else first + 1
-        before, after = (sum(map(len, groups[n : n + 1])) for n in (number - 1, number + 1))
-        home = max(summed + 1, min(summed + after, len(order)))
-        send(owner, owner, hub, rows, (first - before, first), (summed, home))
+    def send_at_once(owner: int, src: int, dst: int, rows: Rows | None) -> None:
+        step = steps.of(dst, owner)
+        send(owner, src, dst, rows, (step - 1, step), (step + 1, step + 2))
+
+    for rank, owner in pairs:
+        if rank != owner and not (over_counterparts and topology.link(owner, rank) is Link.INTER):
+            send_at_once(owner, owner, rank, wanted[rank][owner])
+    for (owner, node), ranks in visitors.items() if over_counterparts else ():
+        counterpart, rows = topology.rank(node, topology.local_rank(owner)), union(wanted[r][owner] for r in ranks)
+        others = [rank for rank in ranks if rank != counterpart]
+        for rank in others:
+            send_at_once(owner, counterpart, rank, rows)
+        # Behind the group of steps before, and back behind as many as there are in the next one.
+        first = steps.of(counterpart, owner)
+        summed = max([first + 1, *(steps.of(rank, owner) + 2 for rank in others)])
+        before, after = steps.around(first)
+        home = max(summed + 1, min(summed + after, len(steps.order)))
+        send(owner, owner, counterpart, rows, (first - before, first), (summed, home))
     return Schedule(
         name="direct",
         topology=topology,
-        visits=tuple(map(tuple, visits)),
+        visits=tuple(steps.visits(rank, wanted[rank]) for rank in range(topology.ranks)),
         gather=tuple(gather),
         reduce=tuple(reduce) if reduces else (),
         reduces=reduces,
-        by_link=shared and topology.levels == 2,
-        phases=tuple(range(len(order))),
+        by_link=over_counterparts,
+        phases=tuple(range(len(steps.order))),
     ).keeping(_kept(topology, Link.INTER))
 
 
-def _distance(topology: Topology, rank: int, owner: int) -> tuple[int, int]:
-    """By how many nodes, and by how many places in a node, a rank comes after an owner."""
-    nodes, places = topology.node(rank) - topology.node(owner), topology.local_rank(rank) - topology.local_rank(owner)
-    return nodes % topology.nodes, places % topology.ranks_per_node
+class _Steps:
+    """The steps of `direct`: distances between ranks and the owners that they visit, (nodes, ranks).
 
+    `by_node` they are in groups as those of `two_level_ring`, each beginning with the visit to counterparts; else
+    ranks are counted through all nodes, in one group.
+    """
 
-def _in_groups(distances: set[tuple[int, int]], reduces: bool) -> list[list[tuple[int, int]]]:
-    """Distances in the order of visits, by node; half of those at home come last if there are sums to bring home."""
-    with_hubs = {(0, 0), *distances, *((nodes, 0) for nodes, _ in distances)}
-    home, *others = ([*group] for _, group in groupby(sorted(with_hubs), key=lambda distance: distance[0]))
-    head = -(-len(home) // 2) if reduces and others else len(home)
-    return [home[:head], *others, *([home[head:]] if head < len(home) else [])]
+    def __init__(self, topology: Topology, pairs: Sequence[tuple[int, int]], reduces: bool, by_node: bool) -> None:
+        self._nodes, self._width = (topology.nodes, topology.ranks_per_node) if by_node else (1, topology.ranks)
+        distances = {(0, 0), *(self._distance(*pair) for pair in pairs)}
+        ordered = sorted({*distances, *((nodes, 0) for nodes, _ in distances)})
+        home, *others = ([*group] for _, group in groupby(ordered, key=lambda distance: distance[0]))
+        head = -(-len(home) // 2) if reduces and others else len(home)
+        self._groups = [home[:head], *others, *([home[head:]] if head < len(home) else [])]
+        self.order = [distance for group in self._groups for distance in group]
+        self._step_of = {distance: step for step, distance in enumerate(self.order)}
+
+    def _distance(self, rank: int, owner: int) -> tuple[int, int]:
+        (node, place), (other, elsewhere) = divmod(rank, self._width), divmod(owner, self._width)
+        return (node - other) % self._nodes, (place - elsewhere) % self._width
+
+    def of(self, rank: int, owner: int) -> int:
+        """The step at which a rank visits an owner's block."""
+        return self._step_of[self._distance(rank, owner)]
+
+    def visits(self, rank: int, owners: Iterable[int]) -> tuple[int | None, ...]:
+        """The owner that a rank visits at each step, of these."""
+        at = {self.of(rank, owner): owner for owner in owners}
+        return tuple(at.get(step) for step in range(len(self.order)))
+
+    def around(self, step: int) -> tuple[int, int]:
+        """How many steps the groups before and after that of a step have."""
+        lengths = [0, *map(len, self._groups), 0]
+        group = sum(end <= step for end in accumulate(map(len, self._groups)))
+        return lengths[group], lengths[group + 2]
 
 
 def _kept(topology: Topology, last_hop: Link) -> float:

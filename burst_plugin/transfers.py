@@ -323,6 +323,9 @@ class Schedule:
                 or t.link is not self.topology.link(t.src, t.dst)
             ):
                 raise ScheduleError(f"{self.name}: impossible transfer {t}")
+            counterparts = self.topology.local_rank(t.src) == self.topology.local_rank(t.dst)
+            if self.by_link and t.link is Link.INTER and not counterparts:
+                raise ScheduleError(f"{self.name}: no communicator for {t}: by link, only counterparts have one")
             if t.rows is not None and (needs is None or self._rows_needed(t, needs) != t.rows):
                 raise ScheduleError(f"{self.name}: not the rows that are needed: {t}")
         self._validate_gather()
