@@ -149,6 +149,12 @@ def test_direct_sends_to_another_node_once_what_is_needed_there(topology: Topolo
             assert there.rows == home.rows == ((min(rank % 3 for rank in needing), 4 + owner),)
 
 
+def test_by_link_only_counterparts_have_a_communicator_between_nodes() -> None:
+    """A flat ring crosses from the last rank of a node to the first of the next."""
+    with pytest.raises(ScheduleError, match="flat_ring: no communicator for Transfer.* only counterparts have one"):
+        replace(flat_ring(Topology(2, 2)), by_link=True).validate()
+
+
 def test_direct_goes_straight_to_ranks_that_share_nothing() -> None:
     """Each needs the block before its own: as many transfers as seams, on one communicator."""
     some = [{rank: None, **({rank - 1: ((6, 8),)} if rank else {})} for rank in range(8)]
