@@ -151,7 +151,7 @@ def test_direct_sends_to_another_node_once_what_is_needed_there(topology: Topolo
 
 def test_by_link_only_counterparts_have_a_communicator_between_nodes() -> None:
     """A flat ring crosses from the last rank of a node to the first of the next."""
-    with pytest.raises(ScheduleError, match="flat_ring: no communicator for Transfer.* only counterparts have one"):
+    with pytest.raises(ScheduleError, match=r"flat_ring: no communicator for Transfer.* only counterparts have one"):
         replace(flat_ring(Topology(2, 2)), by_link=True).validate()
 
 
