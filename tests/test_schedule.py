@@ -161,6 +161,8 @@ def test_direct_goes_straight_to_ranks_that_share_nothing() -> None:
     schedule = direct(Topology(2, 4), needs=some).validate(some)
     assert [(t.src, t.dst) for t in sorted(schedule.gather, key=lambda t: t.src)] == [(r, r + 1) for r in range(7)]
     assert not schedule.by_link
+    assert {(t.issue, t.due) for t in schedule.gather} == {(0, 1)}, "behind the work on its own block"
+    assert {(t.issue, t.due) for t in schedule.reduce} == {(2, 3)}, "behind what is kept of it"
     assert direct(Topology(2, 4), needs=[*some[:7], {**some[7], 3: None}]).by_link, "4 and 7 need block 3"
 
 
