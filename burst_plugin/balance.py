@@ -70,12 +70,18 @@ def _candidates(table: RouteTable, length: int, work: Mapping[Side, Tensor], ali
     def allowed(tokens: Tokens) -> bool:
         return not alike or len(set(map(token_count, table.shards(tokens)))) == 1
 
+    def is_even(tokens: Tokens) -> bool:
+        return all(_uneven(_shares(table, tokens, work[home])) <= GOOD for home in SIDES)
+
     found = [*filter(allowed, (Tokens(length, layout=layout) for layout in ("zigzag", "contiguous")))]
+    even = any(map(is_even, found))
     for number in _CHUNKS:
-        even = any(max(_uneven(_shares(table, tokens, work[home])) for home in SIDES) <= GOOD for tokens in found)
         if even or (number > _CHUNKS[0] and length < number * _SHORTEST * table.cp_ranks):
             break
-        found += filter(allowed, [Tokens(length, holders=_dealt(table, work, number))])
+        in_chunks = Tokens(length, holders=_dealt(table, work, number))
+        if allowed(in_chunks):
+            found.append(in_chunks)
+            even = is_even(in_chunks)
     return found
 
 

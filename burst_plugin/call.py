@@ -24,6 +24,7 @@ from burst_plugin.member import Member
 from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Part, PassCargo
 from burst_plugin.routes import Attending, Route
+from burst_plugin.row_ranges import Rows
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import Shapes
 from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
@@ -34,7 +35,6 @@ from burst_plugin.tile_cuts import cut, in_turns, one_by_one, together
 from burst_plugin.tile_work import NO_POSITIONS, TileWork, VisitPositions
 from burst_plugin.tiles import FULL, Tile
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import Rows
 from burst_plugin.ulysses import HeadExchange
 
 __all__ = ["Call", "CallKind", "Extras"]

@@ -26,10 +26,10 @@ from torch import Tensor
 from burst_plugin.itinerary import Itinerary, Post
 from burst_plugin.packing import Buffer, Packing
 from burst_plugin.profile import Profile
+from burst_plugin.row_ranges import Rows
 from burst_plugin.sides import Direction
 from burst_plugin.sums import Place, TileSums
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import Rows
 from burst_plugin.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 
 __all__ = [

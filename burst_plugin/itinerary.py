@@ -10,8 +10,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from burst_plugin.packing import Packing
+from burst_plugin.row_ranges import Rows
 from burst_plugin.topology import Traffic
-from burst_plugin.transfers import RankSchedule, Rows, Step, Transfer
+from burst_plugin.transfers import RankSchedule, Step, Transfer
 from burst_plugin.transport import Channel
 
 __all__ = ["Batch", "Itinerary", "Post"]

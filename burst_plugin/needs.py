@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from burst_plugin.layout import Run, token_count
+from burst_plugin.row_ranges import Rows, merged
 from burst_plugin.tiles import Regions, RunIndex, key_rows
-from burst_plugin.transfers import Rows, merged
 
 __all__ = ["NeededRows", "find_needs"]
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels import Queries
+from burst_plugin.row_ranges import Rows
 from burst_plugin.rows import take_rows
 from burst_plugin.sides import Side
 from burst_plugin.softmax import project
 from burst_plugin.sums import OwnSums, Place, PlainSums, SoftmaxSums, TileSums, in_parts
 from burst_plugin.tile_work import TileWork, VisitPositions
 from burst_plugin.tiles import Tile
-from burst_plugin.transfers import Rows
 
 __all__ = ["Part", "PassCargo", "Tensors", "backward_parts", "forward_parts"]
 

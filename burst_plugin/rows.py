@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from burst_plugin.transfers import Rows
+from burst_plugin.row_ranges import Rows
 
 __all__ = ["rows_of", "take_rows", "token_dim"]
 

@@ -50,8 +50,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from types import MappingProxyType
 
+from burst_plugin.row_ranges import Rows, union
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.transfers import Needs, Rows, Schedule, Transfer, union
+from burst_plugin.transfers import Needs, Schedule, Transfer
 
 __all__ = ["SCHEDULES", "SPARSE", "default_schedule_name", "direct", "flat_ring", "two_level_ring"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from burst_plugin.packing import Spec
+from burst_plugin.row_ranges import Rows
 from burst_plugin.rows import rows_of, token_dim
 from burst_plugin.sides import Side
 from burst_plugin.softmax import add_, at_once, merge_
 from burst_plugin.tiles import Tile
-from burst_plugin.transfers import Rows
 
 __all__ = ["OwnSums", "PlainSums", "Room", "SoftmaxSums", "TileSums", "in_parts"]
 

@@ -17,15 +17,16 @@ step d; it has the steps s .. d-1 to hide behind. What a rank computes at step s
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
+from burst_plugin.row_ranges import Rows, union
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["Needs", "RankSchedule", "Rows", "Schedule", "ScheduleError", "Step", "Transfer", "merged", "union"]
+__all__ = ["Needs", "RankSchedule", "Schedule", "ScheduleError", "Step", "Transfer"]
 
 
 class ScheduleError(ValueError):
@@ -34,27 +35,8 @@ class ScheduleError(ValueError):
 
 _NEVER = 1 << 62  # a step that does not come
 
-Rows = tuple[tuple[int, int], ...]  # (start, stop) of rows of a block, ascending
 # needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
 Needs = Sequence[Mapping[int, Rows | None]]
-
-
-def merged(parts: Iterable[tuple[int, int]]) -> Rows:
-    """Ranges of rows in ascending order; what touches or overlaps is one."""
-    spans: list[tuple[int, int]] = []
-    for start, stop in sorted(parts):
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
-        else:
-            spans.append((start, stop))
-    return tuple(spans)
-
-
-def union(needed: Iterable[Rows | None]) -> Rows | None:
-    """The rows that any of these needs; None is all."""
-    several = list(needed)
-    known = [rows for rows in several if rows is not None]
-    return merged(chain.from_iterable(known)) if len(known) == len(several) else None
 
 
 class Transfer(NamedTuple):

@@ -40,10 +40,10 @@ from burst_plugin.layout import LAYOUTS, Layout, in_chunks
 from burst_plugin.packing import Packing
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, Pairs
+from burst_plugin.row_ranges import merged
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.sides import SIDES, Side
 from burst_plugin.tiles import Regions, tiles_of
-from burst_plugin.transfers import merged
 from tests.support.reference import NAMES, Problem, Result, errors, reference
 
 SOAK = int(os.environ.get("BURST_SOAK", "0"))
