@@ -13,10 +13,12 @@ of latency.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -49,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--visit-ms", nargs=2, type=float, default=[30, 75], metavar=("FWD", "BWD"), help="if slept")
     parser.add_argument("--seq", type=int, help="tokens per rank (default: as many as make keys and values 1 MiB)")
     parser.add_argument("--causal", action="store_true", help="a causal mask (default: full attention)")
+    parser.add_argument(
+        "--documents", type=int, metavar="TOKENS", help="causal packed documents, of so many tokens on average"
+    )
     parser.add_argument("--contenders", nargs="+", choices=[c.name for c in CONTENDERS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
     add_campaign_arguments(parser)
@@ -60,6 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if reason is not None:
         print(f"bench cluster: skipped, no such cluster can be emulated here: {reason}")
         return 0
+    if options.documents is not None and options.documents < 1:
+        raise RefusedError("--documents has to be 1 or more")
     if options.rounds < 1 or min(options.rates) <= 0 or min(*options.visit_ms, options.latency_ms) < 0:
         raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms and --latency-ms 0 or more")
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
@@ -67,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
     names = tuple(c.name for c in chosen)
     absent = {c.name: reason for c in chosen if (reason := c.absent()) is not None}
     console = Console(width=None if sys.stdout.isatty() else 120)
-    variant = "-".join(["cluster", *([] if slept else ["real"]), *(["latency"] if options.latency_ms else [])])
+    kinds = {"real": slept is None, "latency": options.latency_ms, "packed": options.documents}
+    variant = "-".join(["cluster", *(kind for kind, is_it in kinds.items() if is_it)])
     campaign = Campaign.begin("cluster", options, variant=variant, free=("topologies", "rates"))
 
     def measured(setting: Setting) -> list[Row]:
@@ -106,9 +114,34 @@ def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
         raise RefusedError(f"--heads {heads} is not valid; write query heads / key and value heads, such as 16/4")
     q_heads, kv_heads, head_dim = int(counts[0]), int(counts[1]), 64
     seq = options.seq or BLOCK_BYTES // (2 * kv_heads * head_dim * 2)
+    documents = drawn_documents(setting.topology.ranks, seq, options.documents) if options.documents else ()
     return Case(
-        setting.nodes, setting.ranks_per_node, seq, q_heads, kv_heads, head_dim, torch.bfloat16, options.causal
+        setting.nodes,
+        setting.ranks_per_node,
+        seq,
+        q_heads,
+        kv_heads,
+        head_dim,
+        torch.bfloat16,
+        options.causal or bool(documents),
+        documents=documents,
     )
+
+
+def drawn_documents(ranks: int, seq: int, mean: int) -> tuple[int, ...]:
+    """Lengths of documents that fill `ranks * seq` tokens: many are short and few are long, as those of texts are.
+
+    Log-normal, of sigma 1; in multiples of 2 * ranks, as all contenders can cut them. The last one is what is left.
+    """
+    unit, random = 2 * ranks, Random(0)
+    if seq % 2:
+        raise RefusedError(f"--documents needs an even number of tokens per rank, not --seq {seq}")
+    left, lengths = ranks * seq // unit, []
+    while left:
+        drawn = random.lognormvariate(math.log(mean / unit) - 0.5, 1.0)
+        lengths.append(min(max(1, round(drawn)), left))
+        left -= lengths[-1]
+    return tuple(length * unit for length in lengths)
 
 
 def rank_bytes(case: Case) -> int:
@@ -119,10 +152,13 @@ def rank_bytes(case: Case) -> int:
 def parts_of(
     setting: Setting, cases: Sequence[Case], slept: Slept | None
 ) -> dict[tuple[Case, int], int | tuple[int, int]]:
-    """What the planner says on the links of a cluster; nothing where compute is real, which nobody has timed."""
+    """What the planner says on the links of a cluster; nothing where compute is real, which nobody has timed.
+
+    Nor of packed documents, of which it does not know.
+    """
     if slept is None:
         return {}
-    found = {case: parts_by_degree(case, slept, setting.links) for case in cases}
+    found = {case: parts_by_degree(case, slept, setting.links) for case in cases if not case.documents}
     return {(case, degree): parts for case, by_degree in found.items() for degree, parts in by_degree.items()}
 
 
@@ -131,6 +167,12 @@ def measure(setting: Setting, work: Work) -> list[Row]:
     with EmulatedCluster(**asdict(setting)) as cluster:
         measured = cluster.run(measure_in_rank, setting, work, timeout_s=work.timeout_s * len(work.cases))
     return [row for found in measured[0] for row in rows_of(setting, work.slept, *found)]
+
+
+def computing_s(case: Case, slept: Slept) -> tuple[float, float]:
+    """What packed documents take, forward and backward, if ranks have even work and wait for nobody."""
+    visits = sum(length**2 / 2 for length in case.documents) / (case.ranks * case.seq**2)
+    return slept.forward_s * visits, slept.backward_s * visits
 
 
 def model(case: Case, strategy: Strategy, direction: Direction, slept: Slept, links: Links) -> Price:
@@ -152,13 +194,15 @@ def rows_of(
         "compute": "real" if slept is None else "slept",
         "contender": found["contender"],
     }
+    if case.documents:
+        base["documents"] = len(case.documents)
     if "times" not in found:
         return [{**base, **{why: found[why] for why in ("absent", "refused") if why in found}}]
     base |= {"configuration": found["configuration"], "repeats": len(found["times"]["forward"])}
     times = {**found["times"], "both": [sum(pair) for pair in zip(*found["times"].values(), strict=True)]}
     nic_bytes = {**found["nic_bytes"], "both": sum(found["nic_bytes"].values())}
     prices: dict[str, Price] = {}
-    if slept is not None and found["strategy"] is not None:
+    if slept is not None and found["strategy"] is not None and not case.documents:
         prices = {d: model(case, found["strategy"], d, slept, links) for d in DIRECTIONS}
     rows = []
     for direction, each in times.items():
@@ -170,5 +214,8 @@ def rows_of(
         of = [prices[d] for d in (DIRECTIONS if direction == "both" else (direction,)) if d in prices]
         if of:
             row |= {"model_s": sum(p.time_s for p in of), "bound_s": sum(p.bound_s for p in of)}
+        if case.documents and slept is not None:
+            seconds = dict(zip(DIRECTIONS, computing_s(case, slept), strict=True))
+            row["bound_s"] = seconds.get(direction, sum(seconds.values()))
         rows.append(row)
     return rows

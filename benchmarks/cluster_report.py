@@ -52,7 +52,7 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
     """The claims, each with the figures that are worst for it."""
     timed = [row for row in rows if "time_s" in row]
-    ours = [row for row in timed if row["contender"] == OURS and "bound_s" in row and row["direction"] != "both"]
+    ours = [row for row in timed if row["contender"] == OURS and "model_s" in row and row["direction"] != "both"]
     ours = [row for row in ours if not row["latency_ms"]]  # of which neither bound nor model knows
     if ours:
         yield _worst("time / bound", ours, "bound_s", TO_BOUND)

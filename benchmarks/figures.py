@@ -10,7 +10,10 @@ from benchmarks.results import Result
 
 Row = Mapping[str, Any]
 DIRECTIONS = ("forward", "backward", "both")
-_CLUSTER_CASE = ("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads")
+_CLUSTER_CASE = (
+    *("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads"),
+    "documents",
+)
 _ATTENTION_CASE = ("ranks", "dtype", "causal", "q_heads", "kv_heads", "head_dim", "seq")
 
 
@@ -114,7 +117,8 @@ def kind(case: Case) -> str:
     """What cluster it is, but for its size and its links' rate."""
     latency_ms = case.what["latency_ms"]
     away = f", {latency_ms:g} ms away" if latency_ms else ""
-    return f"a NIC per {case.what['nic']}{away}, compute {case.what['compute']}"
+    packed = ", packed documents" if case.what["documents"] else ""
+    return f"a NIC per {case.what['nic']}{away}, compute {case.what['compute']}{packed}"
 
 
 def rate(case: Case) -> str:

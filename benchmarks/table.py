@@ -100,6 +100,8 @@ def _cluster(result: Result) -> list[str]:
         ]
         over = "the bound" if yardstick == "bound" else f"that of {yardstick}"
         meaning = f" The bound is the longer of computing and of sending all bytes of {names[0]} over the link."
+        if cases[0].what["documents"]:
+            meaning = " The bound is computing, if ranks have even work and wait for nobody."
         parts.append(
             f"Emulated cluster, {figures.kind(cases[0])}: time over {over}, {words}."
             f"{meaning if yardstick == 'bound' else ''}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.contenders.kernels import SleepingKernel
 from benchmarks.contenders.protocol import Case, Contender, Slept
-from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, Topology, burst_attention
+from burst_plugin import ContextParallel, Mask, Strategy, Tokens, Topology, burst_attention
 from burst_plugin.strategy import AUTO
 
 __all__ = ["BURST", "Burst"]
@@ -64,7 +64,9 @@ class Burst:
         """See `Contender.prepare`."""
         kernel = AUTO if slept is None else SleepingKernel(case, slept)
         strategy = replace(self.strategy, kernel=kernel, ranks_per_node=case.ranks_per_node)
-        return BurstSession(ContextParallel(dist.group.WORLD, strategy=strategy), Causal() if case.causal else Full())
+        cp, length = ContextParallel(dist.group.WORLD, strategy=strategy), case.ranks * case.seq
+        tokens = cp.tokens(length, case.mask, alike=True) if case.documents else Tokens(length)
+        return BurstSession(cp, case.mask, tokens)
 
 
 @dataclass(frozen=True)
@@ -73,18 +75,19 @@ class BurstSession:
 
     cp: ContextParallel
     mask: Mask
+    tokens: Tokens
 
     def shard(self, whole: Tensor) -> Tensor:
         """See `Session.shard`."""
-        return self.cp.shard(whole)
+        return self.cp.shard(whole, tokens=self.tokens)
 
     def unshard(self, local: Tensor) -> Tensor:
         """See `Session.unshard`."""
-        return self.cp.unshard(local.detach())
+        return self.cp.unshard(local.detach(), tokens=self.tokens)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Session.attend`."""
-        return burst_attention(q, k, v, self.cp, mask=self.mask)
+        return burst_attention(q, k, v, self.cp, mask=self.mask, tokens=self.tokens)
 
 
 BURST = (

@@ -7,6 +7,7 @@ it uses at the moment is an attribute of it: a session sets its own before eithe
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from benchmarks.contenders import sequences
 from benchmarks.contenders.kernels import tile, typed, write
-from burst_plugin.kernels import Kernel, Queries
+from burst_plugin.kernels import How, Kernel, Queries
 
 __all__ = ["StandIn", "install"]
 
@@ -38,8 +40,9 @@ class StandIn(ModuleType):
         self.flash_attn_interface = self
         self.flash_attn_func = _differentiable(self)
         self._flash_attn_forward, self._flash_attn_backward = _forward(self), _backward(self)
-        for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "flash_attn_varlen_func"):
-            setattr(self, name, _missing)
+        self.flash_attn_varlen_func = _differentiable_varlen(self)
+        self._flash_attn_varlen_forward = _varlen_forward(self)
+        self._flash_attn_varlen_backward = _varlen_backward(self)
 
 
 def install() -> StandIn:
@@ -102,26 +105,87 @@ def _backward(module: StandIn) -> Any:
     return _flash_attn_backward
 
 
+def _varlen_forward(module: StandIn) -> Any:
+    def _flash_attn_varlen_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        return_softmax: bool = False,
+    ) -> tuple[Tensor, Tensor, None, None]:
+        _check(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+        how = sequences.how_of(softmax_scale, causal, q.shape[2], cu_seqlens_q, cu_seqlens_k)
+        out, lse = sequences.forward(module.kernel, *(x.unsqueeze(0) for x in (q, k, v)), how)
+        return typed(module.kernel, out[0], q.dtype), lse[0], None, None
+
+    return _flash_attn_varlen_forward
+
+
+def _varlen_backward(module: StandIn) -> Any:
+    def _flash_attn_varlen_backward(
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        softmax_lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        rng_state: Tensor | None = None,
+    ) -> None:
+        _check(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
+        how = sequences.how_of(softmax_scale, causal, q.shape[2], cu_seqlens_q, cu_seqlens_k)
+        queries = Queries(*(x.unsqueeze(0) for x in (q, dout, out, softmax_lse)))
+        grads = sequences.backward(module.kernel, queries, k.unsqueeze(0), v.unsqueeze(0), how)
+        for buffer, grad in zip((dq, dk, dv), grads[:3], strict=True):
+            write(module.kernel, grad[0], buffer)
+
+    return _flash_attn_varlen_backward
+
+
 class _Attention(torch.autograd.Function):
     """Attention on one rank, with gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, module: StandIn, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool
-    ) -> Tensor:
-        out, lse = module.kernel.forward(q, k, v, tile(scale, causal, q.shape[3]))
+    def forward(ctx: Any, module: StandIn, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        attend = module.kernel.forward if how.lengths is None else partial(sequences.forward, module.kernel)
+        out, lse = attend(q, k, v, how)
         out = typed(module.kernel, out, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.module, ctx.scale, ctx.causal = module, scale, causal
+        ctx.module, ctx.how = module, how
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        how = tile(ctx.scale, ctx.causal, q.shape[3])
-        grads = ctx.module.kernel.backward(Queries(q, dout, out, lse), k, v, how)
-        return (None, *(typed(ctx.module.kernel, grad, q.dtype) for grad in grads[:3]), None, None)
+        kernel = ctx.module.kernel
+        attend = kernel.backward if ctx.how.lengths is None else partial(sequences.backward, kernel)
+        grads = attend(Queries(q, dout, out, lse), k, v, ctx.how)
+        return (None, *(typed(kernel, grad, q.dtype) for grad in grads[:3]), None)
 
 
 def _differentiable(module: StandIn) -> Any:
@@ -139,16 +203,40 @@ def _differentiable(module: StandIn) -> Any:
         return_attn_probs: bool = False,
     ) -> Tensor:
         _check(dropout_p, window_size, softcap, alibi_slopes)
-        out: Tensor = _Attention.apply(module, q, k, v, softmax_scale, causal)  # type: ignore[no-untyped-call]
+        how = tile(softmax_scale, causal, q.shape[3])
+        out: Tensor = _Attention.apply(module, q, k, v, how)  # type: ignore[no-untyped-call]
         return out
 
     return flash_attn_func
 
 
+def _differentiable_varlen(module: StandIn) -> Any:
+    def flash_attn_varlen_func(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: Window = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        _check(dropout_p, window_size, softcap, alibi_slopes)
+        how = sequences.how_of(softmax_scale, causal, q.shape[2], cu_seqlens_q, cu_seqlens_k)
+        qkv = (x.unsqueeze(0) for x in (q, k, v))
+        out: Tensor = _Attention.apply(module, *qkv, how)  # type: ignore[no-untyped-call]
+        return out[0]
+
+    return flash_attn_varlen_func
+
+
 def _check(dropout_p: float, window: Window, softcap: float, alibi_slopes: Tensor | None) -> None:
     if dropout_p or tuple(window) != (-1, -1) or softcap or alibi_slopes is not None:
         raise NotImplementedError("the stand-in for flash_attn has no dropout, windows, softcap or alibi")
-
-
-def _missing(*args: object, **options: object) -> None:
-    raise NotImplementedError("the stand-in for flash_attn has no sequences of varying lengths")

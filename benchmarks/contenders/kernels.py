@@ -31,7 +31,7 @@ class SleepingKernel:
     """
 
     name = "sleeping"
-    features = frozenset({"head dims", "deterministic"})
+    features = frozenset({"head dims", "deterministic", "ragged"})
 
     def __init__(self, case: Case, slept: Slept, grads: torch.dtype | None = None) -> None:
         self._grads = grads or torch.promote_types(case.dtype, torch.float32)
@@ -95,5 +95,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, _number: int = 0) -> Tens
 
 
 def _pairs(q: Tensor, k: Tensor, how: How) -> float:
-    """Query and key pairs of all heads; a causal or anticausal square has half of them."""
-    return q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] * (1.0 if how.band == FULL else 0.5)
+    """Query and key pairs of all heads. A causal square has half of them; there may be keys before it."""
+    every = [(q.shape[1], k.shape[1])] * q.shape[0] if how.lengths is None else zip(*how.lengths[:2], strict=True)
+    masked = 0.0 if how.band == FULL else 0.5
+    return q.shape[2] * sum(rows * keys - masked * rows**2 for rows, keys in every)

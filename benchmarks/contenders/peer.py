@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.ranks import launch
 from burst_plugin.layout import LAYOUTS, Tokens, positions
 
-__all__ = ["PeerSession", "import_problem", "layout_rows"]
+__all__ = ["Attend", "PeerSession", "import_problem", "layout_rows"]
 
 _IMPORT_S = 120.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

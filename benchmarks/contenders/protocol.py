@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from burst_plugin import Causal, Documents, Full, Mask
 from burst_plugin.shapes import Shapes
 
 __all__ = ["Case", "Contender", "Session", "Slept"]
@@ -17,7 +19,7 @@ __all__ = ["Case", "Contender", "Session", "Slept"]
 class Case:
     """Attention over nodes * ranks_per_node ranks: q [batch, seq, q_heads, head_dim] on each, k and v with kv_heads.
 
-    `seq` is tokens per rank.
+    `seq` is tokens per rank. Of packed `documents`, whose lengths these are, each attends to itself alone.
     """
 
     nodes: int
@@ -29,11 +31,23 @@ class Case:
     dtype: torch.dtype
     causal: bool
     batch: int = 1
+    documents: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> int:
         """Of all nodes."""
         return self.nodes * self.ranks_per_node
+
+    @property
+    def cu_seqlens(self) -> tuple[int, ...]:
+        """Where documents begin, and the end of the last one."""
+        return (0, *accumulate(self.documents))
+
+    @property
+    def mask(self) -> Mask:
+        """As the package names it."""
+        whole = Causal() if self.causal else Full()
+        return whole & Documents(self.cu_seqlens) if self.documents else whole
 
     @property
     def shapes(self) -> Shapes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
@@ -19,17 +20,25 @@ from torch import Tensor
 from benchmarks.contenders import flash_attn_stand_in
 from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import kernel_for
-from benchmarks.contenders.peer import PeerSession, import_problem, layout_rows
+from benchmarks.contenders.peer import Attend, PeerSession, import_problem, layout_rows
 from benchmarks.contenders.protocol import Case, Contender, Slept
+from burst_plugin.layout import LAYOUTS, Tokens, positions
 
 __all__ = ["RingFlashAttn", "refuse_ring"]
+
+_PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
 
 
 @dataclass(frozen=True)
 class RingFlashAttn:
-    """`zigzag_ring_flash_attn_func` for causal attention, `ring_flash_attn_func` for full."""
+    """`zigzag_ring_flash_attn_func` for causal attention, `ring_flash_attn_func` for full.
+
+    Packed documents take `zigzag_ring_flash_attn_varlen_func`, each dealt out on its own; or, where it `gathers`
+    ("heads" at once, or one "head" while it works on the one before), `llama3_flash_attn_varlen_func`.
+    """
 
     name: str = "ring-flash-attn"
+    gathers: str = ""
 
     def absent(self) -> str | None:
         """See `Contender.absent`."""
@@ -37,15 +46,26 @@ class RingFlashAttn:
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
+        if case.documents and case.batch > 1:
+            return "it has no batches of packed documents"
+        if self.gathers:
+            return None if case.documents else "its llama3 function is for packed documents"
+        if any(length % (2 * case.ranks) for length in case.documents):
+            return f"zigzag cuts every document into {2 * case.ranks} pieces of one length"
         return refuse_ring(case, case.ranks)
 
     def configurations(self, case: Case) -> tuple[Contender, ...]:
         """See `Contender.configurations`."""
-        return (self,) if self.refuse(case) is None else ()
+        gathering = (replace(self, name=f"{self.name}, llama3 by {n}", gathers=n) for n in ("heads", "head"))
+        return tuple(each for each in (self, *gathering) if each.refuse(case) is None)
 
     def prepare(self, case: Case, slept: Slept | None) -> PeerSession:
         """See `Contender.prepare`."""
         package, stand_in = _package()
+        enter = partial(setattr, stand_in, "kernel", kernel_for(case, slept))
+        if case.documents:
+            deal = self._gathering if self.gathers else self._by_document
+            return PeerSession(*deal(case, package), enter)
         function = package.zigzag_ring_flash_attn_func if case.causal else package.ring_flash_attn_func
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -53,7 +73,38 @@ class RingFlashAttn:
             return out
 
         rows = layout_rows("zigzag" if case.causal else "contiguous", case.seq)
-        return PeerSession(rows, attend, partial(setattr, stand_in, "kernel", kernel_for(case, slept)))
+        return PeerSession(rows, attend, enter)
+
+    def _by_document(self, case: Case, package: ModuleType) -> tuple[Tensor, Attend]:
+        rows = positions(
+            LAYOUTS["zigzag"].runs(dist.get_rank(), case.ranks, Tokens(case.ranks * case.seq, case.cu_seqlens))
+        )
+        cu_seqlens = torch.tensor(case.cu_seqlens, dtype=torch.int32) // case.ranks
+        attend = partial(
+            package.zigzag_ring_flash_attn_varlen_func,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max(case.documents) // case.ranks,
+            causal=True,
+            group=dist.group.WORLD,
+        )
+        return rows, _of_one_row(attend)
+
+    def _gathering(self, case: Case, package: ModuleType) -> tuple[Tensor, Attend]:
+        whole = torch.tensor(case.cu_seqlens, dtype=torch.int32)
+        prepared = package.llama3_flash_attn_prepare_cu_seqlens(whole, True, dist.get_rank(), case.ranks)
+        attend = partial(
+            package.llama3_flash_attn_varlen_func,
+            **dict(zip(_PREPARED, prepared, strict=True)),
+            heads_k_stride=1 if self.gathers == "head" else case.kv_heads,
+            causal=True,
+            group=dist.group.WORLD,
+        )
+        return layout_rows("contiguous", case.seq), _of_one_row(attend)
+
+
+def _of_one_row(function: Callable[..., Tensor]) -> Attend:
+    """A function of [T, H, D] as one of [1, T, H, D]."""
+    return lambda q, k, v: function(q[0], k[0], v[0]).unsqueeze(0)
 
 
 def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:

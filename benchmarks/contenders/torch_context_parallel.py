@@ -48,6 +48,8 @@ class TorchContextParallel:
 
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
+        if case.documents:
+            return "its ring takes whole sequences; packed documents take flex_attention, trained on GPUs only"
         if case.causal and case.seq % 2:
             return f"its load balancer cuts {case.seq} tokens per rank into halves"
         return None

@@ -2,8 +2,8 @@
 
 The package is as published, with both of its layers: `DistributedAttention`, and where there are fewer key/value
 heads than ranks `UlyssesSPAttentionHF`, which sends each of them to several. The local attention is
-`flash_attn_func`, here a stand-in. The shared-memory collectives, which it would compile, are left out: there is no
-all-to-all among them.
+`flash_attn_func`, of packed documents `flash_attn_varlen_func`, here stand-ins. The shared-memory collectives, which
+it would compile, are left out: there is no all-to-all among them.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ def _distributed(case: Case, stand_in: StandIn, _: Tensor) -> Attend:
     """The layer whose ranks share key/value heads as they share query heads."""
     distributed = _imported("deepspeed.sequence.layer").DistributedAttention
     _imported("deepspeed.utils.groups").mpu = _Ranks  # which an engine would have set: for heads that do not divide
-    layer = distributed(stand_in.flash_attn_func, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+    layer = distributed(_local(case, stand_in), dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = layer(q, k, v, batch_dim_idx=0, causal=case.causal)
+        out: Tensor = layer(q, k, v, batch_dim_idx=0)
         return out
 
     return attend
@@ -89,8 +89,10 @@ def _replicating(case: Case, stand_in: StandIn, rows: Tensor) -> Attend:
     It calls what transformers would: attention of a module, on [B, H, S, D], that returns [B, S, H, D].
     """
 
+    attention = _local(case, stand_in)
+
     def local(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: object) -> tuple[Tensor, None]:
-        return stand_in.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=case.causal), None
+        return attention(*(x.transpose(1, 2) for x in (q, k, v))), None
 
     layer = _imported("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
         local,
@@ -110,6 +112,22 @@ def _replicating(case: Case, stand_in: StandIn, rows: Tensor) -> Attend:
         out, _ = layer(module, *(x.transpose(1, 2) for x in (q, k, v)), None, position_ids=position_ids)
         found: torch.Tensor = out.unflatten(2, (case.q_heads, case.head_dim))
         return found
+
+    return attend
+
+
+def _local(case: Case, stand_in: StandIn) -> Attend:
+    """Attention of whole sequences [B, ranks * S, H, D]."""
+    if not case.documents:
+        return partial(stand_in.flash_attn_func, causal=case.causal)
+    length, longest = case.ranks * case.seq, max(case.documents)
+    ends = [row * length + end for row in range(case.batch) for end in case.cu_seqlens[:-1]]
+    cu_seqlens = torch.tensor([*ends, case.batch * length], dtype=torch.int32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        qkv = (x.flatten(0, 1) for x in (q, k, v))
+        out: Tensor = stand_in.flash_attn_varlen_func(*qkv, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        return out.unflatten(0, (case.batch, length))
 
     return attend
 

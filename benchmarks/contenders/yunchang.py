@@ -43,6 +43,8 @@ class USP:
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
         ulysses, ring = self._sizes(case)
+        if case.documents:
+            return "its attention takes whole sequences, not packed documents"
         if ulysses * ring != case.ranks:
             return f"{case.ranks} ranks do not divide into groups of {ulysses}"
         if case.q_heads % ulysses or case.kv_heads % ulysses:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import cluster, results
-from benchmarks.cluster import case_of, model, rows_of, settings
+from benchmarks.cluster import case_of, drawn_documents, model, parts_of, rows_of, settings
 from benchmarks.cluster_ranks import Setting
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import Case, Slept
@@ -23,6 +23,7 @@ from benchmarks.netns import EmulatedCluster
 from benchmarks.results import load
 from burst_plugin import Strategy
 from burst_plugin.planner import Links
+from burst_plugin.sides import DIRECTIONS
 
 SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
@@ -47,12 +48,47 @@ def test_a_block_of_keys_and_values_is_1_mib() -> None:
         (("--topologies", "2x0"), "2x0 is not valid"),
         (("--heads", "16"), "--heads 16 is not valid; write query heads / key and value heads"),
         (("--heads", "6/4"), "--heads 6/4 is not valid"),
+        (("--documents", "64", "--seq", "63"), "an even number of tokens per rank, not --seq 63"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
     asked = options(*arguments)
     with pytest.raises(RefusedError, match=message):
         [case_of(setting, heads, asked) for setting in settings(asked) for heads in asked.heads]
+
+
+@pytest.mark.parametrize(("ranks", "seq", "mean"), [(8, 2048, 2048), (16, 512, 700), (8, 64, 1), (8, 64, 10**6)])
+def test_documents_fill_the_sequence_and_can_be_cut_by_all(ranks: int, seq: int, mean: int) -> None:
+    lengths = drawn_documents(ranks, seq, mean)
+    assert sum(lengths) == ranks * seq
+    assert not any(length % (2 * ranks) for length in lengths)
+    assert all(lengths)
+    assert lengths == drawn_documents(ranks, seq, mean)
+
+
+def test_documents_are_of_the_length_that_is_asked_for_and_long_tailed() -> None:
+    lengths = drawn_documents(8, 1 << 20, 2048)
+    assert sum(lengths) / len(lengths) == pytest.approx(2048, rel=0.05)
+    assert sum(length < 2048 for length in lengths) / len(lengths) == pytest.approx(0.69, abs=0.03), "log-normal"
+    assert max(lengths) > 8 * 2048
+
+
+def test_packed_documents_are_bounded_by_their_work_dealt_out_evenly() -> None:
+    """And have no price, since planning does not know them."""
+    case = case_of(SETTING, "16/4", options("--documents", "512"))
+    assert case.causal
+    assert sum(case.documents) == 8 * 1024
+    assert parts_of(SETTING, (case,), SLEPT) == {}
+    found = {"contender": "burst", "configuration": "burst", "strategy": Strategy()}
+    found |= {"times": {"forward": [0.02], "backward": [0.05]}, "nic_bytes": dict.fromkeys(DIRECTIONS, 1)}
+    forward, backward, both = rows_of(SETTING, SLEPT, case, LINKS, found)
+    pairs = sum(length**2 / 2 for length in case.documents)
+    assert forward["bound_s"] == pytest.approx(0.030 * pairs / 1024**2 / 8)
+    assert backward["bound_s"] == pytest.approx(0.075 * pairs / 1024**2 / 8)
+    assert both["bound_s"] == pytest.approx(forward["bound_s"] + backward["bound_s"])
+    assert forward["documents"] == len(case.documents)
+    assert "model_s" not in both
+    assert list(verdicts([forward, backward, both])) == []
 
 
 def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
 from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.torch_context_parallel import TorchContextParallel
-from burst_plugin import Causal, Full
 from burst_plugin.sides import DIRECTIONS
 from tests.support.ranks import RankError, run_ranks
 from tests.support.reference import Problem, Result, errors, reference
@@ -56,12 +56,13 @@ NAMES = [f"{one.name}-{ranks}" for one, ranks in TRIED]
 
 
 def _problem(case: Case) -> Problem:
-    return Problem.draw(case.ranks * case.seq, (case.q_heads, case.kv_heads), case.head_dim, case.dtype)
+    drawn = Problem.draw(case.ranks * case.seq, (case.q_heads, case.kv_heads), case.head_dim, case.dtype)
+    return Problem(*(x[: case.batch] for x in drawn[:4]))
 
 
 def _wrong(case: Case, result: Result) -> dict[str, float]:
     """The errors that are out of bounds."""
-    found = errors(result, reference(_problem(case), Causal() if case.causal else Full()))
+    found = errors(result, reference(_problem(case), case.mask))
     return {name: error for name, error in found.items() if not error < BOUNDS[case.dtype]}
 
 
@@ -102,6 +103,38 @@ def test_a_contender_is_right_wherever_it_does_not_refuse(contender: Contender, 
     for results in _of_all_ranks(contender, ranks, cases):
         for case, result in zip(cases, results, strict=True):
             assert not _wrong(case, result), case
+
+
+def _packed_cases(ranks: int) -> list[Case]:
+    """Documents as zigzag wants them, and of any lengths, the first of which spans ranks."""
+    even, length = 2 * ranks, ranks * SEQ
+    lengths = [(even, length - 3 * even, 2 * even), (length,), (length - 9, 2, 7)]
+    return [
+        replace(_case(ranks, heads, torch.bfloat16, True), documents=documents, batch=batch)
+        for heads, documents, batch in product(HEADS, lengths, (1, 2))
+    ]
+
+
+PACKED = [
+    (one, ranks)
+    for ranks in (2, 4)
+    for contender in CONTENDERS
+    for one in contender.configurations(_packed_cases(ranks)[0])
+]
+
+
+@pytest.mark.parametrize(("contender", "ranks"), PACKED, ids=[f"{one.name}-{ranks}" for one, ranks in PACKED])
+def test_a_contender_keeps_packed_documents_apart(contender: Contender, ranks: int) -> None:
+    cases = [case for case in _packed_cases(ranks) if _here(contender).refuse(case) is None]
+    for results in _of_all_ranks(contender, ranks, cases):
+        for case, result in zip(cases, results, strict=True):
+            assert not _wrong(case, result), case
+
+
+def test_peers_that_know_no_packed_documents_refuse_them() -> None:
+    case = _packed_cases(2)[0]
+    refused = {one.name for one in CONTENDERS if "packed documents" in (one.refuse(case) or "")}
+    assert refused == {"USP", "PyTorch context_parallel"}
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import Case, Slept, emulated_device
+from benchmarks.contenders import Case, Slept, emulated_device, sequences
 from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
@@ -96,8 +96,9 @@ def test_what_a_stand_in_lacks_is_refused(option: dict[str, object]) -> None:
     q = torch.zeros(1, 4, 2, 8)
     with pytest.raises(NotImplementedError, match="no dropout, windows, softcap or alibi"):
         _stand_in().flash_attn_func(q, q, q, **option)
-    with pytest.raises(NotImplementedError, match="no sequences of varying lengths"):
-        _stand_in().flash_attn_varlen_func(q, q, q)
+    ends = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="no dropout, windows, softcap or alibi"):
+        _stand_in().flash_attn_varlen_func(q[0], q[0], q[0], ends, ends, 4, 4, **option)
 
 
 def test_asking_for_contenders_puts_no_stand_in_in_place() -> None:
@@ -160,6 +161,7 @@ class _Clock:
         (64, 64, ANTICAUSAL, 0.5),
         (32, 64, FULL, 0.5),
         (32, 16, FULL, 0.125),
+        (32, 64, tile(None, True, 8).band, 0.375),
     ],
 )
 def test_a_slept_call_takes_its_share_of_a_full_visit(
@@ -173,6 +175,21 @@ def test_a_slept_call_takes_its_share_of_a_full_visit(
     assert slept_s == pytest.approx([0.16 * share, 0.32 * share])
     assert (out.shape, lse.shape) == (q.shape, (2, 4, q_len))
     assert [x.shape for x in grads[:3]] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 8 * 8 + 8 * 56), (True, 8 * 8 / 2 + 8 * 52)])
+def test_a_slept_call_of_several_sequences_takes_their_shares(
+    causal: bool, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 queries on 8 keys, and the last 8 queries of 56: of 2 * 64 * 64 pairs, all in one call."""
+    kernel, slept_s = SleepingKernel(CASE, SLEPT), _slept_s(monkeypatch)
+    how = sequences.how_of(
+        None, causal, 8, *(torch.tensor(ends, dtype=torch.int32) for ends in ([0, 8, 16], [0, 8, 64]))
+    )
+    q, k = torch.ones(1, 16, 4, 8), torch.ones(1, 64, 2, 8)
+    out, lse = sequences.forward(kernel, q, k, k, how)
+    sequences.backward(kernel, Queries(q, out, out, lse), k, k, how)
+    assert slept_s == pytest.approx([0.16 * share / 8192, 0.32 * share / 8192])
 
 
 @pytest.mark.parametrize("waits", [False, True])
