@@ -10,11 +10,14 @@ Causal documents a, b, c and d over two ranks; digits are the work of eight chun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from burst_plugin.chunks import GOOD, dealt
 from burst_plugin.layout import Tokens, even_length, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
@@ -23,13 +26,14 @@ from burst_plugin.sides import SIDES, Side
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 
-GOOD = 1.05  # an imbalance below this is not worth more bytes
-_CHUNKS = (4, 8, 16)  # per rank, to try
+_CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time
+_MOST_CHUNKS = 4096  # of all ranks: who meets whom among more takes too long to find
 # In pairs of a query and a key: what a row costs, with four query heads to one of keys and 400 TFLOP/s.
 _VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 _SENT_INTER = 2000  # at 50 GB/s
 _SENT_INTRA = 250  # at 400 GB/s
+_BARE = 0.2  # of computing or sending, whichever is shorter, is not hidden behind the other
 
 
 def work_by_rank(table: RouteTable, attending: Attending, home: Side) -> list[int]:
@@ -45,87 +49,86 @@ def imbalance(table: RouteTable, attending: Attending) -> float:
 def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:
     """The way to deal out a sequence that attends to itself within `mask`.
 
-    Zigzag or contiguous; if ranks have even work in neither, also in chunks that are dealt out by their work. Of
-    those that take the least time, by an estimate, the one that computes and sends the least. `alike` leaves out
-    those by which ranks hold unequal numbers.
+    Zigzag or contiguous; if ranks have even work in neither, also in chunks that are dealt out by their work, and in
+    chunks that leave documents inside nodes. Of those the one that takes the least time, by an estimate. `alike`
+    leaves out those by which ranks hold unequal numbers.
     """
     plain = Attending(Tokens(length), Tokens(length), mask)
     work = {home: _work(plain, home) for home in SIDES}
-    candidates = _candidates(table, length, work, alike)
+    candidates = _candidates(table, plain, work, alike)
     if not candidates:
         raise ValueError(
             f"{table.cp_ranks} ranks cannot hold equally many of {length} tokens; "
             f"{even_length(length, table.cp_ranks)} would do"
         )
-    times = {tokens: _times(table, Attending(tokens, tokens, mask), work) for tokens in candidates}
-    limit = GOOD * min(map(max, times.values()))
-    return min(
-        (tokens for tokens in candidates if max(times[tokens]) <= limit), key=lambda tokens: sum(times[tokens])
-    )
+    batch = mask.rows or 1  # work is that of all batch rows, if they differ
+    least = {tokens: max(shares) / batch for tokens, shares in candidates.items()}
+    times: dict[Tokens, float] = {}
+    for tokens in sorted(candidates, key=least.__getitem__):
+        if least[tokens] > min(times.values(), default=math.inf):  # and so have all others
+            break
+        times[tokens] = _time(table, Attending(tokens, tokens, mask), work)
+    return min(times, key=times.__getitem__)
 
 
-def _candidates(table: RouteTable, length: int, work: Mapping[Side, Tensor], alike: bool) -> list[Tokens]:
-    """Zigzag and contiguous, then more and more chunks until ranks have even work."""
+def _candidates(
+    table: RouteTable, plain: Attending, work: Mapping[Side, Tensor], alike: bool
+) -> dict[Tokens, list[int]]:
+    """Zigzag and contiguous; if neither is even, more and more chunks until ranks have even work; and nodes first.
 
-    def allowed(tokens: Tokens) -> bool:
-        return not alike or len(set(map(token_count, table.shards(tokens)))) == 1
+    Each with the work of every rank, on the side for which it has more.
+    """
+    length, ring = plain.q.length, table.ring_topology
+    found: dict[Tokens, list[int]] = {}
 
     def is_even(tokens: Tokens) -> bool:
-        return all(_uneven(_shares(table, tokens, work[home])) <= GOOD for home in SIDES)
+        """Adds it, if it is allowed."""
+        if alike and len(set(map(token_count, table.shards(tokens)))) > 1:
+            return False
+        shares = [_shares(table, tokens, work[home]) for home in SIDES]
+        found[tokens] = list(map(max, *shares))
+        return all(_uneven(share) <= GOOD for share in shares)
 
-    found = [*filter(allowed, (Tokens(length, layout=layout) for layout in ("zigzag", "contiguous")))]
-    even = any(map(is_even, found))
-    for number in _CHUNKS:
-        if even or (number > _CHUNKS[0] and length < number * _SHORTEST * table.cp_ranks):
-            break
-        in_chunks = Tokens(length, holders=_dealt(table, work, number))
-        if allowed(in_chunks):
-            found.append(in_chunks)
-            even = is_even(in_chunks)
+    plainly_even = [is_even(Tokens(length, layout=layout)) for layout in ("zigzag", "contiguous")]
+    if any(plainly_even):
+        return found
+    finest = max(_CHUNKS[0], min(length // _SHORTEST, _MOST_CHUNKS) // table.cp_ranks)
+    for documents in dict.fromkeys((None, plain.mask.documents if ring.nodes > 1 else None)):
+        for number in takewhile(lambda number: number <= finest, _CHUNKS):
+            holders = dealt(work, ring, table.cp_ranks // ring.ranks, number, documents)
+            if is_even(Tokens(length, holders=holders)):
+                break
     return found
 
 
-def _times(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> tuple[float, float]:
-    """For how long the slowest rank computes, and sends; in pairs of a query and a key."""
+def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
+    """For how long the slowest rank computes and sends, in pairs of a query and a key."""
     pairs = zip(*(_shares(table, attending.of(home), work[home]) for home in SIDES), strict=True)
     batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
     visited = table.rows_visited(attending)
-    computes = max(max(both) / batch + _VISITED * rows for both, rows in zip(pairs, visited, strict=True))
-    inter, intra = table.most_rows_sent(attending)
-    return computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)
-
-
-def _dealt(table: RouteTable, work: Mapping[Side, Tensor], number: int) -> tuple[int, ...]:
-    """Which rank holds which chunk, `number` chunks per rank: the heaviest first, to whom has the least work.
-
-    Work is that of the side for which a rank would have more then, so that it is even whichever side is home. A team
-    has that of all its chunks.
-    """
-    degree = table.cp_ranks // table.ring_ranks
-    weights = torch.stack([_by_chunk(work[side], table.cp_ranks * number) for side in SIDES])
-    load, room = weights.new_zeros(len(SIDES), table.ring_ranks), [number * degree] * table.ring_ranks
-    holders = [0] * weights.shape[1]
-    for chunk in weights.sum(0).argsort(descending=True, stable=True).tolist():
-        then = (load + weights[:, chunk : chunk + 1]).amax(0).tolist()
-        team = min((team for team in range(len(room)) if room[team]), key=then.__getitem__)
-        load[:, team] += weights[:, chunk]
-        room[team] -= 1
-        holders[chunk] = team * degree + room[team] % degree
-    return tuple(holders)
-
-
-def _by_chunk(work: Tensor, chunks: int) -> Tensor:
-    """Work by token, summed up."""
-    bounds = torch.arange(chunks + 1, device=work.device) * len(work) // chunks
-    return torch.nn.functional.pad(work.cumsum(0), (1, 0))[bounds].diff()
+    computes: float = max(max(both) / batch + _VISITED * rows for both, rows in zip(pairs, visited, strict=True))
+    inter, intra = table.most_rows_moved(attending)
+    shorter, longer = sorted((computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)))
+    return longer + _BARE * shorter
 
 
 def _work(attending: Attending, home: Side) -> Tensor:
-    return work_by_token(attending.mask, (attending.q.length, attending.kv.length), home)
+    """The work of all tokens before each, [S + 1]."""
+    lengths = (attending.q.length, attending.kv.length)
+    return torch.nn.functional.pad(work_by_token(attending.mask, lengths, home).cumsum(0), (1, 0))
 
 
 def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
-    return [int(work[positions(runs)].sum()) for runs in table.runs(tokens)]
+    """The work of every rank."""
+    shares = []
+    for runs in table.runs(tokens):
+        if any(run.stride > 1 for run in runs):
+            held = positions(runs)
+            shares.append(int((work[held + 1] - work[held]).sum()))
+        else:
+            ends = torch.tensor([(run.start, run.start + run.length) for run in runs], dtype=torch.int64).view(-1, 2)
+            shares.append(int(work[ends].diff(dim=1).sum()))
+    return shares
 
 
 def _uneven(shares: list[int]) -> float:

@@ -285,6 +285,12 @@ class PerRow(Mask):
         """As many as there are masks."""
         return len(self.masks)
 
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Those of all rows, if they are the same."""
+        found = {mask.documents for mask in self.masks}
+        return found.pop() if len(found) == 1 else None
+
     def of_row(self, row: int) -> Mask:
         """The mask of that row."""
         return self.masks[row]

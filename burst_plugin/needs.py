@@ -68,13 +68,15 @@ class _Meetings:
         for run in held:
             for regions in self._regions:
                 for region in regions.at(run.start, run.last):
-                    numbers = self._index.at(*region.keys_of(run.start, run.last))
+                    first, last = max(run.start, region.q_start), min(run.last, region.q_stop - 1)
+                    numbers = self._index.at(*region.keys_of(first, last))
                     self._left -= len(numbers)
                     if self._left < 0:
                         raise _TooManyError
+                    inside = numbers[1:-1] if run.stride == 1 else ()  # of what neighbours attend to, without a gap
                     for number in numbers:
                         other, owner, offset = self._runs[number]
-                        start, stop = key_rows(region, run, other)
+                        start, stop = (0, other.length) if number in inside else key_rows(region, run, other)
                         if start < stop:
                             yield owner, (offset + start, offset + stop)
 

@@ -121,6 +121,11 @@ class RouteTable:
         return self._ring_topology.ranks
 
     @property
+    def ring_topology(self) -> Topology:
+        """Nodes and ranks of the ring."""
+        return self._ring_topology
+
+    @property
     def schedule_name(self) -> str:
         """The name of the schedule, for masks that leave most of the work."""
         return self._strategy.schedule_for(self._ring_topology)
@@ -203,10 +208,10 @@ class RouteTable:
             self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
         return self._dense[reduces]
 
-    def most_rows_sent(self, attending: Attending) -> tuple[int, int]:
-        """The most rows of keys that any rank sends: (between nodes, inside a node)."""
+    def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
+        """The most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
         lengths = [token_count(held) for held in self.runs(attending.kv)]
-        return self._schedule(attending, "kv", False).most_rows_sent(lengths)
+        return self._schedule(attending, "kv", False).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
         """By rank of the ring: how many rows of keys its queries are worked on with, in all its visits."""
@@ -231,5 +236,5 @@ class RouteTable:
                 else self.dense(reduces).pruned(needs)
                 for name in names
             ]
-            self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_sent(lengths))
+            self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
         return self._schedules[key]

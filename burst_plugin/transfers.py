@@ -270,15 +270,19 @@ class Schedule:
         """By rank and block: the number of the one transfer that takes its sums on."""
         return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
-    def most_rows_sent(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """The most rows that any rank sends to gather blocks of these lengths: (between nodes, inside a node)."""
-        sent: Counter[tuple[int, Link]] = Counter()
+    def most_rows_moved(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """The most rows that any rank sends, or receives, to gather blocks: (between nodes, inside a node).
+
+        `lengths` are those of the blocks. Sums are as many rows the other way.
+        """
+        moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
             rows = lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows)
-            sent[t.src, t.link] += rows
+            moved["out", t.src, t.link] += rows
+            moved["in", t.dst, t.link] += rows
 
         def most(link: Link) -> int:
-            return max((rows for (_, of), rows in sent.items() if of is link), default=0)
+            return max((rows for (*_, of), rows in moved.items() if of is link), default=0)
 
         return most(Link.INTER), most(Link.INTRA)  # compared in this order: the scarcer link first
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from burst_plugin import (
+    BlockMask,
     Causal,
     ContextParallel,
     Documents,
@@ -21,15 +22,18 @@ from burst_plugin import (
     Tokens,
     Topology,
     balance,
+    chunks,
     needs,
 )
 from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
-from burst_plugin.layout import LAYOUTS, token_count
+from burst_plugin.chunks import dealt
+from burst_plugin.layout import LAYOUTS, positions, token_count
 from burst_plugin.region import work_by_token
 from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.schedule import SCHEDULES
 from burst_plugin.sides import SIDES, Side
 from burst_plugin.tiles import key_rows
+from tests.support.reference import painted
 
 
 def long_tailed(seed: int, count: int = 64) -> tuple[int, ...]:
@@ -67,10 +71,14 @@ def test_auto_takes_no_longer_than_any_layout(seed: int, scale: int, topology: T
     work = {side: balance._work(plain, side) for side in SIDES}
 
     def time(tokens: Tokens) -> float:
-        return max(balance._times(table, Attending(tokens, tokens, mask), work))
+        return balance._time(table, Attending(tokens, tokens, mask), work)
 
     others = [Tokens(starts[-1], starts, "zigzag"), *(Tokens(starts[-1], layout=layout) for layout in LAYOUTS)]
-    others += [Tokens(starts[-1], holders=balance._dealt(table, work, number)) for number in (4, 8)]
+    others += [
+        Tokens(starts[-1], holders=dealt(work, topology, 1, number, documents))
+        for number in (4, 8, 16)
+        for documents in (None, starts)
+    ]
     assert time(choose_tokens(table, starts[-1], mask)) <= 1.05 * min(map(time, others))
 
 
@@ -87,11 +95,11 @@ def test_chunks_of_documents_visit_few_rows() -> None:
 
 def test_auto_is_not_even_at_any_price() -> None:
     """Two of 64 ranks hold half of the work, which is little: to share it over nodes would take longer."""
-    starts = (0, 4096, *range(4096 + 512, 64 * 2048 + 1, 512))
+    starts = (0, 2048, *range(2048 + 256, 64 * 1024 + 1, 256))
     mask, table = Causal() & Documents(starts), RouteTable(Topology(8, 8), Strategy(layout="auto"))
     tokens = choose_tokens(table, starts[-1], mask)
     attending = Attending(tokens, tokens, mask)
-    assert table.most_rows_sent(attending)[0] == 0
+    assert table.most_rows_moved(attending)[0] == 0
     assert 1.5 < imbalance(table, attending) < 5
 
 
@@ -109,9 +117,9 @@ def test_ranks_hold_equally_many_if_they_have_to(length: int) -> None:
 
 def test_short_sequences_are_not_cut_into_shreds() -> None:
     table, mask = RouteTable(Topology(1, 4), Strategy(layout="auto")), Causal() & Documents((0, 30, 40, 64))
-    with mock.patch.object(balance, "_dealt", wraps=balance._dealt) as dealt:
+    with mock.patch.object(balance, "dealt", wraps=dealt) as looked_at:
         choose_tokens(table, 64, mask)
-    assert [call.args[2] for call in dealt.mock_calls] == [4]
+    assert {call.args[3] for call in looked_at.mock_calls} == {4}
 
 
 def test_queries_and_keys_of_unlike_strides_are_refused_by_every_rank() -> None:
@@ -129,17 +137,18 @@ def test_batch_rows_of_unlike_documents_count_as_one() -> None:
     starts = long_tailed(3)
     documents, table = Documents(starts), RouteTable(Topology(4, 8), Strategy(layout="auto"))
     one, many = Causal() & documents, Causal() & PerRow((documents,) * 16)
+    assert (many.documents, PerRow((documents, Full())).documents) == (starts, None)
     assert choose_tokens(table, starts[-1], one) == choose_tokens(table, starts[-1], many)
     plain = Tokens(starts[-1], layout="contiguous")
     times = [
-        balance._times(table, attending, {side: balance._work(attending, side) for side in SIDES})
+        balance._time(table, attending, {side: balance._work(attending, side) for side in SIDES})
         for attending in (Attending(plain, plain, one), Attending(plain, plain, many))
     ]
     assert times[0] == times[1]
 
 
 def test_fewer_tokens_than_chunks() -> None:
-    assert balance._by_chunk(torch.tensor([5, 1, 2]), 6).tolist() == [0, 5, 0, 1, 0, 2]
+    assert chunks._by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
 
 
 def test_chunks_for_another_number_of_ranks_are_refused() -> None:
@@ -161,20 +170,73 @@ def test_chunks_for_another_number_of_ranks_are_refused() -> None:
 )
 def test_auto_is_even_and_then_sends_least(mask: Mask, layout: str) -> None:
     table, length = RouteTable(Topology(4, 8), Strategy(layout="auto")), 1 << 17
-    with mock.patch.object(balance, "_dealt", side_effect=AssertionError("chunks are not looked at")):
+    with mock.patch.object(balance, "dealt", side_effect=AssertionError("chunks are not looked at")):
         tokens = choose_tokens(table, length, mask)
     assert tokens.layout == layout
     assert imbalance(table, Attending(tokens, tokens, mask)) <= 1.05
 
 
-def test_work_by_rank_is_that_of_the_tiles() -> None:
-    table = RouteTable(Topology(2, 3), Strategy(layout="contiguous"))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_work_by_rank_is_that_of_the_tiles(layout: str) -> None:
+    table = RouteTable(Topology(2, 3), Strategy(layout=layout))
     tokens = Tokens(67)
     attending = Attending(tokens, tokens, SlidingWindow(20, 3) & Documents((0, 30, 67)))
     for home, away in (("q", "kv"), ("kv", "q")):
         tiles = [table.route(rank, attending, away, True).tiles for rank in range(6)]
         found = [sum(tile.work for visit in visits.values() for tile in visit) for visits in tiles]
         assert work_by_rank(table, attending, home) == found
+
+
+def test_what_is_hidden_counts_a_little() -> None:
+    """Two documents over two nodes of two ranks: each in one, or in both; computing takes longer than sending."""
+    mask = SlidingWindow(1000) & Documents((0, 1 << 15, 1 << 16))
+    table = RouteTable(Topology(2, 2), Strategy(layout="auto"))
+    plain = Attending(Tokens(1 << 16), Tokens(1 << 16), mask)
+    work = {side: balance._work(plain, side) for side in SIDES}
+    near, far = (Tokens(1 << 16, holders=holders) for holders in ((0, 1, 2, 3), (0, 2, 1, 3)))
+    near_time, far_time = (balance._time(table, Attending(each, each, mask), work) for each in (near, far))
+    computing = max(balance._shares(table, near, work["q"]))
+    assert computing < near_time < far_time < 1.5 * computing
+
+
+def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who meets whom has to be found out."""
+    monkeypatch.setattr(balance, "_MOST_CHUNKS", 4 * 8)
+    starts = tuple(8 * start for start in long_tailed(0))
+    with mock.patch.object(balance, "dealt", wraps=dealt) as looked_at:
+        choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), starts[-1], Causal() & Documents(starts))
+    assert max(call.args[3] for call in looked_at.mock_calls) == 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "mask",
+    [
+        SlidingWindow(3),
+        SlidingWindow(2) & Documents((0, 9, 30, 64)),
+        Causal() & Documents((0, 9, 30, 64)),
+        BlockMask(16, ((True, False, False, False), (True, True) * 2, (False,) * 4, (False, True) * 2)),
+        SlidingWindow(20, 9) & BlockMask(8, ((True,) * 8, (False,) * 8) * 4),
+    ],
+    ids=str,
+)
+def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str) -> None:
+    """Against the painted mask, pair by pair: exactly, but for what lies between keys of a striped rank."""
+    table = RouteTable(Topology(2, 7), Strategy(layout=layout))
+    pairs = table.pairs(Attending(Tokens(64), Tokens(64), mask))
+    allowed = painted(mask, 1, 64, 64)[0]
+    held = [positions(runs) for runs in table.runs(Tokens(64))]
+    meetings = needs._Meetings([pairs._regions[0][1]], pairs.runs["kv"], 10**6)
+    for rank in range(14):
+        expected = [allowed[held[rank]][:, held[owner]].any(0).nonzero()[:, 0].tolist() for owner in range(14)]
+        found = meetings.of(pairs.runs["q"][rank])
+        assert sorted(found) == [owner for owner in range(14) if expected[owner]]
+        for owner, spans in found.items():
+            rows = [row for start, stop in spans for row in range(start, stop)]
+            if layout == "striped":
+                assert (rows[0], rows[-1]) == (expected[owner][0], expected[owner][-1])
+            else:
+                assert rows == expected[owner]
 
 
 def test_a_window_of_4096_in_a_million_tokens_costs_what_it_needs() -> None:
@@ -204,7 +266,7 @@ def test_bytes_of_a_window_grow_with_the_window_and_not_with_the_sequence(layout
 
     def rows(length: int, window: int) -> int:
         attending = Attending(Tokens(length), Tokens(length), SlidingWindow(window))
-        return sum(table.most_rows_sent(attending))
+        return sum(table.most_rows_moved(attending))
 
     assert rows(1 << 14, 256) == rows(1 << 18, 256)
     assert rows(1 << 18, 1024) == 4 * rows(1 << 18, 256)

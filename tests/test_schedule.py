@@ -215,8 +215,17 @@ def test_every_rank_launches_in_the_same_order(topology: Topology, reduces: bool
 
 def test_most_rows_counts_the_rows_of_the_blocks_that_are_sent() -> None:
     """In a flat ring a rank sends all blocks but that of the rank after it."""
-    assert flat_ring(Topology(1, 4)).most_rows_sent([1, 2, 3, 4]) == (0, 9)
-    assert flat_ring(Topology(4, 1)).most_rows_sent([1, 2, 3, 4]) == (9, 0)
+    assert flat_ring(Topology(1, 4)).most_rows_moved([1, 2, 3, 4]) == (0, 9)
+    assert flat_ring(Topology(4, 1)).most_rows_moved([1, 2, 3, 4]) == (9, 0)
+
+
+def test_rows_count_where_they_are_sent_and_where_they_are_received() -> None:
+    """Rank 0 needs all other blocks, which nobody sends more than once; or all others need its block."""
+    alone = {0: ((0, 8),)}
+    gathering = [dict.fromkeys(range(4), ((0, 8),)), *({rank: ((0, 8),)} for rank in (1, 2, 3))]
+    giving = [alone, *({0: ((0, 8),), rank: ((0, 8),)} for rank in (1, 2, 3))]
+    for needs in (gathering, giving):
+        assert direct(Topology(1, 4), False, needs).most_rows_moved([8] * 4) == (0, 24)
 
 
 def test_links_need_own_communicators_only_with_two_levels() -> None:
