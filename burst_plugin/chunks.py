@@ -70,9 +70,13 @@ def _by_work(chunks: Sequence[int], count: int, weights: Tensor) -> list[list[in
 
 
 def _cut(chunks: Sequence[int], documents: Sequence[int], length: int) -> list[list[int]]:
-    """The chunks of every document that has any: a chunk is of the document in its middle."""
-    middles = [(2 * chunk + 1) * length // (2 * len(chunks)) for chunk in chunks]
-    return [list(held) for _, held in groupby(chunks, lambda chunk: bisect_right(documents, middles[chunk]))]
+    """The chunks of every document that has any: a chunk is of the document in which it begins.
+
+    So what a document has elsewhere is its beginning, less than a chunk: some keys that all its queries need. The
+    queries of its end would need all its keys.
+    """
+    begins = [chunk * length // len(chunks) for chunk in chunks]
+    return [list(held) for _, held in groupby(chunks, lambda chunk: bisect_right(documents, begins[chunk]))]
 
 
 def _by_document(documents: Sequence[Sequence[int]], count: int, weights: Tensor) -> list[list[int]]:

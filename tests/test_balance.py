@@ -307,6 +307,15 @@ def test_half_of_all_blocks_is_not_everything() -> None:
     assert [sorted(owners) for owners in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def test_a_little_of_some_blocks_is_not_everything() -> None:
+    """A quarter of every block of the other half, though three quarters of all rows."""
+    table = RouteTable(Topology(1, 4), Strategy(layout="contiguous"))
+    mask = BlockMask(4, tuple(tuple(i // 8 == j // 8 or j % 4 == 0 for j in range(16)) for i in range(16)))
+    found = table.pairs(Attending(Tokens(64), Tokens(64), mask)).needs("kv")
+    assert found is not None
+    assert found[0] == {0: ((0, 16),), 1: ((0, 16),), 2: ((0, 4),), 3: ((0, 4),)}
+
+
 def test_imbalance_is_that_of_the_worse_side() -> None:
     """Every query attends to as many keys, but all of them are at the first rank."""
     table, mask = RouteTable(Topology(1, 4), Strategy(layout="contiguous")), Keys(((0, 16),))
