@@ -7,7 +7,7 @@ kernels compute.
 One run is interleaved: in every round each contender does one forward and one backward pass, between a start agreed
 on by all ranks and the end of the last one. Figures are medians over rounds. The bound is the longer of all work and
 of all bytes that the busiest NIC sends, at its rate less the headers; the model is the planner's price. Neither knows
-of latency.
+of latency. Packed documents have no model, and their bound is computing alone, dealt out evenly.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if reason is not None:
         print(f"bench cluster: skipped, no such cluster can be emulated here: {reason}")
         return 0
-    if options.documents is not None and options.documents < 1:
-        raise RefusedError("--documents has to be 1 or more")
+    if options.documents is not None and options.compute == "real":
+        raise RefusedError("--documents takes --compute slept: stand-ins compute more than libraries for GPUs would")
     if options.rounds < 1 or min(options.rates) <= 0 or min(*options.visit_ms, options.latency_ms) < 0:
         raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms and --latency-ms 0 or more")
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
@@ -136,6 +136,8 @@ def drawn_documents(ranks: int, seq: int, mean: int) -> tuple[int, ...]:
     unit, random = 2 * ranks, Random(0)
     if seq % 2:
         raise RefusedError(f"--documents needs an even number of tokens per rank, not --seq {seq}")
+    if mean < unit:
+        raise RefusedError(f"--documents {mean} is too short to cut into 2 * {ranks} ranks; use {unit} or more")
     left, lengths = ranks * seq // unit, []
     while left:
         drawn = random.lognormvariate(math.log(mean / unit) - 0.5, 1.0)

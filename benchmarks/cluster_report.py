@@ -33,7 +33,7 @@ def table_of(title: str, rows: Sequence[Row]) -> Table:
             ours = next((r for r in group if r["contender"] == OURS and r.get("direction") == "both"), by["both"])
             times = [f"{1e3 * by[d]['time_s']:.0f}" for d in ("forward", "backward", "both")]
             ratios = [
-                f"{by['both']['time_s'] / by['both'][key]:.2f}" if key in by["both"] else ""
+                f"{by['both']['time_s'] / by['both'][key]:.2f}" if by["both"].get(key) else ""
                 for key in ("bound_s", "model_s")
             ]
             cut = [by[d].get("parts", 1) for d in ("forward", "backward")]

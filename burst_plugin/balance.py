@@ -17,7 +17,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from burst_plugin.chunks import GOOD, dealt
+from burst_plugin.chunks import dealt
 from burst_plugin.layout import Tokens, even_length, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.region import work_by_token
@@ -26,6 +26,7 @@ from burst_plugin.sides import SIDES, Side
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 
+GOOD = 1.05  # an imbalance below this is not worth more bytes
 _CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time
 _MOST_CHUNKS = 4096  # of all ranks: who meets whom among more takes too long to find
@@ -65,7 +66,7 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
     least = {tokens: max(shares) / batch for tokens, shares in candidates.items()}
     times: dict[Tokens, float] = {}
     for tokens in sorted(candidates, key=least.__getitem__):
-        if least[tokens] > min(times.values(), default=math.inf):  # and so have all others
+        if least[tokens] > min(times.values(), default=math.inf):  # so have all others, and none takes less
             break
         times[tokens] = _time(table, Attending(tokens, tokens, mask), work)
     return min(times, key=times.__getitem__)
@@ -81,22 +82,22 @@ def _candidates(
     length, ring = plain.q.length, table.ring_topology
     found: dict[Tokens, list[int]] = {}
 
-    def is_even(tokens: Tokens) -> bool:
-        """Adds it, if it is allowed."""
+    def add(tokens: Tokens) -> bool:
+        """Unless it is not allowed; whether it is even."""
         if alike and len(set(map(token_count, table.shards(tokens)))) > 1:
             return False
         shares = [_shares(table, tokens, work[home]) for home in SIDES]
         found[tokens] = list(map(max, *shares))
         return all(_uneven(share) <= GOOD for share in shares)
 
-    plainly_even = [is_even(Tokens(length, layout=layout)) for layout in ("zigzag", "contiguous")]
+    plainly_even = [add(Tokens(length, layout=layout)) for layout in ("zigzag", "contiguous")]
     if any(plainly_even):
         return found
     finest = max(_CHUNKS[0], min(length // _SHORTEST, _MOST_CHUNKS) // table.cp_ranks)
     for documents in dict.fromkeys((None, plain.mask.documents if ring.nodes > 1 else None)):
         for number in takewhile(lambda number: number <= finest, _CHUNKS):
             holders = dealt(work, ring, table.cp_ranks // ring.ranks, number, documents)
-            if is_even(Tokens(length, holders=holders)):
+            if add(Tokens(length, holders=holders)):
                 break
     return found
 

@@ -22,9 +22,7 @@ from torch import Tensor
 from burst_plugin.sides import SIDES, Side
 from burst_plugin.topology import Topology
 
-__all__ = ["GOOD", "dealt"]
-
-GOOD = 1.05  # an imbalance below this is not worth more bytes
+__all__ = ["dealt"]
 
 
 def dealt(
@@ -43,7 +41,8 @@ def dealt(
     if documents is None or topology.nodes == 1:
         teams = _by_work(chunks, topology.ranks, weights)
     else:
-        nodes = _by_document(_cut(chunks, documents, length), topology.nodes, weights)
+        early = topology.ranks * degree if length % len(chunks) else 0  # by which chunks may begin sooner than here
+        nodes = _by_document(_cut(chunks, documents, length, early), topology.nodes, weights)
         teams = [team for held in nodes for team in _by_work(held, topology.ranks_per_node, weights)]
     holders = [0] * len(chunks)
     for team, held in enumerate(teams):
@@ -69,13 +68,14 @@ def _by_work(chunks: Sequence[int], count: int, weights: Tensor) -> list[list[in
     return held
 
 
-def _cut(chunks: Sequence[int], documents: Sequence[int], length: int) -> list[list[int]]:
+def _cut(chunks: Sequence[int], documents: Sequence[int], length: int, early: int = 0) -> list[list[int]]:
     """The chunks of every document that has any: a chunk is of the document in which it begins.
 
     So what a document has elsewhere is its beginning, less than a chunk: some keys that all its queries need. The
-    queries of its end would need all its keys.
+    queries of its end would need all its keys. Chunks may begin up to `early` tokens sooner than they would if they
+    were of one length.
     """
-    begins = [chunk * length // len(chunks) for chunk in chunks]
+    begins = [max(0, chunk * length // len(chunks) - early) for chunk in chunks]
     return [list(held) for _, held in groupby(chunks, lambda chunk: bisect_right(documents, begins[chunk]))]
 
 

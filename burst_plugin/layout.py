@@ -30,7 +30,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -106,6 +106,14 @@ class Tokens:
                 raise ValueError(
                     f"Tokens(holders={shortened(self.holders)}) is not valid; every rank from 0 up holds a chunk"
                 )
+
+    def __hash__(self) -> int:
+        """Made once: it is asked for in every layer, and there may be thousands of chunks."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.cu_seqlens or (), self.holders or ()))
 
     def __repr__(self) -> str:
         """All that is given; ranks compare it."""

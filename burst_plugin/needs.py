@@ -18,7 +18,7 @@ from burst_plugin.tiles import Regions, RunIndex, key_rows
 __all__ = ["NeededRows", "find_needs"]
 
 _MOST_MEETINGS = 200_000  # of runs, above which it is not worked out who needs what; this many take half a second
-_MOST_ROWS = 0.4  # causal masks in zigzag need half of a block, or more
+_MOST_ROWS = 0.4  # causal masks in zigzag need half of a block, or more, if it has some tokens
 
 Shards = Sequence[Sequence[Run]]  # by rank: what it holds
 NeededRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.Needs`
@@ -27,7 +27,7 @@ NeededRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.N
 def find_needs(regions: Sequence[Regions], home: Shards, travelling: Shards) -> NeededRows | None:
     """The rows of every travelling block that every rank works on, where `regions` have what is at home as queries.
 
-    Runs are of one stride. None if three ranks, looked at for all, need most rows of all blocks, or if too many runs
+    Runs are of one stride. None if three ranks, looked at for all, need most rows of every block, or if too many runs
     meet: then blocks go to all.
     """
     some = [home[rank] for rank in dict.fromkeys((0, len(home) // 2, len(home) - 1))]

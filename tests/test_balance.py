@@ -208,7 +208,8 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(call.args[3] for call in looked_at.mock_calls) == 8
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "chunks"])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -220,13 +221,18 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str) -> None:
+def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, traveller: Side) -> None:
     """Against the painted mask, pair by pair: exactly, but for what lies between keys of a striped rank."""
-    table = RouteTable(Topology(2, 7), Strategy(layout=layout))
-    pairs = table.pairs(Attending(Tokens(64), Tokens(64), mask))
+    holders = tuple(rank * 5 % 14 for rank in range(3 * 14))
+    tokens = Tokens(64, holders=holders) if layout == "chunks" else Tokens(64, layout=layout)
+    table = RouteTable(Topology(2, 7), Strategy())
+    pairs = table.pairs(Attending(tokens, tokens, mask))
     allowed = painted(mask, 1, 64, 64)[0]
-    held = [positions(runs) for runs in table.runs(Tokens(64))]
-    meetings = needs._Meetings([pairs._regions[0][1]], pairs.runs["kv"], 10**6)
+    regions = pairs._regions[0][1]
+    if traveller == "q":
+        allowed, regions = allowed.T, regions.transposed
+    held = [positions(runs) for runs in table.runs(tokens)]
+    meetings = needs._Meetings([regions], pairs.runs["kv"], 10**6)
     for rank in range(14):
         expected = [allowed[held[rank]][:, held[owner]].any(0).nonzero()[:, 0].tolist() for owner in range(14)]
         found = meetings.of(pairs.runs["q"][rank])

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from burst_plugin import Causal, Documents, Topology, chunks
+from burst_plugin import Causal, Documents, Tokens, Topology, chunks
 from burst_plugin.chunks import dealt
+from burst_plugin.layout import in_chunks
 from burst_plugin.region import work_by_token
 from burst_plugin.sides import SIDES
 
@@ -86,6 +87,29 @@ def test_a_chunk_goes_with_the_document_in_which_it_begins() -> None:
         ((0, 1, 2, 64), [1, 7]),
     ):
         assert [len(held) for held in chunks._cut(range(8), starts, 64)] == expected
+
+
+def test_chunks_that_begin_sooner_do_not_begin_in_the_document_before() -> None:
+    """Of a length that does not divide: by as many tokens as there are ranks at most, see `in_chunks`."""
+    length, number, topology = 8 * 2 * 33, 16, Topology(2, 4)
+    for boundary in range(length // 2 - 20, length // 2 + 20):
+        starts = (0, boundary, length)
+        holders = dealt(work_of(starts), topology, 1, number, starts)
+        begins = sorted(
+            run.start
+            for rank in range(8)
+            for run in in_chunks(holders).runs(rank, 8, Tokens(length, holders=holders))
+        )
+        nominal = [chunk * length // len(holders) for chunk in range(len(holders))]
+        assert all(any(0 <= place - begin <= 8 for place in nominal) for begin in begins)
+        cut = chunks._cut(range(len(holders)), starts, length, 8)
+        assert nominal[cut[1][0]] - 8 >= boundary
+
+
+def test_empty_documents_and_few_tokens_are_dealt_out() -> None:
+    starts = (0, 0, 3, 3, 5, 9, 9)
+    holders = dealt(work_of(starts), Topology(2, 2), 1, 4, starts)
+    assert Counter(holders) == dict.fromkeys(range(4), 4)
 
 
 def test_documents_that_are_alike_go_to_a_node_each() -> None:

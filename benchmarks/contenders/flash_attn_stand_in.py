@@ -232,7 +232,7 @@ def _differentiable_varlen(module: StandIn) -> Any:
         how = sequences.how_of(softmax_scale, causal, q.shape[2], cu_seqlens_q, cu_seqlens_k)
         qkv = (x.unsqueeze(0) for x in (q, k, v))
         out: Tensor = _Attention.apply(module, *qkv, how)  # type: ignore[no-untyped-call]
-        return out[0]
+        return out.squeeze(0)
 
     return flash_attn_varlen_func
 

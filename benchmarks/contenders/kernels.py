@@ -95,7 +95,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, _number: int = 0) -> Tens
 
 
 def _pairs(q: Tensor, k: Tensor, how: How) -> float:
-    """Query and key pairs of all heads. A causal square has half of them; there may be keys before it."""
+    """Query and key pairs of all heads. A causal square has half of them; keys, or queries, may come before it."""
     every = [(q.shape[1], k.shape[1])] * q.shape[0] if how.lengths is None else zip(*how.lengths[:2], strict=True)
-    masked = 0.0 if how.band == FULL else 0.5
-    return q.shape[2] * sum(rows * keys - masked * rows**2 for rows, keys in every)
+    if how.band == FULL:
+        return q.shape[2] * sum(rows * keys for rows, keys in every)
+    return q.shape[2] * sum(min(rows, keys) * (keys - min(rows, keys) / 2) for rows, keys in every)

@@ -19,7 +19,7 @@ __all__ = ["Case", "Contender", "Session", "Slept"]
 class Case:
     """Attention over nodes * ranks_per_node ranks: q [batch, seq, q_heads, head_dim] on each, k and v with kv_heads.
 
-    `seq` is tokens per rank. Of packed `documents`, whose lengths these are, each attends to itself alone.
+    `seq` is tokens per rank. Of packed `documents`, whose lengths these are, each attends to itself alone, causal.
     """
 
     nodes: int
@@ -32,6 +32,10 @@ class Case:
     causal: bool
     batch: int = 1
     documents: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.documents and not self.causal:
+            raise ValueError("packed documents are causal here; peers have no others")
 
     @property
     def ranks(self) -> int:
@@ -60,7 +64,8 @@ class Case:
 class Slept:
     """What one full visit takes where compute is slept: all query heads, seq queries on seq keys, not masked.
 
-    A kernel call sleeps in proportion to its batch * queries * keys * query heads, and half of that if it is causal.
+    A kernel call sleeps in proportion to its batch * queries * keys * query heads, without what a causal one leaves
+    out: half of a square, all of whose keys the last query sees.
     """
 
     forward_s: float

@@ -104,7 +104,7 @@ class RingFlashAttn:
 
 def _of_one_row(function: Callable[..., Tensor]) -> Attend:
     """A function of [T, H, D] as one of [1, T, H, D]."""
-    return lambda q, k, v: function(q[0], k[0], v[0]).unsqueeze(0)
+    return lambda q, k, v: function(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
 
 
 def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:

@@ -49,6 +49,7 @@ def test_a_block_of_keys_and_values_is_1_mib() -> None:
         (("--heads", "16"), "--heads 16 is not valid; write query heads / key and value heads"),
         (("--heads", "6/4"), "--heads 6/4 is not valid"),
         (("--documents", "64", "--seq", "63"), "an even number of tokens per rank, not --seq 63"),
+        (("--documents", "15"), r"--documents 15 is too short to cut into 2 \* 8 ranks; use 16 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
@@ -57,7 +58,7 @@ def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> 
         [case_of(setting, heads, asked) for setting in settings(asked) for heads in asked.heads]
 
 
-@pytest.mark.parametrize(("ranks", "seq", "mean"), [(8, 2048, 2048), (16, 512, 700), (8, 64, 1), (8, 64, 10**6)])
+@pytest.mark.parametrize(("ranks", "seq", "mean"), [(8, 2048, 2048), (16, 512, 700), (8, 64, 16), (8, 64, 10**6)])
 def test_documents_fill_the_sequence_and_can_be_cut_by_all(ranks: int, seq: int, mean: int) -> None:
     lengths = drawn_documents(ranks, seq, mean)
     assert sum(lengths) == ranks * seq
@@ -89,6 +90,17 @@ def test_packed_documents_are_bounded_by_their_work_dealt_out_evenly() -> None:
     assert forward["documents"] == len(case.documents)
     assert "model_s" not in both
     assert list(verdicts([forward, backward, both])) == []
+
+
+def test_packed_documents_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
+    with pytest.raises(RefusedError, match="--documents takes --compute slept"):
+        cluster.run(options("--documents", "1024", "--compute", "real"))
+
+
+def test_what_takes_no_time_has_no_ratio() -> None:
+    rows = measured({"forward": [0.3], "backward": [0.7]})
+    assert table_of("", [{**row, "bound_s": 0.0} for row in rows]).row_count == 1
 
 
 def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:

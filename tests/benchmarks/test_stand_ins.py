@@ -19,7 +19,7 @@ from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import _backward, _forward
 from benchmarks.contenders.yunchang import USP
-from burst_plugin import Causal, Full, Mask, Scores
+from burst_plugin import Causal, CausalBottomRight, Full, Mask, Scores
 from burst_plugin.kernels import Queries
 from burst_plugin.tiles import ANTICAUSAL, FULL
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
@@ -89,6 +89,24 @@ def test_a_stand_in_is_attention(
     found = errors(result, reference(problem, mask, Scores(scale=SCALE)))
     assert all(error < bound for error in found.values()), found
     assert relative(lse, _lse(problem, mask, SCALE)) < bound
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (10, 24)])
+def test_sequences_of_varying_lengths_are_causal_from_their_ends(shape: tuple[int, int]) -> None:
+    """Both functions: as rings call them, and with gradients; two sequences, with keys before the first query."""
+    problem, module = Problem.draw(shape, (4, 2)), _stand_in()
+    ends = [torch.tensor([0, length, 2 * length], dtype=torch.int32) for length in shape]
+    q, k, v, dout = (x.flatten(0, 1).requires_grad_() for x in problem[:4])
+    out = module.flash_attn_varlen_func(q, k, v, *ends, *shape, causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    with torch.no_grad():
+        again, lse, *_ = module._flash_attn_varlen_forward(q, k, v, *ends, *shape, 0.0, 8**-0.5, True)
+        buffers = [torch.empty_like(x) for x in (q, k, v)]
+        module._flash_attn_varlen_backward(dout, q, k, v, again, lse, *buffers, *ends, *shape, 0.0, 8**-0.5, True)
+    expected = reference(problem, CausalBottomRight())
+    for found in ((out, *grads), (again, *buffers)):
+        whole = Result(*(x.detach().unflatten(0, (2, -1)) for x in found))
+        assert all(error < 1e-6 for error in errors(whole, expected).values())
 
 
 @pytest.mark.parametrize("option", [{"dropout_p": 0.1}, {"window_size": (8, 0)}, {"softcap": 30.0}])
@@ -162,6 +180,7 @@ class _Clock:
         (32, 64, FULL, 0.5),
         (32, 16, FULL, 0.125),
         (32, 64, tile(None, True, 8).band, 0.375),
+        (64, 32, tile(None, True, 8).band, 0.125),
     ],
 )
 def test_a_slept_call_takes_its_share_of_a_full_visit(
