@@ -114,7 +114,9 @@ def case_of(setting: Setting, heads: str, options: argparse.Namespace) -> Case:
         raise RefusedError(f"--heads {heads} is not valid; write query heads / key and value heads, such as 16/4")
     q_heads, kv_heads, head_dim = int(counts[0]), int(counts[1]), 64
     seq = options.seq or BLOCK_BYTES // (2 * kv_heads * head_dim * 2)
-    documents = drawn_documents(setting.topology.ranks, seq, options.documents) if options.documents else ()
+    documents = (
+        drawn_documents(setting.topology.ranks, seq, options.documents) if options.documents is not None else ()
+    )
     return Case(
         setting.nodes,
         setting.ranks_per_node,

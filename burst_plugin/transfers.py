@@ -271,20 +271,17 @@ class Schedule:
         return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
     def most_rows_moved(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """The most rows that any rank sends, or receives, to gather blocks: (between nodes, inside a node).
-
-        `lengths` are those of the blocks. Sums are as many rows the other way.
-        """
+        """The most rows that a rank sends, or receives, to gather blocks of these lengths: (inter, intra) nodes."""
         moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
             rows = lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows)
             moved["out", t.src, t.link] += rows
             moved["in", t.dst, t.link] += rows
-
-        def most(link: Link) -> int:
-            return max((rows for (*_, of), rows in moved.items() if of is link), default=0)
-
-        return most(Link.INTER), most(Link.INTRA)  # compared in this order: the scarcer link first
+        inter, intra = (
+            max((rows for (*_, of), rows in moved.items() if of is link), default=0)
+            for link in (Link.INTER, Link.INTRA)
+        )
+        return inter, intra  # compared in this order: the scarcer link first
 
     def validate(self, needs: Needs | None = None) -> Schedule:
         """Check that the schedule is exact, and return it.

@@ -49,6 +49,7 @@ def test_a_block_of_keys_and_values_is_1_mib() -> None:
         (("--heads", "16"), "--heads 16 is not valid; write query heads / key and value heads"),
         (("--heads", "6/4"), "--heads 6/4 is not valid"),
         (("--documents", "64", "--seq", "63"), "an even number of tokens per rank, not --seq 63"),
+        (("--documents", "0"), r"--documents 0 is too short"),
         (("--documents", "15"), r"--documents 15 is too short to cut into 2 \* 8 ranks; use 16 or more"),
     ],
 )
