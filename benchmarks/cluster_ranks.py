@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from random import Random
 from statistics import median
@@ -104,8 +104,22 @@ class Entry:
 
     contender: Contender
     session: Session
-    times: dict[str, list[float]]
-    nic_bytes: dict[str, int]
+    times: dict[str, list[float]] = field(default_factory=lambda: {direction: [] for direction in DIRECTIONS})
+    nic_bytes: dict[str, int] = field(default_factory=dict)
+    groups: frozenset[dist.ProcessGroup] = frozenset()  # that it made
+
+    def forget_times(self) -> None:
+        """All turns so far were trials."""
+        for times in self.times.values():
+            times.clear()
+
+    def close(self) -> None:
+        """Destroy its groups: each has a thread that wakes up a hundred times a second, though nothing is sent.
+
+        Hundreds of them would take from everyone what processors there are.
+        """
+        for group in self.groups:
+            dist.destroy_process_group(group)
 
     @property
     def typical_s(self) -> float:
@@ -116,26 +130,34 @@ class Entry:
 def measure_in_rank(rank: int, setting: Setting, work: Work) -> list[tuple[Case, Links, dict[str, Any]]]:
     """What this rank measured; times are the same on every rank."""
     _settle_memory()
-    links = setting.links
     found: list[tuple[Case, Links, dict[str, Any]]] = []
     for case in work.cases:
-        inputs = _inputs(case)
-        entries = []
-        for name in work.names:
-            kept, refused = _best(name, case, work, inputs)
-            if kept is None:
-                found.append((case, links, {"contender": name, **refused}))
-            else:
-                entries.append((name, kept))
-        for entry in (kept for _, kept in entries):
-            entry.times = {direction: [] for direction in DIRECTIONS}
-        for number in range(work.rounds):  # in another order every time, the same on all ranks
-            for _, entry in Random(number).sample(entries, len(entries)):
-                _take_turn(entry, inputs)
-        for name, entry in entries:
-            strategy = getattr(entry.contender, "strategy", None)
-            measured = {"times": entry.times, "nic_bytes": entry.nic_bytes, "strategy": strategy}
-            found.append((case, links, {"contender": name, "configuration": entry.contender.name, **measured}))
+        found += [(case, setting.links, measured) for measured in _measure(case, work)]
+        gc.collect()  # what is in cycles may hold groups that are destroyed
+    return found
+
+
+def _measure(case: Case, work: Work) -> list[dict[str, Any]]:
+    """What this rank measured of all contenders on one case."""
+    inputs = _inputs(case)
+    found: list[dict[str, Any]] = []
+    entries = []
+    for name in work.names:
+        kept, refused = _best(name, case, work, inputs)
+        gc.collect()
+        if kept is None:
+            found.append({"contender": name, **refused})
+        else:
+            entries.append((name, kept))
+            kept.forget_times()
+    for number in range(work.rounds):  # in another order every time, the same on all ranks
+        for _, entry in Random(number).sample(entries, len(entries)):
+            _take_turn(entry, inputs)
+    for name, entry in entries:
+        entry.close()
+        strategy = getattr(entry.contender, "strategy", None)
+        measured = {"times": entry.times, "nic_bytes": entry.nic_bytes, "strategy": strategy}
+        found.append({"contender": name, "configuration": entry.contender.name, **measured})
     return found
 
 
@@ -150,12 +172,7 @@ def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[
     configurations = [_planned(each, case, work.parts) for each in contender.configurations(case)]
     if not configurations:
         return None, {"refused": contender.refuse(case) or "no configuration can do this case"}
-    entries = [
-        Entry(each, each.prepare(case, work.slept), {d: [] for d in DIRECTIONS}, {}) for each in configurations
-    ]
-    for entry in entries:
-        _take_turn(entry, inputs)
-        entry.times = {direction: [] for direction in DIRECTIONS}
+    entries = prepared = [_prepared(each, case, work, inputs) for each in configurations]
     if work.slept is not None:
         _defer_transfers()
     for turn in range(_TRIALS):
@@ -166,7 +183,26 @@ def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[
             entries = [entry for entry in entries if entry.typical_s <= _HOPELESS * best_s]
         if len(entries) == 1:
             break
-    return next(entry for entry in entries if entry.typical_s <= _ALIKE * best_s), {}
+    kept = next(entry for entry in entries if entry.typical_s <= _ALIKE * best_s)
+    for entry in prepared:
+        if entry is not kept:
+            entry.close()
+    return kept, {}
+
+
+def _prepared(contender: Contender, case: Case, work: Work, inputs: Sequence[Tensor]) -> Entry:
+    """A contender that has opened its connections, in a turn that does not count."""
+    known = _groups()
+    entry = Entry(contender, contender.prepare(case, work.slept))
+    _take_turn(entry, inputs)
+    entry.forget_times()
+    entry.groups = _groups() - known
+    return entry
+
+
+def _groups() -> frozenset[dist.ProcessGroup]:
+    """All process groups of this rank, whoever made them."""
+    return frozenset(dist.distributed_c10d._world.pg_map)
 
 
 def parts_by_degree(case: Case, slept: Slept, links: Links) -> dict[int, int | tuple[int, int]]:

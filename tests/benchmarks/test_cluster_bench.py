@@ -9,13 +9,14 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks import cluster, results
+from benchmarks import cluster, cluster_ranks, results
 from benchmarks.cluster import case_of, drawn_documents, model, parts_of, rows_of, settings
-from benchmarks.cluster_ranks import Setting
+from benchmarks.cluster_ranks import Setting, Work, measure_in_rank
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import Case, Slept
 from benchmarks.limits import RefusedError
@@ -24,6 +25,7 @@ from benchmarks.results import load
 from burst_plugin import Strategy
 from burst_plugin.planner import Links
 from burst_plugin.sides import DIRECTIONS
+from tests.support.ranks import run_ranks
 
 SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
@@ -118,6 +120,34 @@ def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     ranks, movers = map(int, found.stdout.split())
     assert (ranks, movers) == (os.sched_getscheduler(0), os.SCHED_IDLE)
+
+
+def turns_in_rank(_: int) -> tuple[list[tuple[int, int]], int, int]:
+    """Groups of each turn: all there are, and those of the contender whose turn it is; in the end; their threads."""
+    turns = []
+    take_turn = cluster_ranks._take_turn
+
+    def recorded(entry: cluster_ranks.Entry, *arguments: Any, **named: Any) -> None:
+        turns.append((len(cluster_ranks._groups()), len(entry.groups)))
+        take_turn(entry, *arguments, **named)
+
+    case = Case(1, 2, 8, 2, 2, 8, torch.float32, causal=False)
+    work = Work((case, case), Slept(0.001, 0.001), ("burst",), {}, rounds=1, timeout_s=30.0, parts={})
+    with patch.multiple(cluster_ranks, _take_turn=recorded, interface_bytes=lambda: (0, 0), LEAD_S=0.01):
+        measure_in_rank(0, Setting(1, 2, 1000.0), work)
+    return turns, len(cluster_ranks._groups()), sum("gloo_tcp_loop" in name for name in thread_names())
+
+
+def thread_names() -> list[str]:
+    return [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+
+
+def test_process_groups_are_destroyed_with_their_contender() -> None:
+    for turns, groups, threads in run_ranks(turns_in_rank, 2):
+        assert sum(all_groups == 1 for all_groups, _ in turns) == 2, "each case begins with the group of all ranks"
+        all_groups, own = turns[-1]
+        assert max(turns)[0] > all_groups == 1 + own, "several were tried, one was left"
+        assert (groups, threads) == (1, 1)
 
 
 def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
