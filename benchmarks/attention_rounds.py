@@ -1,14 +1,15 @@
 """Timing of several ways to do one attention by turns, so that whatever the machine does, it does to all of them.
 
 In every round each entry runs once, forward and backward, and the order is another in every round. All ranks begin an
-entry together, and the slowest one's time counts. The first round is not counted: by it, of the configurations of a
-contender, the fastest is chosen, and the others leave.
+entry together, and the slowest one's time counts. The first rounds are trials, which are not counted: by them, of the
+configurations of a contender, the fastest is chosen, and the others leave.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from random import Random
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.one_rank import Gradients, OneRank, Whole, synchronize
+from benchmarks.trials import TRIALS, chosen, hopeful
 
 __all__ = ["KERNEL", "KERNEL_ALONE", "Entry", "Group", "OneProcess", "Times", "World", "kernel_entries", "rounds"]
 
@@ -129,12 +131,11 @@ def kernel_entries(kernel: OneRank, whole: Whole, ranks: int) -> list[Entry]:
 
 
 def rounds(entries: Sequence[Entry], world: World, device: torch.device, count: int) -> dict[str, Times]:
-    """Time what is kept of the entries `count` times, after one round that is not counted; collective.
+    """Time what is kept of the entries `count` times, after the trials; collective.
 
     In another order every round, the same on all ranks: what ran before leaves caches and clocks behind.
     """
-    trial = _round(entries, world, device, 0)
-    entries = _kept(entries, {name: both_s for name, (_, _, both_s) in trial.items()})
+    entries = _kept(entries, world, device)
     found = {entry.name: Times() for entry in entries}
     for number in range(1, count + 1):
         for name, slowest in _round(entries, world, device, number).items():
@@ -154,14 +155,28 @@ def _round(
     return found
 
 
-def _kept(entries: Sequence[Entry], trial_s: Mapping[str, float]) -> list[Entry]:
-    """Of every contender what runs its fastest configuration, and what is nobody's."""
-    fastest: dict[str, str] = {}
+def _kept(entries: Sequence[Entry], world: World, device: torch.device) -> list[Entry]:
+    """Of every contender what runs its fastest configuration, and what is nobody's.
+
+    All run in the first trial, which warms them up; in later ones the configurations of those who still have several.
+    """
+    own: defaultdict[str, list[str]] = defaultdict(list)  # configurations that may be the fastest, by contender
     for entry in entries:
         if entry.contender and entry.name == entry.configuration:
-            best = fastest.setdefault(entry.contender, entry.name)
-            fastest[entry.contender] = min(best, entry.name, key=trial_s.__getitem__)
-    return [entry for entry in entries if entry.configuration == fastest.get(entry.contender, "")]
+            own[entry.contender].append(entry.name)
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    tried = list(entries)
+    for turn in range(TRIALS):
+        for name, (_, _, both_s) in _round(tried, world, device, -turn).items():
+            seconds[name].append(both_s)
+        typical_s = {each: {name: median(seconds[name]) for name in names} for each, names in own.items()}
+        own.update({each: hopeful(times) for each, times in typical_s.items()})
+        undecided = {name for names in own.values() if len(names) > 1 for name in names}
+        tried = [entry for entry in entries if entry.name in undecided]
+        if not tried:
+            break
+    kept = {contender: chosen(times) for contender, times in typical_s.items()}
+    return [entry for entry in entries if entry.configuration == kept.get(entry.contender, "")]
 
 
 def _timed(entry: Entry, world: World, device: torch.device) -> tuple[float, float]:

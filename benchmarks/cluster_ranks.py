@@ -22,6 +22,7 @@ from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.memory import keep_freed_memory
 from benchmarks.netns import interface_bytes
+from benchmarks.trials import TRIALS, chosen, hopeful
 from burst_plugin.planner import Links, plans
 from burst_plugin.sides import DIRECTIONS
 from burst_plugin.topology import Topology
@@ -30,9 +31,6 @@ __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
-_TRIALS = 7  # of each configuration, while there are several
-_HOPELESS = 1.3  # times the best after any of them, a configuration is not tried again
-_ALIKE = 1.01  # no such difference is told from chance in so few turns
 LEAD_S = 0.1  # by which a start is agreed on beforehand
 
 
@@ -172,18 +170,18 @@ def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[
     configurations = [_planned(each, case, work.parts) for each in contender.configurations(case)]
     if not configurations:
         return None, {"refused": contender.refuse(case) or "no configuration can do this case"}
-    entries = prepared = [_prepared(each, case, work, inputs) for each in configurations]
+    prepared = [_prepared(each, case, work, inputs) for each in configurations]
+    entries = {entry.contender.name: entry for entry in prepared}
     if work.slept is not None:
         _defer_transfers()
-    for turn in range(_TRIALS):
-        for entry in entries:
+    for turn in range(TRIALS):
+        for entry in entries.values():
             _take_turn(entry, inputs, count=turn == 0)
-        best_s = min(entry.typical_s for entry in entries)
-        if turn + 1 < _TRIALS:
-            entries = [entry for entry in entries if entry.typical_s <= _HOPELESS * best_s]
+        typical_s = {name: entry.typical_s for name, entry in entries.items()}
+        entries = {name: entries[name] for name in hopeful(typical_s)}
         if len(entries) == 1:
             break
-    kept = next(entry for entry in entries if entry.typical_s <= _ALIKE * best_s)
+    kept = entries[chosen(typical_s)]
     for entry in prepared:
         if entry is not kept:
             entry.close()
