@@ -13,7 +13,8 @@ time of the ring; 1 is a ring that costs nothing. The kernel is timed under the 
 there are ranks, so that the clock and the memory's bandwidth are the same; `kernel_alone_s` is one copy while the
 other ranks wait. In a virtual ring ranks take turns, so nothing is divided.
 `exposed_s` is the time with transfers minus that of the same visits without. Everything is measured by turns in the
-same rounds; times are medians over rounds of the slowest rank, and shares are medians of the rounds' shares.
+same rounds; times are medians over rounds of the slowest rank, and shares are medians of the rounds' shares. Last it
+says what that is for the claims of this project.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.attention_claims import verdicts
 from benchmarks.attention_ranks import Measured, group_rank, virtual_rank
 from benchmarks.attention_rows import Found, is_of, line
 from benchmarks.campaign import Campaign, Row, add_campaign_arguments
@@ -90,6 +92,8 @@ def run(options: argparse.Namespace) -> int:
         campaign.measure(
             partial(is_of, case), partial(_measure, case, chosen, options), show if leads else lambda _: None
         )
+    if leads:
+        print(*verdicts(campaign.rows), sep="\n")
     campaign.end()
     return int(any(row.get("wrong", False) for row in campaign.rows))
 

@@ -60,6 +60,7 @@ class Found:
             **mine.fields(),
             "virtual": self.virtual,
             "rounds": len(mine.both_s),
+            "rounds_s": mine.both_s,  # in the order of all contenders' rounds
             "kernel": self.every[0].kernel,
             "kernel_s": median(kernel.both_s),
             "kernel_alone_s": median(times.get(KERNEL_ALONE, kernel).both_s),

@@ -20,6 +20,7 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 
 from benchmarks import attention, attention_ranks, limits, overhead, results
 from benchmarks.__main__ import main
+from benchmarks.attention_claims import verdicts
 from benchmarks.attention_ranks import SILENT, Measured, _largest_error
 from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess, Times, rounds
 from benchmarks.attention_rows import Found, attention_flops
@@ -233,6 +234,32 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
     assert row["exposed_s"] == pytest.approx(0.5)
     assert row["flops_per_s"] == attention_flops(CASE)["both"] / 3.0
     assert (row["peak_bytes"], row["error"]) == (7, 0.01)
+    assert row["rounds_s"] == [4.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("peer_s", "start"),
+    [
+        ([2.0] * 5, "ok   USP / burst = 2.000, burst behind in 0 of 5 rounds (by chance: 100%)"),
+        ([0.9] * 4 + [2.0], "ok   USP / burst = 0.900, burst behind in 4 of 5 rounds (by chance: 19%)"),
+        ([0.99] * 5, "FAIL USP / burst = 0.990, burst behind in 5 of 5 rounds (by chance: 3%)"),
+    ],
+)
+def test_a_peer_is_faster_if_it_is_so_in_more_rounds_than_by_chance(peer_s: list[float], start: str) -> None:
+    case = {"ranks": 2, "seq": 64, "dtype": "float32", "causal": True, "q_heads": 2, "kv_heads": 2, "virtual": False}
+    ours = {**case, "contender": "burst", "kernel_share": 0.96, "rounds_s": [1.0] * 5}
+    own, compared = verdicts(
+        [
+            {**case, "contender": "Ulysses", "refused": "no"},
+            {**case, "contender": "burst flat ring", "rounds_s": [0.1] * 5},
+            {**case, "seq": 32, "contender": "Ulysses", "rounds_s": [0.1] * 5},
+            {**case, "contender": "USP", "rounds_s": peer_s},
+            ours,
+        ]
+    )
+    assert own.startswith("ok   time / (one rank's kernel / ranks) = 1.042, 2 ranks, 64 tokens, float32, causal")
+    assert compared.startswith(start)
+    assert next(verdicts([{**ours, "kernel_share": 0.95}])).startswith("FAIL")
 
 
 @pytest.mark.parametrize("error", [0.1, float("nan")])
