@@ -162,7 +162,7 @@ def _measure(case: Case, work: Work) -> list[dict[str, Any]]:
 def _best(name: str, case: Case, work: Work, inputs: Sequence[Tensor]) -> tuple[Entry | None, dict[str, str]]:
     """The fastest configuration of a contender in a few turns, after one that opens connections; or why none.
 
-    They take turns as contenders do, under the same conditions; of those that are alike the first is taken.
+    They take turns as contenders do, under the same conditions.
     """
     contender = next(c for c in CONTENDERS if c.name == name)
     if name in work.absent:
