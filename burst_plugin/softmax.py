@@ -162,6 +162,8 @@ def _fused_on(device: torch.device) -> Any:
     try:
         fused = importlib.import_module("burst_plugin.fused")
         fused.try_out(device)
+    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+        raise
     except Exception as error:  # no triton, no compiler, a GPU that it does not know
         _LOG.warning("outputs are merged by several kernels instead of one on %s: %s", device, error)
         return None

@@ -131,3 +131,15 @@ def test_what_cannot_be_fused_is_not(caplog: pytest.LogCaptureFixture) -> None:
         assert "several kernels instead of one on cuda:0" in record.getMessage()
         assert said in record.getMessage()
     softmax._fused_on.cache_clear()
+
+
+def test_what_memory_ran_out_for_is_tried_again() -> None:
+    there: Any = torch.zeros(1, 1, 1, 1).as_subclass(_OnGpu)
+    fused = mock.Mock()
+    fused.try_out.side_effect = [torch.OutOfMemoryError(), None]
+    softmax._fused_on.cache_clear()
+    with mock.patch.dict(sys.modules, {"burst_plugin.fused": fused}):
+        with pytest.raises(torch.OutOfMemoryError):
+            softmax._fused(there)
+        assert softmax._fused(there) is fused
+    softmax._fused_on.cache_clear()

@@ -20,6 +20,7 @@ from burst_plugin import Causal, Documents, Mask, PerRow, Scores, SlidingWindow,
 from burst_plugin.kernels import (
     KERNELS,
     Case,
+    Grads,
     How,
     Kernel,
     Queries,
@@ -32,6 +33,8 @@ from burst_plugin.kernels import (
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.kernels.trial import problem_of
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, errors, reference, relative
 from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
@@ -301,6 +304,23 @@ def test_a_bias_of_more_than_can_be_addressed_is_worked_on_in_slices(
                 assert all(error < 1e-13 for error in found.values()), (band, found)
 
 
+@pytest.mark.parametrize("kernel", ["torch_efficient"], indirect=True)
+@pytest.mark.parametrize("shape", [None, (1, 1), (2, 4)])
+def test_keys_of_more_than_can_be_addressed_are_worked_on_by_heads(
+    kernel: Kernel, shape: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.draw(19, (4, 2), dtype=torch.float64)
+    problem = problem if shape is None else problem.with_bias(shape)
+    rows, dim = problem.k.shape[1], problem.k.shape[3]
+    q, k, v = (torch_efficient._whole(x, 4) for x in problem[:3])
+    for largest, parts in ((4 * rows * dim, 1), (4 * rows * dim - 1, 2), (rows * dim, 4), (1, 4)):
+        monkeypatch.setattr(torch_efficient, "_LARGEST_OFFSET", largest)
+        assert len(torch_efficient._addressable(q, k, v, None)) == parts
+        for band, mask in BANDS.items():
+            found = errors(run(kernel.name, problem, How(band, SCALED, problem.bias)), reference(problem, mask))
+            assert all(error < 1e-13 for error in found.values()), (band, found)
+
+
 @every_biased
 @pytest.mark.parametrize("band", BANDS, ids=["full", "causal", "anticausal"])
 def test_a_bias_without_a_gradient_gets_none(kernel: Kernel, band: Band) -> None:
@@ -437,6 +457,75 @@ def test_cudnn_is_not_used_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatc
     assert "unset it" in str(KERNELS["torch_cudnn"].refuse(PLAIN))
 
 
+@pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
+def test_cudnn_is_given_the_lse_of_any_rows(kernel: Kernel) -> None:
+    """A single head's rows from the third on, in one piece: their address is not one that vectors are loaded from."""
+    problem = Problem.draw(16, (1, 1), 8)
+    q, k, v, dout = (x[:1] for x in (*problem[:3], problem.dout))
+    out, lse = REFERENCE.forward(q, k, v, How(FULL, SCALED))
+    rows = Queries(q[:, 3:], dout[:, 3:], out[:, 3:], lse[:, :, 3:])
+    assert rows.lse.is_contiguous()
+    expected = REFERENCE.backward(rows, k, v, How(FULL, SCALED))
+    torch.testing.assert_close(kernel.backward(rows, k, v, How(FULL, SCALED))[:3], expected[:3])
+
+
+class _Tried(TorchCpuKernel):
+    """What is tried out."""
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault, self.calls = fault, 0
+
+    def backward(self, queries: Queries, k: torch.Tensor, v: torch.Tensor, how: How) -> Grads:
+        self.calls += 1
+        if self.fault == "memory":
+            raise torch.OutOfMemoryError
+        if self.fault == "fails":
+            raise RuntimeError("No valid execution plans built")
+        grads = super().backward(queries, k, v, how)
+        if self.fault == "causal dk" and how.band == CAUSAL:
+            return grads._replace(dk=grads.dk * 1.02)
+        return grads._replace(dv=grads.dv * torch.nan) if self.fault == "dv" else grads
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("", None),
+        ("causal dk", "tried out, dk are not those of reference"),
+        ("dv", "tried out, dv are not those of reference"),
+        ("fails", "tried out, it fails: RuntimeError: No valid execution plans built"),
+    ],
+)
+def test_a_library_is_tried_out_once(fault: str, problem: str | None) -> None:
+    kernel, case = _Tried(fault), Case("cpu", torch.bfloat16, 4, 2, 24, 16)
+    found = {
+        problem_of(kernel, REFERENCE, each) for each in (case, case._replace(features=frozenset({"bias"})), case)
+    }
+    assert found == {problem}
+    assert kernel.calls == (1 if fault == "fails" else 2), "a causal and a full tile"
+
+
+def test_a_trial_without_memory_tells_nothing() -> None:
+    kernel, case = _Tried("memory"), Case("cpu", torch.bfloat16, 2, 2, 16, 16)
+    with pytest.raises(torch.OutOfMemoryError):
+        problem_of(kernel, REFERENCE, case)
+    kernel.fault = ""
+    assert problem_of(kernel, REFERENCE, case) is None
+
+
+def test_a_kernel_that_is_wrong_here_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretend(monkeypatch, "H100")
+    monkeypatch.setattr(torch_cudnn, "problem_of", lambda kernel, trusted, case: f"not like {trusted.name}")
+    _tell_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert choose_kernel("auto", PLAIN).name == "torch_flash"
+    assert "torch_cudnn: not like torch_flash" in caplog.text
+    with pytest.raises(ValueError, match="not like torch_flash"):
+        choose_kernel("torch_cudnn", PLAIN)
+
+
 def test_the_lse_of_cudnn_has_the_shape_that_this_pytorch_has(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     assert torch_cudnn._statistics_have_a_dim()
     monkeypatch.setattr(torch_cudnn, "_statistics_have_a_dim", lambda: False)
@@ -456,6 +545,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str, cudnn: int = 91501) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPU[gpu])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch_cudnn, "problem_of", lambda *_: None)
 
 
 CHOICES = [

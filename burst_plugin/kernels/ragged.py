@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Lengths, Queries
+from burst_plugin.kernels.trial import ALIKE, RESULTS, difference
 from burst_plugin.scores import Scores
 from burst_plugin.tiles import CAUSAL, FULL
 
@@ -35,7 +36,6 @@ __all__ = [
 DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of every sequence, at most, where it sums dq
 
 _LOG = logging.getLogger(__name__)
-_ALIKE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
 
 
 class AtOnce(Kernel, Protocol):
@@ -117,7 +117,7 @@ class Trial(NamedTuple):
 def is_right(kernel: AtOnce, trial: Trial) -> bool:
     """Whether a few sequences in one call give what they give one by one; says so if they do not."""
     try:
-        wrong = [name for name, error in _errors(kernel, trial).items() if not error < _ALIKE]
+        wrong = [name for name, error in _errors(kernel, trial).items() if not error < ALIKE]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the library raises
@@ -157,7 +157,6 @@ def _errors(kernel: AtOnce, trial: Trial) -> dict[str, float]:
         )
         at_once = (*out_lse, *grads[:3])
         singly = (*expected, *backward_one_by_one(kernel, queries, k, v, how)[:3])
-        for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), at_once, singly, strict=True):
-            error = (one.double() - other.double()).norm() / other.double().norm()
-            errors[name] = max(errors.get(name, 0.0), error.item())
+        for name, one, other in zip(RESULTS, at_once, singly, strict=True):
+            errors[name] = max(errors.get(name, 0.0), difference(one, other))
     return errors

@@ -8,6 +8,9 @@ On Hopper backward kernels before 9.26 take what fills up a last half block of 1
 where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678); with a single query dk and dv do so in 9.26, too
 (cudnn-frontend#1072), and whether other incomplete blocks of queries do is not known. So the backward pass of tiles
 that do not fill such blocks is left to PyTorch's flash-attention there.
+
+It compiles kernels when they are first used, with what CUDA it finds, which may not know the GPU; and some releases
+are wrong on some GPUs (pytorch#193893). So it is tried out beside PyTorch's flash-attention first.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed, round_up
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
+from burst_plugin.kernels.trial import problem_of
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCudnnKernel"]
@@ -64,8 +68,11 @@ class TorchCudnnKernel:
             return f"it needs cuDNN {_OLDEST} or newer, not {_version()}"
         if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
             return "it is switched off; torch.backends.cuda.enable_cudnn_sdp(True) switches it on"
-        flash = TorchFlashKernel().refuse(case)
-        return None if flash is None else f"it leaves some tiles to torch_flash, and {flash}"
+        flash = TorchFlashKernel()
+        reason = flash.refuse(case)
+        return (
+            problem_of(self, flash, case) if reason is None else f"it leaves some tiles to torch_flash, and {reason}"
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -95,6 +102,8 @@ class TorchCudnnKernel:
         # Plans are kept by the strides of q, k and v; those of these two have to follow from the shapes.
         dout, out = (_heads_first(x.to(dtype).contiguous(), dims[2]) for x in (queries.dout, queries.out))
         lse = queries.lse.contiguous()
+        if lse.storage_offset() * lse.element_size() % _ALIGN_BYTES:  # the rows of a tile may begin anywhere
+            lse = lse.clone()
         state = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *(dout, q, k, v, out, lse.unsqueeze(-1) if _statistics_have_a_dim() else lse),

@@ -25,6 +25,7 @@ _BIAS_COLUMNS = 16
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # sdp::CustomMaskType
 _LOWEST_BIAS = -1e38  # that stays finite if it is multiplied by log2(e)
 _LARGEST_BIAS = 2**32 - 1  # of one head: kernel_forward.h counts them in uint32 (pytorch#187227)
+_LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in int32 (pytorch#186075)
 
 
 class TorchEfficientKernel:
@@ -54,11 +55,18 @@ class TorchEfficientKernel:
             return torch.cat([out for out, _ in outputs], 1), torch.cat([lse for _, lse in outputs], 2)
         v_dim, rows, bias = v.shape[-1], q.shape[1], _masked_bias(q, how)
         q, k, v = (_whole(x, q.shape[2]) for x in (q, k, v))
-        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            *(q, k, v, _whole_bias(bias, q, k)),
-            *(None, None, None, None),  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-            *(0.0, _mask(how), True),  # dropout_p, custom_mask_type, compute_log_sumexp
-            scale=how.scale,
+        outputs = [
+            torch.ops.aten._efficient_attention_forward(
+                *(some_q, some_k, some_v, some_bias),
+                *(None, None, None, None),  # cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+                *(0.0, _mask(how), True),  # dropout_p, custom_mask_type, compute_log_sumexp
+                scale=how.scale,
+            )
+            for some_q, some_k, some_v, some_bias in _addressable(q, k, v, _whole_bias(bias, q, k))
+        ]
+        out, lse = (
+            parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+            for parts, dim in (([found[0] for found in outputs], 2), ([found[1] for found in outputs], 1))
         )
         lse = lse[:, :, :rows]
         if bias is not None:
@@ -98,6 +106,25 @@ def _whole(x: Tensor, query_heads: int) -> Tensor:
     """Every query head's own rows, in whole vectors of 16 bytes."""
     dim = round_up(x.shape[-1], _ALIGN_BYTES // x.element_size())
     return fit(expand_heads(x, query_heads), dim, _ALIGN_BYTES)
+
+
+def _addressable(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """q, k, v and the bias of as many heads at a time as the forward pass can address the keys of, mostly all."""
+    if k.shape[1] * max(k.stride(1), v.stride(1)) <= _LARGEST_OFFSET:
+        return [(q, k, v, bias)]
+    some = max(1, _LARGEST_OFFSET // (k.shape[1] * max(k.shape[3], v.shape[3])))
+    heads = [slice(first, first + some) for first in range(0, k.shape[2], some)]
+    return [
+        (
+            q[:, :, part],
+            k[:, :, part].contiguous(),
+            v[:, :, part].contiguous(),
+            None if bias is None else bias[:, part],
+        )
+        for part in heads
+    ]
 
 
 def _mask(how: How) -> int:

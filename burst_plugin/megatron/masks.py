@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import torch
@@ -25,6 +25,8 @@ BY_TYPE: Mapping[str, Mask] = MappingProxyType(
         "causal_bottom_right": CausalBottomRight(),
     }
 )
+
+_AT_ONCE = 2**24  # elements of a mask
 
 
 def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
@@ -59,11 +61,11 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
     """Raise ValueError on every rank unless `attention_mask` [1 or B, 1, S/CP, S] is `mask`; collective."""
     problem = _shape_problem(attention_mask)
     if not problem:
-        masked = attention_mask.bool()
-        if masked.shape[2] * cp.ranks > masked.shape[3]:  # not cut over the ranks
-            differs = True
-        else:
-            differs = bool((~masked != _expected(cp, masked, mask)).any())
+        differs = torch.tensor(attention_mask.shape[2] * cp.ranks > attention_mask.shape[3])  # not cut over the ranks
+        if not differs:
+            differs = differs.to(attention_mask.device)
+            for masked, left in _expected(cp, attention_mask, mask):
+                differs |= (masked == left).any()
         if differs:
             problem = (
                 f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; to keep "
@@ -82,14 +84,15 @@ def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) ->
     problem = _shape_problem(attention_mask)
     if problem:
         raise ValueError(problem)
-    left = ~attention_mask.bool()
-    valid = left[:, 0].any(1)
+    valid = ~attention_mask[:, 0].bool().all(1)
     if attention_mask.shape[2] > 1 and cp.ranks > 1:
         valid = _anywhere(cp, valid)
     if attention_mask.shape[2] > 1:
-        other = (left != valid[:, None, None] & _expected(cp, left, mask)).any(-1) & left.any(-1)
-        any_other = _anywhere(cp, other.any().view(1)) if cp.ranks > 1 else other.any()
-        if bool(any_other):
+        other = torch.zeros(1, dtype=torch.bool, device=attention_mask.device)
+        for masked, left in _expected(cp, attention_mask, mask):
+            unlike = (masked == (valid[:, None, None] & left)).any(-1)
+            other |= (unlike & ~masked.all(-1)).any()
+        if bool(_anywhere(cp, other) if cp.ranks > 1 else other):
             raise ValueError(
                 f"attention_mask {list(attention_mask.shape)} does not mask whole keys, as attn_mask_type=padding or "
                 "padding_causal says; use attn_mask_type=arbitrary"
@@ -104,10 +107,17 @@ def _shape_problem(attention_mask: Tensor) -> str:
     return f"attention_mask must be [1 or batch, 1, queries, keys], got {list(attention_mask.shape)}"
 
 
-def _expected(cp: ContextParallel, rows: Tensor, mask: Mask) -> Tensor:
-    """What `mask` leaves to this rank's queries, [S/CP, Sk]."""
-    q_len, kv_len = rows.shape[2] * cp.ranks, rows.shape[3]
-    return allowed(mask, (q_len, kv_len), cp.positions(q_len, rows.device), torch.arange(kv_len, device=rows.device))
+def _expected(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows of `attention_mask` after others, bool [B, 1, some, Sk], and what `mask` leaves them, [some, Sk].
+
+    Few at once: telling what it leaves takes ten bytes for each of them, and whole masks fill a good part of a GPU.
+    """
+    q_len, kv_len = attention_mask.shape[2] * cp.ranks, attention_mask.shape[3]
+    keys = torch.arange(kv_len, device=attention_mask.device)
+    positions = cp.positions(q_len, attention_mask.device)
+    some = max(1, _AT_ONCE // kv_len)
+    for rows, queries in zip(torch.split(attention_mask, some, 2), torch.split(positions, some), strict=True):
+        yield rows.bool(), allowed(mask, (q_len, kv_len), queries, keys)
 
 
 def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:

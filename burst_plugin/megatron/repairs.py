@@ -18,11 +18,12 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.packed import packed_indices
 from burst_plugin.megatron.releases import Version
 from burst_plugin.wrapping import wrap
@@ -220,14 +221,41 @@ def _count_no_labels_as_one() -> None:
 
 
 def _cut_tables_for_every_length() -> None:
-    """YaRN's tables for the fused kernel are cut over context-parallel ranks, and then read from the first row on."""
+    """YaRN's tables for the fused kernel are cut over context-parallel ranks, and then read from the first row on.
+
+    Those of packed documents, and of one rank, are not cut: a longer one begins with the one that is asked for.
+    """
 
     def cached(original: Any, embedding: Any, seq_len: int, *args: Any, **kwargs: Any) -> Any:
-        if seq_len != getattr(embedding, "max_seq_len_cached", seq_len):
+        given = inspect.signature(original).bind(embedding, seq_len, *args, **kwargs).arguments
+        group = given.get("cp_group") or embedding.cp_group
+        is_cut = group is not None and group.size() > 1 and not given.get("packed_seq", False)
+        if is_cut and seq_len != embedding.max_seq_len_cached:
             embedding.max_seq_len_cached = -1  # so that they are made anew
         return original(embedding, seq_len, *args, **kwargs)
 
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cached)
+
+
+# ------------------------------------------------------------------------------------------- multi-latent attention
+
+
+def _leave_values_as_they_are() -> None:
+    """From 0.18 values of packed documents are filled up to the head dim of the keys, for attention that asks for it.
+
+    On the ring zeros would travel, and kernels that take 192 and 128 would not take 192 twice.
+    """
+
+    def prepare(original: Any, layer: Any, query: Tensor, value: Tensor | None, *args: Any) -> Any:
+        if value is None or not isinstance(layer.core_attention, BurstCoreAttention):
+            return original(layer, query, value, *args)
+        dim = value.shape[-1]
+        return value, False, dim, dim
+
+    wrap(multi_latent_attention, _FILLS_UP, prepare)
+
+
+_FILLS_UP = "_prepare_mla_core_attention_value"
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
@@ -327,6 +355,13 @@ REPAIRS = (
         fault="the fused rotary embedding (YaRN, MLA) reads tables that are cut for longer sequences than this one",
         fixed_in=None,
         apply=_cut_tables_for_every_length,
+    ),
+    Repair(
+        name="packed_mla_values",
+        fault="multi-latent attention on packed documents fills up values to the keys' head dim, which travels",
+        fixed_in=None,
+        apply=_leave_values_as_they_are,
+        needed=lambda: hasattr(multi_latent_attention, _FILLS_UP),
     ),
     Repair(
         name="resume_without_te",

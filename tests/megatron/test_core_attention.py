@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
+from burst_plugin import Causal, ContextParallel, key_padding
 from burst_plugin.layout import LAYOUTS, Tokens
-from burst_plugin.megatron import packed, packed_indices
+from burst_plugin.megatron import masks, packed, packed_indices
 from burst_plugin.megatron.packed import check_known
+from burst_plugin.region import allowed
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
 from tests.support.ranks import run_ranks
@@ -223,6 +226,51 @@ def test_masks_that_are_no_key_padding_are_refused_on_every_rank() -> None:
         assert "does not mask whole keys" in no_padding
         assert "use attn_mask_type=arbitrary" in no_padding
         assert three_dims == "attention_mask must be [1 or batch, 1, queries, keys], got [2, 32, 32]"
+
+
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Masks are looked at in slices of two rows of 16 keys; how many elements each of them has."""
+    seen: list[int] = []
+
+    def counted(*args: Any) -> torch.Tensor:
+        found = allowed(*args)
+        seen.append(found.numel())
+        return found
+
+    monkeypatch.setattr(masks, "_AT_ONCE", 35)
+    monkeypatch.setattr(masks, "allowed", counted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_every_row_of_a_mask_is_looked_at_a_few_at_a_time(few_at_once: list[int], dtype: torch.dtype) -> None:
+    cp, rows = ContextParallel(), 15
+    mask = torch.ones(rows, rows, dtype=torch.bool).triu(1).expand(2, 1, -1, -1).to(dtype)
+    masks.check_same(cp, mask, Causal())
+    assert few_at_once == [2 * rows] * 7 + [rows]
+    for row, key in product((0, 1, 13, 14), (0, 7, 14)):
+        other = mask.clone()
+        other[1, 0, row, key] = 1 - int(other[1, 0, row, key])
+        with pytest.raises(ValueError, match="is not the Causal"):
+            masks.check_same(cp, other, Causal())
+    with pytest.raises(ValueError, match="is not the Causal"):
+        masks.check_same(cp, torch.cat([mask, mask], 2), Causal())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+def test_every_row_of_a_padding_mask_is_looked_at_a_few_at_a_time(few_at_once: list[int], dtype: torch.dtype) -> None:
+    cp, rows = ContextParallel(), 15
+    padded = torch.arange(rows) >= 11
+    mask = (padded | torch.ones(rows, rows, dtype=torch.bool).triu(1)).view(1, 1, rows, rows).to(dtype)
+    mask[:, :, 12] = 1  # all keys of a padded query
+    assert masks.read_key_padding(cp, mask, Causal()) == key_padding(~padded.unsqueeze(0)).masks[0]
+    assert few_at_once == [2 * rows] * 7 + [rows]
+    for row, key in product((1, 10, 14), (0, 13)):
+        other = mask.clone()
+        other[0, 0, row, key] = 1 - int(other[0, 0, row, key])
+        with pytest.raises(ValueError, match="does not mask whole keys"):
+            masks.read_key_padding(cp, other, Causal())
 
 
 def _windowed_cross(rank: int) -> str:

@@ -13,10 +13,12 @@ import torch
 from megatron.core import __version__, parallel_state, utils
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.megatron import packed_indices, repairs
+from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
@@ -51,6 +53,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     monkeypatch.setattr(utils, "tex", object())
     for name in repairs._CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
+    monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP, raising=False)
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
     monkeypatch.setattr(repairs, "REPAIRS", fakes)
     lines = apply_repairs((0, 17, 1))
@@ -356,8 +359,37 @@ def _tables(rank: int) -> list[bool]:
         cos, _ = embedding.get_cached_cos_sin(length)
         angles, scale = embedding.forward(length)
         found.append(torch.equal(cos, angles.cos() * scale))
+    longest, _ = embedding.get_cached_cos_sin(64, packed_seq=True)
+    shorter, _ = embedding.get_cached_cos_sin(16, packed_seq=True)
+    angles, scale = embedding.forward(16, packed_seq=True)
+    found.append(torch.equal(shorter, angles.cos() * scale))
+    found.append(shorter.data_ptr() == longest.data_ptr())  # not cut: nothing is made anew
     return found
 
 
 def test_tables_of_positions_are_those_of_the_length() -> None:
-    assert run_ranks(_tables, 2) == [[True] * 5] * 2
+    assert run_ranks(_tables, 2) == [[True] * 7] * 2
+
+
+# -------------------------------------------------------------------------------------------------- packed_mla_values
+
+
+def test_values_are_filled_up_for_other_core_attention_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def filled_up(layer: Any, query: torch.Tensor, value: torch.Tensor | None, packed: Any) -> Any:  # as from 0.18 on
+        if value is None or packed is None:
+            return value, False, None, None
+        missing = query.shape[-1] - value.shape[-1]
+        return torch.nn.functional.pad(value, [0, missing]), True, value.shape[-1], query.shape[-1]
+
+    monkeypatch.setattr(multi_latent_attention, repairs._FILLS_UP, filled_up, raising=False)
+    assert status("packed_mla_values", (0, 18, 2)) == "applied"
+    repairs._leave_values_as_they_are()
+    prepare = getattr(multi_latent_attention, repairs._FILLS_UP)
+    query, value = torch.zeros(4, 2, 24), torch.zeros(4, 2, 16)
+    ours = types.SimpleNamespace(core_attention=object.__new__(BurstCoreAttention))
+    assert prepare(ours, query, value, "packed") == (value, False, 16, 16)
+    assert prepare(ours, query, None, "packed") == (None, False, None, None)
+    other, *rest = prepare(types.SimpleNamespace(core_attention=object()), query, value, "packed")
+    assert (other.shape[-1], rest) == (24, [True, 16, 24])
+    monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP)
+    assert status("packed_mla_values", (0, 16, 1)) == "not needed here"

@@ -145,6 +145,7 @@ def fake_gpu() -> Iterator[Launches]:
         for where, name, answer in answers:
             stack.enter_context(mock.patch.object(where, name, answer))
         stack.enter_context(mock.patch("burst_plugin.kernels.flash._is_right", return_value=True))
+        stack.enter_context(mock.patch("burst_plugin.kernels.torch_cudnn.problem_of", return_value=None))
         stack.enter_context(torch.no_grad())
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_Bindings())

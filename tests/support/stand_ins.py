@@ -452,6 +452,7 @@ def torch_cudnn(calls: Calls) -> Iterator[None]:
         q, k, v, dout, out = (x.transpose(1, 2) for x in (q, k, v, dout, out))
         demand_lse(lse.squeeze(-1), q)
         assert lse.ndim == 4
+        assert lse.data_ptr() % 16 == 0
         terms = Terms(from_top_left(q, k, causal), scale)
         return tuple(x.transpose(1, 2) for x in gradients((dout, q, out, lse.squeeze(-1)), k, v, terms)[:3])
 

@@ -1,0 +1,73 @@
+"""Whether a library computes on the GPU at hand what another kernel computes there, tried out before it is trusted.
+
+A library may have no kernel that runs on a newer GPU, or one that is wrong there, and say so to nobody.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels.protocol import Case, How, Kernel, Queries
+from burst_plugin.scores import Scores
+from burst_plugin.tiles import CAUSAL, FULL
+
+__all__ = ["ALIKE", "RESULTS", "difference", "problem_of"]
+
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+ALIKE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
+_ROWS = 256
+
+
+def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
+    """What is wrong with a kernel in a case of two small tiles, next to one that is trusted; None if nothing.
+
+    Tried once for each GPU, type, number of heads and head dim.
+    """
+    device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else case.device
+    plain = case._replace(features=frozenset(), new_tiles=False)
+    return _problem(kernel, trusted, torch.device(device), plain)  # type: ignore[arg-type]  # kernels have a hash
+
+
+@cache
+def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> str | None:
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            wrong = _wrong(kernel, trusted, device, case)
+    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+        raise
+    except Exception as error:  # whatever the library raises
+        return f"tried out, it fails: {type(error).__name__}: {error}"
+    return f"tried out, {', '.join(wrong)} are not those of {trusted.name}" if wrong else None
+
+
+def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> list[str]:
+    """The results that differ, of a causal and of a full tile."""
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(rows: int, heads: int, dim: int) -> Tensor:
+        drawn = torch.randn(1, rows, heads, dim, generator=generator, device="cpu", dtype=torch.float32)
+        return drawn.to(device, case.dtype)
+
+    wrong: dict[str, None] = {}
+    for band, keys in ((CAUSAL, _ROWS), (FULL, 2 * _ROWS)):
+        q, dout = (draw(_ROWS, case.query_heads, dim) for dim in (case.qk_dim, case.v_dim))
+        k, v = (draw(keys, case.kv_heads, dim) for dim in (case.qk_dim, case.v_dim))
+        how = How(band, Scores(scale=case.qk_dim**-0.5))
+        expected = trusted.forward(q, k, v, how)
+        queries = Queries(q, dout, *expected)
+        found, right = (
+            (*outputs, *each.backward(queries, k, v, how)[:3])
+            for each, outputs in ((kernel, kernel.forward(q, k, v, how)), (trusted, expected))
+        )
+        for name, one, other in zip(RESULTS, found, right, strict=True):
+            if not difference(one, other) < ALIKE:  # NaN is wrong, too
+                wrong[name] = None
+    return list(wrong)
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The 2-norm of the difference over that of `other`."""
+    return float(((one.double() - other.double()).norm() / other.double().norm()).item())
