@@ -161,7 +161,8 @@ def draw_attention(result: Result) -> Any:
     for number, (axis, cases) in enumerate(zip(flat, panels, strict=False), 1):
         ends = _lines(axis, result, cases, names)
         if number % columns == 0 or number == len(panels):
-            _name_lines(axis, ends)
+            others = {name: COLOURS[place] for place, name in enumerate(names) if name not in ends}
+            _name_lines(axis, ends, others)
     for line in axes:
         line[0].set_ylabel("share of the rate of\none rank's kernel")
     _finish(figure, result, "Attention, forward and backward", [])
@@ -194,14 +195,19 @@ def _lines(axis: Any, result: Result, cases: Sequence[Case], names: Sequence[str
     return ends
 
 
-def _name_lines(axis: Any, ends: dict[str, tuple[float, str]]) -> None:
-    """Contenders and their last shares, right of where their lines end, each at least a line of text apart."""
+def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str, str]) -> None:
+    """Contenders and their last shares, right of where their lines end, each at least a line of text apart.
+
+    Beneath, the colours of `others`, who have no line here, and may have one in another panel.
+    """
     place = axis.get_ylim()[1]
-    for name, (share, colour) in sorted(ends.items(), key=lambda item: -item[1][0]):
-        place = min(share, place - 0.07)
+    names = [(share, f"{name}, {share:.0%}", colour) for name, (share, colour) in ends.items()]
+    names += [(0.0, f"{name}: ×", colour) for name, colour in others.items()]
+    for share, words, colour in sorted(names, key=lambda item: -item[0]):
+        place = min(share, place - 0.07) if share else place - 0.07
         where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 10}
         axis.text(1.03, place, "●", color=colour, **where)
-        axis.text(1.065, place, f"{name}, {share:.0%}", **where)
+        axis.text(1.065, place, words, **where)
 
 
 # ------------------------------------------------------------------------------------------------------------- train
