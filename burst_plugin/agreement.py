@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -10,12 +11,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
-from burst_plugin.communicators import group_device, launches_batches
+from burst_plugin.communicators import group_device, launches_batches, timeout_of
 from burst_plugin.distributed_transport import DistributedTransport
+from burst_plugin.places import by_rank
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, lost_peer_error
+from burst_plugin.watch import Board
 
 __all__ = [
     "DISAGREE",
@@ -34,29 +36,48 @@ EXCHANGE_BYTES = 2048  # what each rank tells each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
 _DIGEST_BYTES = 16
 _CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
+_TAG = 20240  # of comparisons on the group of the whole world; nobody else's
 _PROBLEM = "problem: "
+_PLACE = "at: "
 
 
 class Agreement:
-    """The ranks of `group` in conversation; every method is collective.
+    """The ranks of `group` in conversation; every method but `use` is collective.
 
-    `record_failures_in` says where the first rank to miss another notes it.
+    Between processes on gloo it goes over the group of the whole world, so that ranks that are about to go around
+    unlike rings meet, and learn of it, instead of waiting for each other on two groups. Threads of a process, which
+    may each have a ring, keep to the ring's own group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
         self.is_on_cpu = group_device(group).type == "cpu"
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
-        self._transport = DistributedTransport({_CHANNEL: group}, global_ranks)
+        self._own = DistributedTransport({_CHANNEL: group}, global_ranks)
+        self._shared = self._own
+        if not self._in_one and (world := _gloo_world()) is not None:
+            timeout = timeout_of(group)
+            self._shared = DistributedTransport({_CHANNEL: world}, global_ranks, tag=_TAG, timeout=timeout)
+
+    @property
+    def group_name(self) -> str:
+        """The name of the ring's group, the same on all of its ranks and unlike those of other groups."""
+        name: str = self._group.group_name
+        return name
 
     @cached_property
     def device(self) -> torch.device:
         """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
         return group_device(self._group)
 
-    def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
-        """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
-        raise_if_unlike(self.exchange(statement(ours, problem), when), DISAGREE)
+    def compare(self, at: str, ours: Sequence[str], problem: str) -> None:
+        """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs in `ours`.
+
+        `at` says what is about to be done; `ours` are lines of text.
+        """
+        said = self.exchange(statement([_PLACE + at, *ours], problem), f"the comparison before {at}")
+        raise_if_apart(said)
+        raise_if_unlike(said, DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
@@ -82,16 +103,18 @@ class Agreement:
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
         recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
+        is_main = threading.current_thread() is threading.main_thread()
+        transport = self._shared if is_main else self._own
         try:
-            for pending in self._transport.post(sends, recvs):
+            for pending in transport.post(sends, recvs):
                 pending.wait()
         except PeerLostError as lost:
-            raise lost_peer_error(self._transport, self._rank, when, lost) from lost
+            raise lost_peer_error(transport, self._rank, when, lost) from lost
         return [each.cpu() for each in everyone]
 
-    def record_failures_in(self, store: Store) -> None:
-        """From now on the first rank to miss another says so in `store`."""
-        self._transport.store = store
+    def use(self, board: Board) -> None:
+        """From now on say on `board` whom this rank waits for, and, if it is the first to miss another, whom."""
+        self._own.board = self._shared.board = board
 
 
 def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
@@ -132,11 +155,40 @@ def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
     """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
     problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
     if problems:
-        raise ValueError(_by_rank(problems, len(said)))
+        raise ValueError(by_rank(problems, len(said)))
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
         unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
-        raise ValueError(disagree + _by_rank(dict(enumerate(unlike)), len(said)))
+        raise ValueError(disagree + by_rank(dict(enumerate(unlike)), len(said)))
+
+
+def raise_if_apart(said: Sequence[str]) -> None:
+    """Raise ValueError if ranks say that they are about to do unlike things, or go around unlike rings."""
+    places = {}
+    for rank, text in enumerate(said):
+        lines = text.splitlines()
+        if not lines or not lines[0].startswith(_PLACE):
+            return  # a problem, which is told as such
+        places[rank] = lines[0].removeprefix(_PLACE), next((x for x in lines if x.startswith("ring=")), "")
+    if len(set(places.values())) > 1:
+        rings = {ring for _, ring in places.values()}
+        texts = {
+            rank: f"before {at}" + (f" of the ring {ring.removeprefix('ring=')}" if len(rings) > 1 else "")
+            for rank, (at, ring) in places.items()
+        }
+        raise ValueError(
+            f"ranks are at different places: {by_rank(texts, len(said))}; some rank skipped a call, a backward pass "
+            "or a whole step, or made one twice, or it uses its rings in another order"
+        )
+
+
+def _gloo_world() -> dist.ProcessGroup | None:
+    """Return the group of the whole world, if it moves what CPUs hold by gloo."""
+    world = dist.group.WORLD
+    try:
+        return world if world is not None and world._get_backend(torch.device("cpu")).name() == "gloo" else None
+    except RuntimeError:  # it has no backend for CPUs
+        return None
 
 
 def _encode(text: str) -> bytes:
@@ -150,13 +202,3 @@ def _decode(data: bytes) -> str:
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
     return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
-
-
-def _by_rank(texts: dict[int, str], ranks: int) -> str:
-    """Texts with the ranks that said them; just the text if all said the same."""
-    speakers: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        speakers.setdefault(text, []).append(str(rank))
-    if len(speakers) == 1 and len(texts) == ranks:
-        return next(iter(speakers))
-    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in speakers.items())

@@ -27,6 +27,7 @@ from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.passes import Part, Tensors, backward_parts, forward_parts
+from burst_plugin.places import CallId
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
@@ -51,15 +52,15 @@ __all__ = [
 
 
 def run_pass(
-    call: Call, direction: Direction, parts: Sequence[Part], number: int
+    call: Call, direction: Direction, parts: Sequence[Part], which: CallId
 ) -> Generator[None, None, dict[str, Tensors]]:
     """One pass of one rank: the sums of both its sides. Yields once per step, for ranks that take turns.
 
-    `parts` are those of the heads, mostly one; `number` is that of the call, the same on every rank.
+    `parts` are those of the heads, mostly one; `which` call this is, is the same on every rank.
     """
     traveller = call.kind.travellers[direction]
     own = {side: call.kind.own_sums(direction, parts, side) for side in (OTHER_SIDE[traveller], traveller)}
-    ring = call.ring_pass(direction, parts, own[traveller], number)
+    ring = call.ring_pass(direction, parts, own[traveller], which)
     for visit in ring.visits():
         if visit is not None:
             with ring.traced(visit):
@@ -84,10 +85,10 @@ def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: M
         del contributions  # whose memory the next tile may have
 
 
-def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, None, Outputs]:
+def forward_program(call: Call, which: CallId, inputs: Inputs) -> Generator[None, None, Outputs]:
     """A rank's program around the ring: its outputs, in any type that is as wide as that of q or wider."""
     works = call.tile_works("forward", inputs.bias)
-    sums = yield from run_pass(call, "forward", forward_parts(works, *inputs[:3]), number)
+    sums = yield from run_pass(call, "forward", forward_parts(works, *inputs[:3]), which)
     out, lse = sums["q"]
     if inputs.sink is not None:
         out, lse = add_sink(out, lse, inputs.sink)
@@ -96,14 +97,14 @@ def forward_program(call: Call, number: int, inputs: Inputs) -> Generator[None, 
 
 
 def backward_program(
-    call: Call, number: int, inputs: Inputs, queries: Queries, wants_dbias: bool = True
+    call: Call, which: CallId, inputs: Inputs, queries: Queries, wants_dbias: bool = True
 ) -> Generator[None, None, tuple[Tensor | None, ...]]:
     """A rank's program around the ring: the gradients of its inputs, in their order, as wide as these or wider, or
     None.
     """
     works = call.tile_works("backward", inputs.bias, wants_dbias)
     factor = row_factor(queries.out, queries.dout) if call.kind.sends_row_factor else None
-    sums = yield from run_pass(call, "backward", backward_parts(works, queries, inputs[1:3], factor), number)
+    sums = yield from run_pass(call, "backward", backward_parts(works, queries, inputs[1:3], factor), which)
     dsink = None if inputs.sink is None else sink_grad(inputs.sink, queries.out, queries.dout, queries.lse)
     dbias = bias_grad(inputs.bias, works) if inputs.bias is not None and wants_dbias else None
     return (*sums["q"], *sums["kv"], dsink, dbias)
@@ -117,11 +118,13 @@ class _Saved(NamedTuple):
     lse: Tensor
 
 
-def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator[None, None, tuple[Outputs, _Saved]]:
+def _forward_with_exchange(
+    call: Call, which: CallId, inputs: Inputs
+) -> Generator[None, None, tuple[Outputs, _Saved]]:
     """A rank's program, heads exchanged before and after the ring: its outputs, and what its backward pass needs."""
-    exchange = call.head_exchange("forward", number)
+    exchange = call.head_exchange("forward", which)
     given = yield from exchange.to_heads(inputs)
-    ring_outputs = yield from forward_program(call, number, given)
+    ring_outputs = yield from forward_program(call, which, given)
     ring_outputs = ring_outputs._replace(out=ring_outputs.out.to(given.q.dtype))
     outputs = yield from exchange.outputs_home(ring_outputs, call.kind.lse)
     assert ring_outputs.lse is not None, "a ring always gives it"
@@ -129,14 +132,14 @@ def _forward_with_exchange(call: Call, number: int, inputs: Inputs) -> Generator
 
 
 def _backward_with_exchange(
-    call: Call, number: int, dout: Tensor, saved: _Saved, wants_dbias: bool
+    call: Call, which: CallId, dout: Tensor, saved: _Saved, wants_dbias: bool
 ) -> Generator[None, None, Inputs]:
     """A rank's program, heads exchanged before and after the ring: the gradients of its inputs, in their types."""
     given, out, lse = saved
     wants_dbias = wants_dbias or call.kind.member.team.degree > 1  # others of the team may want theirs
-    exchange = call.head_exchange("backward", number)
+    exchange = call.head_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
-    grads = yield from backward_program(call, number, given, Queries(given.q, dout, out, lse), wants_dbias)
+    grads = yield from backward_program(call, which, given, Queries(given.q, dout, out, lse), wants_dbias)
     added_up_at_home = ("k", "v") if call.kind.ranks_per_kv_head > 1 else ()
     rounded = _rounded(given, grads, but=added_up_at_home)
     home = yield from exchange.grads_home(rounded, call.kind.extras.shared_bias)
@@ -158,14 +161,14 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, calls: Sequence[Call], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        with _one_pass(calls, "forward", number):
+    def forward(ctx: Any, calls: Sequence[Call], which: CallId, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        with _one_pass(calls, "forward", which):
             inputs = [_dense(Inputs(*each)) for each in _by_rank(tensors, len(calls))]  # type: ignore[arg-type]
             results = lockstep(
-                [_forward_with_exchange(c, number, each) for c, each in zip(calls, inputs, strict=True)]
+                [_forward_with_exchange(c, which, each) for c, each in zip(calls, inputs, strict=True)]
             )
             kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
-        ctx.calls, ctx.number = calls, number
+        ctx.calls, ctx.which = calls, which
         ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
         ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
         return tuple(x for outputs, _ in results for x in outputs)
@@ -180,15 +183,17 @@ class _Attention(torch.autograd.Function):
         saved = [_Saved(Inputs(*each[:-2]), *each[-2:]) for each in _by_rank(tensors, len(calls))]
         wants_dbias = [Inputs(*each).bias for each in _by_rank(ctx.needs_input_grad[2:], len(calls))]
         each = zip(calls, mine, saved, wants_dbias, strict=True)
-        programs = [_backward_with_exchange(call, ctx.number, *of_rank) for call, *of_rank in each]  # type: ignore[arg-type]
-        with _one_pass(calls, "backward", ctx.number):
+        programs = [_backward_with_exchange(call, ctx.which, *of_rank) for call, *of_rank in each]  # type: ignore[arg-type]
+        for call in calls:
+            call.kind.member.compare_backward(ctx.which)
+        with _one_pass(calls, "backward", ctx.which):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
 
 
-def attention_of_ranks(calls: Sequence[Call], number: int, inputs: Sequence[Inputs]) -> list[Outputs]:
+def attention_of_ranks(calls: Sequence[Call], which: CallId, inputs: Sequence[Inputs]) -> list[Outputs]:
     """What all ranks of this process get, from local tensors of each; only out has a gradient."""
-    tensors = _Attention.apply(calls, number, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+    tensors = _Attention.apply(calls, which, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
     return [Outputs(*each) for each in _by_rank(tensors, len(calls))]
 
 
@@ -235,16 +240,18 @@ def _others_hear(calls: Sequence[Call]) -> Iterator[None]:
 
 
 @contextmanager
-def _one_pass(calls: Sequence[Call], direction: Direction, number: int) -> Iterator[None]:
+def _one_pass(calls: Sequence[Call], direction: Direction, which: CallId) -> Iterator[None]:
     """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
     with ExitStack() as stack:
         for call in calls:
             stack.enter_context(call.kind.member.exclusive(call.kind.device))
-            call.kind.member.note_pass(direction, number)
+            call.kind.member.begin_pass(direction, which)
         device = calls[0].kind.device.type
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+        for call in calls:
+            call.kind.member.progress.end_pass(direction)
 
 
 class _Terms(TypedDict, total=False):
@@ -256,6 +263,7 @@ class _Terms(TypedDict, total=False):
     sink: Tensor | None
     bias: Tensor | None
     tokens: Tokens | tuple[Tokens, Tokens] | None
+    tag: object
 
 
 @overload
@@ -296,6 +304,7 @@ def burst_attention(
     sink: Tensor | None = None,
     bias: Tensor | None = None,
     tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+    tag: object = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -316,6 +325,9 @@ def burst_attention(
         tokens: the sequence that the rows are taken from, if it does not deal out evenly or every document is dealt
             out on its own; for cross attention that of the queries and that of the keys. By default every rank
             holds equally many.
+        tag: a name for this call that is the same on every rank: the number of the layer, say, or several such things
+            in a tuple. Ranks compare it, and on CPUs messages carry it, so that a rank that skipped a call, or made
+            one twice, is found there and then. See also `ContextParallel.step`.
         return_lse: also return lse [B, Hq, S_local], float32 (float64 for float64), natural logarithm, without
             gradient, with the sink.
         return_max_logits: also return, last, the largest score of every query head [Hq] among those that this rank
@@ -337,9 +349,9 @@ def burst_attention(
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 
-        outputs = opaque_attention(inputs, request, cp)
+        outputs = opaque_attention(inputs, request, cp, tag)
     else:
-        outputs = ring_attention(inputs, request, cp)
+        outputs = ring_attention(inputs, request, cp, tag)
     wanted = (True, return_lse, return_max_logits)
     chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants)
     return chosen if len(chosen) > 1 else chosen[0]
@@ -356,17 +368,17 @@ def _scaled(scores: Scores, scale: float | None) -> Scores:
     return replace(scores, scale=scale)
 
 
-def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel) -> Outputs:
+def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """What this rank gets; see `burst_attention`."""
     cp.member.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
-        call, number = _agreed_call(inputs, request, cp)
+        call, which = _agreed_call(inputs, request, cp, tag)
         cp.connect(call.kind.by_link)
-        return attention_of_ranks([call], number, [inputs])[0]
+        return attention_of_ranks([call], which, [inputs])[0]
 
 
-def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple[Call, int]:
-    """This rank's call, and its number: checked here, and compared with those of the other ranks."""
+def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -> tuple[Call, CallId]:
+    """Return this rank's call, and which one it is: checked here, and compared with those of the other ranks."""
 
     def prepared() -> Call:
         call = prepare(cp.member, inputs, request, cp.calls)
@@ -374,10 +386,10 @@ def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple
         cp.check_device(inputs.q.device)
         return call
 
-    def agree(call: Call | None, problem: str) -> int:
+    def agree(call: Call | None, problem: str) -> CallId:
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         return cp.agree_on_attention(
-            {"takes part in gradients": gradients, **call.signature} if call else {}, problem
+            {"takes part in gradients": gradients, **call.signature} if call else {}, problem, tag
         )
 
     return prepared_together(prepared, agree)

@@ -23,6 +23,7 @@ from burst_plugin.layout import positions, token_count
 from burst_plugin.member import Member
 from burst_plugin.packing import Packing, Spec
 from burst_plugin.passes import Part, PassCargo
+from burst_plugin.places import CallId
 from burst_plugin.routes import Attending, Route
 from burst_plugin.row_ranges import Rows
 from burst_plugin.scores import Scores
@@ -268,10 +269,10 @@ class Call:
             works.append(TileWork(kind.kernel, how, kind.spans, bias_of_part, largest))
         return works
 
-    def head_exchange(self, direction: Direction, number: int) -> HeadExchange:
+    def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
         """The exchange of heads before and after the ring, in one pass."""
         kind, member = self.kind, self.kind.member
-        label = self._label(direction, number) if member.team.degree > 1 else None  # no messages in a team of one
+        label = self._label(direction, which) if member.team.degree > 1 else None  # no messages in a team of one
         return HeadExchange(
             team=member.team,
             transport=member.team_transport,
@@ -283,19 +284,20 @@ class Call:
             ranks_per_kv_head=kind.ranks_per_kv_head,
         )
 
-    def ring_pass(self, direction: Direction, parts: Sequence[Part], own: OwnSums, number: int) -> RingPass:
+    def ring_pass(self, direction: Direction, parts: Sequence[Part], own: OwnSums, which: CallId) -> RingPass:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
         kind, member = self.kind, self.kind.member
         itinerary = kind.itineraries[direction]
         member.expected_bytes.update(itinerary.sent_bytes)
-        return RingPass(
+        member.progress.ring_pass = ring_pass = RingPass(
             itinerary,
             member.transport,
             PassCargo(parts, kind.travellers[direction], own, kind.device),
             direction=direction,
-            label=self._label(direction, number),
+            label=self._label(direction, which),
             profile=member.profile,
         )
+        return ring_pass
 
     @cached_property
     def _digest(self) -> bytes:
@@ -303,9 +305,8 @@ class Call:
         text = repr((member.ring_id, self.signature, member.topology, member.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
-    def _label(self, direction: Direction, number: int) -> Tensor | None:
+    def _label(self, direction: Direction, which: CallId) -> Tensor | None:
         """What every message of a pass carries on CPUs: of which kind of call it is, which one, and which pass."""
         if self.kind.device.type != "cpu":
             return None
-        which = 2 * number + DIRECTIONS.index(direction)
-        return torch.frombuffer(bytearray(self._digest + which.to_bytes(8, "little")), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(which.label(direction, self._digest)), dtype=torch.uint8)

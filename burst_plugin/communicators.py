@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +17,16 @@ import torch.distributed as dist
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel
 
-__all__ = ["Communicators", "barrier", "group_device", "is_alive", "launches_batches", "new_group_like", "warm_up"]
+__all__ = [
+    "Communicators",
+    "barrier",
+    "group_device",
+    "is_alive",
+    "launches_batches",
+    "new_group_like",
+    "timeout_of",
+    "warm_up",
+]
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
@@ -91,6 +101,12 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
         )
     warm_up(created)
     return created
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a message of `group` is waited for."""
+    timeout: timedelta = group._get_backend(group_device(group)).options._timeout
+    return timeout
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import warnings
+import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from secrets import token_hex
@@ -24,16 +27,19 @@ from burst_plugin.layout import Tokens, positions, token_count
 from burst_plugin.mask import Mask
 from burst_plugin.member import Member
 from burst_plugin.packing import LABEL_BYTES
+from burst_plugin.places import CallId, by_rank, call_name
 from burst_plugin.profile import Profile
 from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, Message
-from burst_plugin.watch import FailureWatch
+from burst_plugin.transport import Channel, Message, RingError
+from burst_plugin.watch import Board, FailureWatch
 
 __all__ = ["ContextParallel"]
 
 _NODE = "node: "
+_LOG = logging.getLogger(__name__)
+_DROPPED: list[str] = []  # rings that were dropped without a close, of which the log speaks once
 
 
 class ContextParallel:
@@ -73,6 +79,11 @@ class ContextParallel:
         self.rank, self._global_ranks = _place(group)
         self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
         self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
+        if self._agreement is not None and self._agreement.is_on_cpu and self.strategy.check == "sparse":
+            raise ValueError(
+                "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
+                "than it expects, so that ranks compare every call there; use check='auto'"
+            )
         levels = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
@@ -84,7 +95,8 @@ class ContextParallel:
         topology = self._find_topology(sizes)
         table = RouteTable(topology, self.strategy)
         ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
-        self.member = Member(self.rank, topology, self.strategy, ring, team, table)
+        self.member = Member(self.rank, topology, self.strategy, ring, team, table, self._agreement)
+        weakref.finalize(self, _tell_of_a_dropped_ring, self.member, self._communicators).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
@@ -172,6 +184,15 @@ class ContextParallel:
         tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
         return imbalance(self.member.route_table, Attending(tokens, tokens, mask))
 
+    def step(self, number: int, microbatch: int | None = None) -> None:
+        """Say that the calls from now on belong to training step `number`, and to this microbatch of it.
+
+        Ranks compare it before every pass that they compare, and messages carry it on CPUs, so that a rank that
+        skipped a step is found at its next call, before anything is computed of it. Adapters of frameworks call this
+        themselves. Not collective.
+        """
+        self.member.training_step = f"step {number}" + ("" if microbatch is None else f", microbatch {microbatch}")
+
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
 
@@ -229,16 +250,23 @@ class ContextParallel:
 
     def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        ring_id = agreement.exchange(token_hex(8), "connecting")[0]
+        mine = f"{token_hex(8)} {socket.gethostname()} {agreement.group_name}"
+        said = [text.split() for text in agreement.exchange(mine, "connecting")]
+        if len({tuple(each[2:]) for each in said}) > 1:
+            groups = by_rank({rank: " ".join(each[2:]) for rank, each in enumerate(said)}, self.ranks)
+            raise ValueError(f"ranks are at different places: they connect the rings of unlike groups: {groups}")
+        ring_id, hosts = said[0][0], [each[1] for each in said]
+        names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
-        agreement.record_failures_in(store)
-        self.member.transport = DistributedTransport(self._communicators, self._global_ranks, store)
+        board = Board(store, self.rank, names, self.member.progress, self.strategy.late_after)
+        agreement.use(board)
+        self.member.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
-            self.member.team_transport = DistributedTransport(channels, self._global_ranks, store)
-        self._watch = FailureWatch(store, self.rank)
+            self.member.team_transport = DistributedTransport(channels, self._global_ranks, board)
+        self._watch = FailureWatch(board)
         self.member.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, by_link: bool) -> None:
@@ -287,6 +315,14 @@ class ContextParallel:
         """Until no rank is in a pass any more. If that fails, the next `close` waits for nobody."""
         try:
             barrier(group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            lost = RingError(
+                "a rank of the context-parallel group ended, or did not come, before all had closed the ring "
+                f"({reason}); it is closed on this rank, and another close() waits for nobody"
+            )
+            self.member.give_up(lost)
+            raise lost from error
         except BaseException as error:
             self.member.give_up(error)
             raise
@@ -297,25 +333,28 @@ class ContextParallel:
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
         by name, or in their options.
         """
-        return self._agree(signature, problem, "an agreement between attention calls")
+        number = self._next_agreement()
+        self.member.compare(f"comparison {number}, of a batch", signature, problem)
+        return number
 
-    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "") -> int:
+    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", tag: object = None) -> CallId:
         """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
 
         At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
         """
         self._attention_count += 1
         agreement = self._agreement
-        if agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu):
-            when = f"the agreement before attention call {self._attention_count}"
-            return self._agree(signature, problem, when)
-        number = self._next_agreement()
+        due = agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu)
+        call = CallId(self._next_agreement(), call_name(self.member.training_step, tag), due)
+        if due:
+            self.member.compare(f"the forward pass of {call}", signature, problem)
+            return call
         if problem:
             ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
             refusal = ValueError(problem + ended)
             self.member.give_up(refusal)
             raise refusal
-        return number
+        return call
 
     def _next_agreement(self) -> int:
         self.member.check_open()
@@ -326,20 +365,6 @@ class ContextParallel:
             )
         self._agreement_count += 1
         return self._agreement_count
-
-    def _agree(self, signature: Mapping[str, object], problem: str, when: str) -> int:
-        number = self._next_agreement()
-        if self._agreement is None:  # one rank
-            if problem:
-                raise ValueError(problem)
-            return number
-        passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
-        options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
-        compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
-        ours = [f"{name}={value}" for name, value in compared.items()]
-        with self.member.alone():
-            self._agreement.compare(ours, problem, when)
-        return number
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group cannot move tensors of `device`."""
@@ -401,3 +426,15 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
             "context-parallel group that this rank belongs to"
         )
     return dist.get_rank(group), dist.get_process_group_ranks(group)
+
+
+def _tell_of_a_dropped_ring(member: Member, communicators: Communicators) -> None:
+    """Say once that a ring was dropped with its process groups still there, which nothing else destroys."""
+    if communicators.created and not member.is_closed and not _DROPPED and dist.is_initialized():
+        _DROPPED.append(member.ring_id)
+        _LOG.warning(
+            "a ContextParallel was dropped without close(): the process groups that it made (%d), with their threads "
+            "and connections, stay until the process ends; in programs that make one ring after another, call "
+            "close() on all ranks after the last backward pass",
+            len(communicators.created),
+        )

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from burst_plugin.communicators import launches_batches
+from burst_plugin.places import Progress
 from burst_plugin.transport import Channel, Message, PeerLostError, Pending, Transport, Waited
-from burst_plugin.watch import FIRST_FAILURE
+from burst_plugin.watch import Board
 
 __all__ = ["DistributedTransport"]
 
@@ -23,19 +24,23 @@ __all__ = ["DistributedTransport"]
 class _DistributedPending:
     messages: Sequence[Message]  # kept, since gloo reads and writes them until waited for
     works: list[dist.Work]
+    progress: Progress
+    timeout: timedelta | None = None  # instead of the group's own
 
     def wait(self, waited: Waited | None = None) -> None:
         one_by_one = len(self.works) == len(self.messages)
         for number, work in enumerate(self.works):
             messages = self.messages[number : number + 1] if one_by_one else self.messages
+            self.progress.wait_for(messages[0].peer)
             try:
-                work.wait()
+                work.wait() if self.timeout is None else work.wait(self.timeout)
             except torch.AcceleratorError:  # a fault of this rank's own GPU, noticed here
                 raise
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
             if waited is not None:
                 waited(messages)
+        self.progress.waiting = None
         self.messages, self.works = (), []  # which hold on to buffers and connections
 
 
@@ -46,8 +51,8 @@ class _Communicator:
     after the other, with a dozen checks each: what it calls in the end is called here.
     """
 
-    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int]) -> None:
-        self._group, self._global_ranks = group, global_ranks
+    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
+        self._group, self._global_ranks, self._tag = group, global_ranks, tag
         self._launches_batches = launches_batches(group)
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
@@ -57,8 +62,8 @@ class _Communicator:
             both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
             ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
             return dist.batch_isend_irecv(ops)
-        works = [self._group.recv([m.data], self._rank_of(m.peer), 0) for m in recvs]
-        return works + [self._group.send([m.data], self._rank_of(m.peer), 0) for m in sends]
+        works = [self._group.recv([m.data], self._rank_of(m.peer), self._tag) for m in recvs]
+        return works + [self._group.send([m.data], self._rank_of(m.peer), self._tag) for m in sends]
 
     def _rank_of(self, peer: int) -> int:
         rank = self._group_ranks.get(peer)
@@ -70,21 +75,26 @@ class _Communicator:
 class DistributedTransport(Transport):
     """`communicators` maps every channel to a group; `global_ranks[r]` is the global rank of CP rank r.
 
-    Ranks that give up say why in the `store`, if there is one.
+    Whom this rank waits for is noted in the progress of the `board`, if there is one. `tag` tells messages from those
+    of others on the same groups; `timeout` is what they get instead of the groups' own.
     """
 
     def __init__(
         self,
         communicators: Mapping[Channel, dist.ProcessGroup],
         global_ranks: Sequence[int],
-        store: Store | None = None,
+        board: Board | None = None,
+        *,
+        tag: int = 0,
+        timeout: timedelta | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(board=board)
+        self._tag, self._timeout = tag, timeout
+        self._progress = Progress()  # until there is a board
         self._groups = communicators
         self._global_ranks = global_ranks
         self._communicators: dict[dist.ProcessGroup, _Communicator] = {}
         self._by_channel: dict[Channel, _Communicator] = {}
-        self.store = store
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Receives before sends.
@@ -105,18 +115,24 @@ class DistributedTransport(Transport):
         for communicator, (to_receive, to_send) in in_order:
             messages = to_receive + to_send
             try:
-                pending.append(_DistributedPending(messages, communicator.post(to_send, to_receive)))
+                works = communicator.post(to_send, to_receive)
             except torch.AcceleratorError:
                 raise
             except RuntimeError as error:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
+            pending.append(_DistributedPending(messages, works, self.progress, self._timeout))
         return pending
+
+    @property
+    def progress(self) -> Progress:
+        """What this rank notes its waits in."""
+        return self._progress if self.board is None else self.board.progress
 
     def _communicator(self, channel: Channel) -> _Communicator:
         """The communicator of a channel, which may share it with others."""
         group = self._groups[channel]
         if group not in self._communicators:
-            self._communicators[group] = _Communicator(group, self._global_ranks)
+            self._communicators[group] = _Communicator(group, self._global_ranks, self._tag)
         self._by_channel[channel] = self._communicators[group]
         return self._by_channel[channel]
 
@@ -125,16 +141,6 @@ class DistributedTransport(Transport):
         super().close()
         self._communicators.clear()
         self._by_channel.clear()
-
-    def report_failure(self, text: str) -> str:
-        """See `Transport.report_failure`; through the store that the ranks met at, while that can be reached."""
-        if self.store is None:
-            return text
-        try:
-            first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
-        except RuntimeError:  # the store went with the rank that hosted it
-            return text
-        return first.decode()
 
 
 def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:

@@ -149,6 +149,11 @@ class RingPass:
         self._bags: dict[int, _Bag] = {}  # sums of others' blocks that are here
         self._endings = defaultdict[int, _Ending](_Ending)  # by step
 
+    @property
+    def step(self) -> int:
+        """The step of the schedule that this rank is at."""
+        return self._step
+
     def visits(self) -> Iterator[Visit | None]:
         """The blocks as they come by; None at a step at which there is none to work on."""
         for step in range(self._schedule.visit_steps):

@@ -14,6 +14,8 @@ from functools import cached_property
 
 import torch
 
+from burst_plugin.agreement import Agreement
+from burst_plugin.places import CallId, Progress
 from burst_plugin.profile import Profile
 from burst_plugin.routes import RouteTable
 from burst_plugin.sides import Direction
@@ -27,7 +29,10 @@ __all__ = ["Member"]
 
 @dataclass
 class Member:
-    """A rank of the context-parallel group, the ring it is in, and its transports: of the ring, and of its team."""
+    """A rank of the context-parallel group, the ring it is in, and its transports: of the ring, and of its team.
+
+    `agreement` is how it compares its calls with those of the other ranks, where these are other processes.
+    """
 
     rank: int
     topology: Topology
@@ -35,10 +40,13 @@ class Member:
     transport: Transport
     team_transport: Transport
     route_table: RouteTable
+    agreement: Agreement | None = None
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
     lengths: set[tuple[int, int]] = field(default_factory=set)  # (queries, keys) of sequences, the first few
+    training_step: str = ""  # that the next calls belong to, if the caller says so
+    progress: Progress = field(default_factory=Progress)
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
     ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
@@ -128,13 +136,39 @@ class Member:
         finally:
             self._busy.release()
 
-    def note_pass(self, direction: Direction, number: int) -> None:
+    def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
+        """Compare with the other ranks where this one is, and `signature`, what has to be equal, by name; collective.
+
+        Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
+        """
+        if self.agreement is None:  # one rank, or all in this process
+            if problem:
+                raise ValueError(problem)
+            return
+        passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
+        ring = f"{self.ring_id or 'new'} on group {self.agreement.group_name}"
+        options = {"ring": ring, "topology": self.topology, **self.strategy.compared()}
+        compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
+        self.progress.where = f"before {at}"
+        with self.alone():
+            self.agreement.compare(at, [f"{name}={value}" for name, value in compared.items()], problem)
+
+    def compare_backward(self, call: CallId) -> None:
+        """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.
+
+        A rank that left one out would meet them with its next call instead.
+        """
+        if call.is_compared:
+            self.compare(f"the backward pass of {call}", {})
+
+    def begin_pass(self, direction: Direction, call: CallId) -> None:
         """Remember that this pass of that call is the next one of this rank.
 
         Ranks that make passes in unlike orders may send messages of the same sizes. On CPUs the labels of messages
         show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
         """
-        self.passes_digest = hash((self.passes_digest, number, direction == "backward"))
+        self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
+        self.progress.begin_pass(direction, call)
 
     def check_usable(self, device: torch.device) -> None:
         """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""

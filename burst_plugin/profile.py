@@ -129,15 +129,12 @@ class _Timed:
 
 class _WatchedTransport(Transport):
     def __init__(self, transport: Transport, log: PassLog) -> None:
-        super().__init__(transport.pool)
+        super().__init__(transport.pool, transport.board)
         self._transport, self._log = transport, log
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()
         return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
-
-    def report_failure(self, text: str) -> str:
-        return self._transport.report_failure(text)
 
 
 class _WatchedPending:

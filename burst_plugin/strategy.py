@@ -41,10 +41,12 @@ class Strategy:
     of them together need no ring at all. Must divide the number of query heads of a rank, and the number of key/value
     heads or be a multiple of it: then several ranks work with the same one.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
-    or auto: always on CPUs, sparse on GPUs, where comparing stalls the host. On CPUs every message carries a label of
-    its call besides.
+    or auto: always on CPUs, where sparse is refused, and sparse on GPUs, where comparing stalls the host. Backward
+    passes are compared when their calls were. On CPUs every message carries a label of its call besides.
     deterministic: only kernels that give the same bits twice; so does `torch.use_deterministic_algorithms(True)`. The
     ring itself always does: every sum is taken in the order of the schedule.
+    late_after: seconds of waiting for another rank after which a line in the log says who waits for whom. On CPUs; on
+    GPUs nobody waits on the host.
 
     Raises ValueError naming the option, what was got, and what is valid.
     """
@@ -59,6 +61,7 @@ class Strategy:
     ulysses_degree: int = 1
     check: str = AUTO
     deterministic: bool = False
+    late_after: float = 60.0
 
     def __post_init__(self) -> None:
         _one_of("layout", self.layout, (*LAYOUTS, AUTO))
@@ -70,6 +73,8 @@ class Strategy:
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
+        if type(self.late_after) not in (int, float) or not self.late_after > 0:
+            raise ValueError(f"late_after={self.late_after!r} is not valid; use a positive number of seconds")
         parts = (self.parts, self.parts) if isinstance(self.parts, int) else self.parts
         if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not all(map(_is_positive, parts)):
             raise ValueError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from burst_plugin.packing import BufferPool
 from burst_plugin.topology import Link, Traffic
+from burst_plugin.watch import Board
 
 __all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "lost_peer_error"]
 
@@ -43,6 +44,11 @@ class PeerLostError(RuntimeError):
         self.peer = peer
         self.cause = cause
 
+    @property
+    def timed_out(self) -> bool:
+        """Whether the peer, which may be alive, was waited for in vain."""
+        return "timed out" in self.cause.lower()
+
 
 Waited = Callable[[Sequence[Message]], None]
 
@@ -62,10 +68,14 @@ class Pending(Protocol):
 
 
 class Transport(ABC):
-    """One rank's end of the wires. `pool` lends what messages are in; `sent_bytes` counts what was posted."""
+    """One rank's end of the wires. `pool` lends what messages are in; `sent_bytes` counts what was posted.
 
-    def __init__(self, pool: BufferPool | None = None) -> None:
+    `board` is where ranks that give up say why, if there is such a place.
+    """
+
+    def __init__(self, pool: BufferPool | None = None, board: Board | None = None) -> None:
         self.pool = pool or BufferPool()
+        self.board = board
         self.sent_bytes: Counter[Channel] = Counter()
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
@@ -84,7 +94,7 @@ class Transport(ABC):
 
     def report_failure(self, text: str) -> str:
         """Record why this rank gives up, and return why the first rank did; its own reason, if none is known."""
-        return text
+        return text if self.board is None else self.board.report_failure(text)
 
 
 class RingError(RuntimeError):
@@ -92,7 +102,17 @@ class RingError(RuntimeError):
 
 
 def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
-    """What `rank` raises when it misses a peer, and records for others; leads with what the first one recorded."""
-    text = f"rank {lost.peer} of the context-parallel group was missed at {where} by rank {rank} ({lost.cause})"
+    """Return what `rank` raises when it misses a peer, and record it for others.
+
+    The text leads with what the first rank recorded. Where nothing came in time, all ranks may live and wait for each
+    other, so that the one that is missed need not be the one at fault: then it says where each of them is.
+    """
+    board = transport.board
+    missed, here = ("", "") if board is None else (board.name_of(lost.peer), board.name_of(rank))
+    at = where if board is None or board.progress.call is None else f"{where} of {board.progress.call}"
+    group = f"the context-parallel group{missed}"
+    text = f"rank {lost.peer} of {group} was missed at {at} by rank {rank}{here} ({lost.cause})"
+    if board is not None and lost.timed_out and (places := board.unlike_places()):
+        text = f"{places}; {text}"
     first = transport.report_failure(text)
     return RingError(text if first == text else f"{first}; then {text}")

@@ -21,6 +21,7 @@ from burst_plugin.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.member import Member
+from burst_plugin.places import CallId
 from burst_plugin.profile import Profile
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.request import Inputs, Request
@@ -86,7 +87,7 @@ class VirtualRing:
             call.kind.member.note_call(call.kind.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
-            outputs = attention_of_ranks(calls, self._number, inputs)
+            outputs = attention_of_ranks(calls, CallId(self._number), inputs)
         layout = self.members[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])
         return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])

@@ -27,6 +27,7 @@ from burst_plugin.call import Call, Extras
 from burst_plugin.choices import _features, prepare
 from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.places import CallId
 from burst_plugin.request import Inputs, Request
 from burst_plugin.shapes import Shapes
 from burst_plugin.tile_work import TileWork
@@ -189,7 +190,7 @@ def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
 ) -> None:
     one, other = call_of(Request()), call_of(request_, **changes)
     assert one.signature != other.signature
-    labels = [call._label("forward", 1) for call in (one, other, call_of(Request()))]
+    labels = [call._label("forward", CallId(1)) for call in (one, other, call_of(Request()))]
     assert labels[0] is not None
     assert labels[1] is not None
     assert labels[2] is not None
@@ -206,7 +207,7 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     assert again == one
     assert one.kind is other.kind is again.kind
     for direction in ("forward", "backward"):
-        labels = [call._label(direction, 1) for call in (one, other)]
+        labels = [call._label(direction, CallId(1)) for call in (one, other)]
         assert labels[0] is not None
         assert labels[1] is not None
         assert not torch.equal(*labels)
@@ -248,8 +249,9 @@ def test_a_bias_without_a_gradient_is_given_none(
 
 def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
     call = call_of(Request())
-    labels = [call._label(direction, number) for number in (1, 2, 3) for direction in ("forward", "backward")]
-    assert len({bytes(label.tolist()) for label in labels if label is not None}) == 6
+    named = [*(CallId(number) for number in (1, 2, 3)), CallId(1, "layer 1"), CallId(1, "layer 2")]
+    labels = [call._label(direction, which) for which in named for direction in ("forward", "backward")]
+    assert len({bytes(label.tolist()) for label in labels if label is not None}) == 10
 
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:

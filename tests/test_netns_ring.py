@@ -14,6 +14,7 @@ from benchmarks.contenders import Case, Slept
 from benchmarks.contenders.kernels import SleepingKernel
 from benchmarks.netns import EmulatedCluster, interface_bytes
 from burst_plugin import ContextParallel, Strategy, burst_attention
+from tests.support.ranks import as_on_gpus
 
 pytestmark = [
     pytest.mark.netns,
@@ -67,7 +68,7 @@ def _durations(rank: int, backward: bool) -> list[float]:
     """Seconds of a pass, some times over."""
     case = Case(dist.get_world_size() // 2, 2, TOKENS, 4, 4, 64, torch.float32, causal=True)
     kernel = SleepingKernel(case, Slept(2 * FORWARD_S, 2 * BACKWARD_S))
-    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, check="sparse", kernel=kernel))
+    cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, kernel=kernel)))
     q, k, v = _inputs()
     took_s = []
     for _ in range(7):

@@ -25,7 +25,7 @@ from burst_plugin import (
 )
 from burst_plugin.agreement import error_text
 from burst_plugin.communicators import new_group_like
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 
 X = torch.randn(1, 16, 4, 8, generator=torch.Generator().manual_seed(0))
@@ -40,7 +40,7 @@ def test_a_second_thread_that_enters_ends_the_ring() -> None:
 
 def _entered_by_two(rank: int) -> None:
     """Rank 1 calls attention, at a call that ranks do not compare, while a thread of its own is in a pass."""
-    cp = ContextParallel(dist.group.WORLD, check="sparse")
+    cp = as_on_gpus(ContextParallel(dist.group.WORLD))
     for _ in range(4):
         burst_attention(X, X, X, cp)
     with cp.member.alone() if rank else nullcontext():

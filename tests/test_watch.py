@@ -10,7 +10,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from burst_plugin.watch import FIRST_FAILURE, FailureWatch
+from burst_plugin.places import Progress
+from burst_plugin.watch import FIRST_FAILURE, Board, FailureWatch
 
 
 def _threads() -> list[threading.Thread]:
@@ -23,13 +24,17 @@ def _wait_for_the_end() -> None:
     assert _threads() == []
 
 
+def _board(store: dist.Store, rank: int) -> Board:
+    return Board(store, rank, ["first", "second", "third"], Progress())
+
+
 @pytest.fixture
 def store() -> dist.Store:
     return dist.PrefixStore("ring", dist.HashStore())
 
 
 def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog: pytest.LogCaptureFixture) -> None:
-    watches = [FailureWatch(store, rank, period_s=0.05) for rank in range(3)]
+    watches = [FailureWatch(_board(store, rank), period_s=0.05) for rank in range(3)]
     with caplog.at_level(logging.ERROR):
         time.sleep(0.2)
         assert caplog.records == []
@@ -43,7 +48,7 @@ def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog
 
 
 def test_it_ends_with_its_ring(store: dist.Store) -> None:
-    closed, collected = (FailureWatch(store, rank, period_s=0.05) for rank in range(2))
+    closed, collected = (FailureWatch(_board(store, rank), period_s=0.05) for rank in range(2))
     assert len(_threads()) == 2
     closed.close()
     del collected

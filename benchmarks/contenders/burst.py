@@ -14,7 +14,7 @@ from burst_plugin.strategy import AUTO
 
 __all__ = ["BURST", "Burst"]
 
-_DEFAULTS = Strategy(check="sparse")  # what check="auto" is on GPUs, for which emulated ranks stand
+_DEFAULTS = Strategy()
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Burst:
         kernel = AUTO if slept is None else SleepingKernel(case, slept)
         strategy = replace(self.strategy, kernel=kernel, ranks_per_node=case.ranks_per_node)
         cp, length = ContextParallel(dist.group.WORLD, strategy=strategy), case.ranks * case.seq
+        cp.strategy = replace(strategy, check="sparse")  # as on GPUs, for which emulated ranks stand
         tokens = cp.tokens(length, case.mask, alike=True) if case.documents else Tokens(length)
         return BurstSession(cp, case.mask, tokens)
 

@@ -23,7 +23,7 @@ from burst_plugin.deepspeed import adapter
 from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Run, build, configuration, draw, llama, start
-from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 
 pytestmark = pytest.mark.deepspeed
 
@@ -281,7 +281,7 @@ def test_batches_that_differ_between_ranks_are_refused_on_every_rank() -> None:
 
 def _differ_later(rank: int) -> list[str]:
     """Where ranks compare calls 1, 2, 4, ... only, as on GPUs; the third batch is another one."""
-    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(check="sparse"))
+    cp = as_on_gpus(ContextParallel(dist.group.WORLD))
     batches = [BATCH, BATCH, draw(1, seed=5)[0] if rank else BATCH]
     return [_said(lambda batch: shard_batch(batch, cp), batch) for batch in batches]
 
