@@ -53,6 +53,7 @@ class SequenceShard:
         makes the length fit comes last, where causal layers never see it; others add `Keys(((0, length),))`.
     valid_tokens: labels that take part in the loss, in the whole batch.
     seed: the same on all ranks of `cp`, for dropout.
+    name: of the batch, as ranks that are out of step are told of it.
     as_given: the batch is whole, as it may be on a ring of one rank, and everything else in it as it came: labels
         are not shifted.
     """
@@ -64,6 +65,10 @@ class SequenceShard:
     valid_tokens: int = 0
     seed: int = 0
     as_given: bool = False
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
     def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
         """The whole tensor, padding cut off, on every rank; collective, without gradient."""
@@ -107,7 +112,8 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in whole.items()}
     valid = int((whole["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in whole else 0
     length = whole["position_ids"].shape[1]
-    shard = SequenceShard(cp, length, tokens, read.mask, valid, (read.checksum + number) % _SEEDS)
+    seed, name = (read.checksum + number) % _SEEDS, f"batch {read.checksum:08x} of comparison {number}"
+    shard = SequenceShard(cp, length, tokens, read.mask, valid, seed, name=name)
     if cp.ranks > 1:
         for name in ("input_ids", "inputs_embeds"):
             if name in local:

@@ -87,7 +87,7 @@ class ContextParallel:
         levels = [level for level in hierarchy or () if not isinstance(level, int)]
         sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
         self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
-        self._agreement_count = self._attention_count = 0
+        self._agreement_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
@@ -337,6 +337,17 @@ class ContextParallel:
         self.member.compare(f"comparison {number}, of a batch", signature, problem)
         return number
 
+    def meet(self, at: str) -> None:
+        """Compare with the other ranks that all are `at` the same place, as often as calls are compared; collective.
+
+        For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
+        """
+        self._meetings += 1
+        agreement = self._agreement
+        if agreement is not None and self.strategy.check_is_due(self._meetings, agreement.is_on_cpu):
+            self.member.check_open()
+            self.member.compare(at, {})
+
     def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", tag: object = None) -> CallId:
         """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
 
@@ -345,7 +356,9 @@ class ContextParallel:
         self._attention_count += 1
         agreement = self._agreement
         due = agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu)
-        call = CallId(self._next_agreement(), call_name(self.member.training_step, tag), due)
+        reads = due or (agreement is not None and agreement.is_on_cpu)  # a tag may have to be read off a GPU
+        name = call_name(self.member.training_step, tag if reads else None)
+        call = CallId(self._next_agreement(), name, due)
         if due:
             self.member.compare(f"the forward pass of {call}", signature, problem)
             return call

@@ -1,4 +1,4 @@
-"""Ranks that are no longer at the same place in the training: found at once, with both places, before a wrong number."""
+"""Ranks that are no longer at the same place in the training are told so, with both places, before a wrong number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _steps(cp: ContextParallel, done: dict[tuple[int, int], Tensor], fault: str,
 
 
 def _out_of_step(rank: int) -> list[tuple[str, float, bool]]:
-    """Of every fault in every step: what is said, after how many seconds, and whether all that was given was right."""
+    """Of every fault in every step: what is said, after how many seconds, and whether all outputs were right."""
     truth: dict[tuple[int, int], Tensor] = {}
     _steps(ContextParallel(dist.group.WORLD), truth, "", 0)
     found = []
@@ -74,7 +74,8 @@ def test_a_rank_that_is_out_of_step_is_named_with_both_places_before_a_wrong_num
             )
             there, elsewhere = said.split("; rank 0, 1, 2: ")
             assert f"({its})" in there, said
-            assert elsewhere.startswith(f"before the {their_pass} pass of call ") and f"({theirs})" in elsewhere, said
+            assert elsewhere.startswith(f"before the {their_pass} pass of call "), said
+            assert f"({theirs})" in elsewhere, said
             assert seconds < 5.0
             assert right, "a wrong number left attention"
 
@@ -138,7 +139,7 @@ def _logged_lines() -> list[str]:
 
 
 def _waits(rank: int) -> str:
-    """On GPUs calls 5, 6 and 7 are not compared; rank 1 leaves out the backward pass of call 5, and waits elsewhere."""
+    """Rank 1 leaves out the backward pass of call 5, which is not compared on GPUs, and waits elsewhere."""
     mock.patch.multiple(watch, _SHORT_S=0.3, _PERIOD_S=0.2).start()  # until the process ends
     lines = _logged_lines()
     cp = as_on_gpus(ContextParallel(dist.new_group([0, 1], timeout=timedelta(seconds=4)), late_after=1.0))

@@ -126,6 +126,7 @@ def install_adapter() -> Adapter:
     adapter = Adapter()
     setattr(wrap(deepspeed, "initialize", partial(_initialize, adapter)), _MARK, adapter)
     wrap(deepspeed.DeepSpeedEngine, "destroy", partial(_forget, adapter))
+    wrap(deepspeed.DeepSpeedEngine, "step", partial(_step, adapter))
     adapter.report.append(f'deepspeed.initialize reads the block "{BLOCK}"')
     wrap(partition_parameters.Init, "__init__", partial(_zero_init, adapter))
     adapter.report.append("deepspeed.zero.Init leaves batch sizes to deepspeed.initialize")
@@ -184,6 +185,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     waiting, adapter.waiting = adapter.waiting, []
     engine = _run(original, given, config, Unit(made))
     adapter.sessions[engine[0]] = adapter.latest = session
+    session.engine = weakref.ref(engine[0])
     for loader in waiting:
         loader.bind(session)
     announce(cp)
@@ -217,6 +219,14 @@ def _without_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, *
         return original(*args, **kwargs)
     finally:
         groups.mpu = groups.mpu or earlier  # unless it brought one of its own
+
+
+def _step(adapter: Adapter, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    """`DeepSpeedEngine.step`."""
+    session = adapter.sessions.get(engine)
+    if session is not None:
+        session.meet_at_step()
+    return original(engine, *args, **kwargs)
 
 
 def _forget(adapter: Adapter, original: Callable[..., Any], engine: Any) -> None:

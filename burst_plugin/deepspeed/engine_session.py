@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ class Session:
     def __init__(self, cp: ContextParallel, world: Any) -> None:
         self.cp = cp
         self.world = world
+        self.engine: Callable[[], Any] = lambda: None  # a weak reference, once there is one
         self.whole_batches = False
         self.only_caller = ""
         self._permitted = False
@@ -166,6 +167,7 @@ class Session:
                 f"{self.only_caller} calls the model itself, but labels are shifted already and every rank has its "
                 "shard of them: call super().compute_loss(...), and go on from the loss that it returns"
             )
+        self._note_step()
         self._calls_before = self._ring_of(kwargs).calls_made
         self._cut_now = False
         if not self.whole_batches:
@@ -199,6 +201,21 @@ class Session:
             over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
+
+    def _note_step(self) -> None:
+        """Tell the ring which step of the engine comes now, for ranks to compare."""
+        engine = self.engine()
+        if engine is not None:
+            self.cp.step(engine.global_steps, engine.micro_steps)
+
+    def meet_at_step(self) -> None:
+        """Compare with the other ranks of the ring that all are about to take a step of the engine; collective.
+
+        One that left out a backward pass would wait in a collective of DeepSpeed's for ranks that wait on the ring.
+        """
+        engine = self.engine()
+        if engine is not None:
+            self.cp.meet(f"engine.step() of step {engine.global_steps}, microbatch {engine.micro_steps}")
 
     def _check_takes_shards(self, model: torch.nn.Module) -> None:
         """Raise ValueError for a model that runs on this ring only because a ring of one rank has whole batches."""

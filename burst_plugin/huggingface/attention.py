@@ -129,7 +129,9 @@ def forward(
     )
     q, k, v = (_cast(x).transpose(1, 2) for x in (query, key, value))
     mask = _mask(module, shard, attention_mask, options)
-    out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=_sink(options, q))
+    tag = (f"layer {module.layer_idx}" if hasattr(module, "layer_idx") else None, shard)
+    sink = _sink(options, q)
+    out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=sink, tag=tag)
     return out, None
 
 

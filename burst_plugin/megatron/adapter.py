@@ -29,6 +29,7 @@ from burst_plugin.megatron.arguments import (
 )
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
+from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
@@ -84,6 +85,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
+    adapter.report.append(follow_schedules(adapter.registry.rings, adapter.registry.identity))
     adapter.report.append(_extend_argument_parser())
     return adapter
 

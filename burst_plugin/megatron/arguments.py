@@ -27,6 +27,7 @@ __all__ = [
     "burst_is_possible",
     "flag_problems",
     "mend_help",
+    "parsed_arguments",
     "parsed_strategy",
     "refuse_flags",
     "warn_of_quantizers",
@@ -118,7 +119,7 @@ def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def flag_problems() -> list[str]:
     """What in Megatron's parsed arguments, but not in its TransformerConfig, asks for unsupported attention."""
-    return _problems(_parsed_arguments(), REFUSED_FLAGS)
+    return _problems(parsed_arguments(), REFUSED_FLAGS)
 
 
 def refuse_flags() -> None:
@@ -127,7 +128,7 @@ def refuse_flags() -> None:
     Raises:
         ValueError: with the name and value of every such flag, and what to write instead.
     """
-    args = _parsed_arguments()
+    args = parsed_arguments()
     if args is None:
         return
     if not burst_is_possible():
@@ -159,7 +160,7 @@ def refuse_flags() -> None:
 
 def warn_of_quantizers() -> None:
     """Of ModelOpt, which adds those of queries, keys and values to Transformer Engine's attention alone."""
-    if getattr(_parsed_arguments(), "modelopt_enabled", False):
+    if getattr(parsed_arguments(), "modelopt_enabled", False):
         _warn(
             "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
             "burst attention trains and saves it without that; other layers are not concerned"
@@ -168,7 +169,7 @@ def warn_of_quantizers() -> None:
 
 def _warn(text: str) -> None:
     """Once for all ranks, whose flags are the same."""
-    if getattr(_parsed_arguments(), "rank", 0) == 0:
+    if getattr(parsed_arguments(), "rank", 0) == 0:
         warnings.warn(text, stacklevel=3)
 
 
@@ -189,13 +190,13 @@ def _warn_of_square_masks(args: Any) -> None:
 
 def burst_is_possible() -> bool:
     """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
-    args = _parsed_arguments()
+    args = parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
 def burst_is_requested() -> bool:
     """Whether Megatron's parsed arguments ask for burst attention."""
-    return _parsed_arguments() is not None and burst_is_possible()
+    return parsed_arguments() is not None and burst_is_possible()
 
 
 def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
@@ -222,7 +223,7 @@ def _version_at_hand() -> Version:
     return parse_version(sys.modules["megatron.core"].__version__)
 
 
-def _parsed_arguments() -> Any:
+def parsed_arguments() -> Any:
     """What Megatron's parser found; None where it did not run."""
     global_vars: Any = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
@@ -230,7 +231,7 @@ def _parsed_arguments() -> Any:
 
 def parsed_strategy() -> Strategy | None:
     """The strategy that Megatron's parsed arguments ask for; None where its parser did not run."""
-    args = _parsed_arguments()
+    args = parsed_arguments()
     if args is None or not hasattr(args, "burst_backward"):
         return None
     return Strategy(**{name: _alone(getattr(args, f"burst_{name}")) for name in FLAGS})

@@ -14,6 +14,7 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.mask import Mask
 from burst_plugin.megatron.arguments import parsed_strategy
+from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.masks import check_same
 from burst_plugin.megatron.seen import Seen
 from burst_plugin.strategy import Strategy
@@ -24,14 +25,16 @@ __all__ = ["Registry"]
 class Registry:
     """One `ContextParallel` per context-parallel group object, shared by all layers and microbatches.
 
-    `seen` is what was read off masks and packed sequences. Copies, as Megatron makes of module specs, are the same
-    registry.
+    `seen` is what was read off masks and packed sequences, `identity` where this rank is in its training. Copies, as
+    Megatron makes of module specs, are the same registry.
     """
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
         self.seen = Seen()
+        self.identity = Identity()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
+        self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._looks: Counter[tuple[ContextParallel, Mask]] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
@@ -41,10 +44,16 @@ class Registry:
         """All that are in use."""
         return list(self._contexts.values())
 
+    def rings(self) -> list[ContextParallel]:
+        """Those of several ranks that last as long as Megatron's groups, in the same order on each of their ranks."""
+        return [cp for group, cp in self._contexts.items() if cp.ranks > 1 and group not in self._of_microbatches]
+
     def clear(self) -> None:
         """Forget all groups; Megatron has destroyed them."""
         self._contexts.clear()
+        self._of_microbatches.clear()
         self._looks.clear()
+        self.identity.forget()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
         """That of a layer's group, created if this is its first use, which is then collective.
@@ -86,6 +95,8 @@ class Registry:
         if listed is not None:  # for --distributed-timeout-seconds-after-init
             listed += cp.created_groups
         self._contexts[group] = cp
+        if part:
+            self._of_microbatches.add(group)
 
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask, layer: int) -> None:
         """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.

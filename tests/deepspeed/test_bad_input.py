@@ -18,7 +18,7 @@ import transformers
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
-from burst_plugin import ContextParallel, Strategy, shard_batch
+from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.deepspeed import adapter
 from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
