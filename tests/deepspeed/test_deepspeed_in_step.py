@@ -87,3 +87,30 @@ def test_a_rank_that_is_out_of_step_is_named_with_both_places_before_a_wrong_num
                 assert places[1] in elsewhere, (fault, said)
             assert seconds < 8.0
             assert right, "a wrong number left attention"
+
+
+def _engines_in_another_order(rank: int) -> list[str]:
+    """Rank 3 trains its second engine before its first in one step."""
+    said = []
+    batch = draw(1)[0]
+    for at in range(3):
+        engines = [start(Run(cp=4), 2) for _ in range(2)]
+        try:
+            for step in range(STEPS):
+                for engine in reversed(engines) if (rank, step) == (AT_FAULT, at) else engines:
+                    engine.backward(engine(**batch, use_cache=False).loss)
+                    engine.step()
+        except ValueError as error:
+            said.append(str(error))
+        dist.barrier()
+        for engine in engines:
+            stop(engine)
+    return said
+
+
+def test_engines_in_another_order_are_told_apart() -> None:
+    for said in run_ranks(_engines_in_another_order, 4, timeout_s=60.0):
+        assert len(said) == 3, said
+        for text in said:
+            assert "ranks are at different places: rank 3: before comparison " in text, text
+            assert " of the ring " in text

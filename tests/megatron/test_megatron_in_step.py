@@ -129,3 +129,32 @@ def _backward_left_out_at_last(rank: int) -> str:
 def test_a_backward_pass_left_out_is_noticed_at_the_end_of_megatrons_schedule() -> None:
     for said in run_ranks(_backward_left_out_at_last, 4, timeout_s=40.0):
         assert "rank 3: before the end of forward-backward pass 1; rank 0, 1, 2: before the backward pass of " in said
+
+
+def _rings_in_another_order(rank: int) -> list[str]:
+    """Two groups that microbatches bring, of which rank 3 takes the second first in one step."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    said = []
+    model = build(RUN)
+    core = model.module.decoder.layers[0].self_attention.core_attention
+    q, k = torch.randn(8, 1, 4, 8, requires_grad=True), torch.randn(8, 1, 2, 8)
+    for at in range(3):
+        groups = [dist.new_group([0, 1, 2, 3]) for _ in range(2)]
+        try:
+            for step in range(STEPS):
+                for group in reversed(groups) if (rank, step) == (AT_FAULT, at) else groups:
+                    own = PackedSeqParams("sbhd", max_seqlen_q=32, max_seqlen_kv=32, local_cp_size=4, cp_group=group)
+                    core(q, k, k, None, packed_seq_params=own).sum().backward()
+        except ValueError as error:
+            said.append(str(error))
+    leave()
+    return said
+
+
+def test_rings_of_microbatches_in_another_order_are_told_apart() -> None:
+    for said in run_ranks(_rings_in_another_order, 4, timeout_s=50.0):
+        assert len(said) == 3, said
+        for text in said:
+            assert text.startswith("ranks are at different places: rank 3: "), text
+            assert "group" in text
