@@ -61,9 +61,12 @@ class Agreement:
 
     @property
     def group_name(self) -> str:
-        """The name of the ring's group, the same on all of its ranks and unlike those of other groups."""
-        name: str = self._group.group_name
-        return name
+        """The name of the ring's group, the same on all of its ranks and unlike those of other groups.
+
+        Nothing with NCCL: ranks may call a group that was split off another by unlike names there, and compare on
+        it alone.
+        """
+        return "" if self._in_one else str(self._group.group_name)
 
     @cached_property
     def device(self) -> torch.device:

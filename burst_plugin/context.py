@@ -252,8 +252,8 @@ class ContextParallel:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
         mine = f"{token_hex(8)} {socket.gethostname()} {agreement.group_name}"
         said = [text.split() for text in agreement.exchange(mine, "connecting")]
-        if len({each[2] for each in said}) > 1:
-            places = {rank: f"before the ring of group {each[2]} is connected" for rank, each in enumerate(said)}
+        if len({tuple(each[2:]) for each in said}) > 1:
+            places = {rank: f"before the ring of group {each[-1]} is connected" for rank, each in enumerate(said)}
             raise ValueError(f"ranks are at different places: {by_rank(places, self.ranks)}")
         ring_id, hosts = said[0][0], [each[1] for each in said]
         names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
