@@ -582,13 +582,15 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 
 
 def _wrong_device(rank: int) -> None:
-    x = torch.empty(1, 16, 4, 8, device="meta" if rank == 1 else "cpu")
+    if rank == 1:
+        context.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
+    x = torch.empty(1, 16, 4, 8)
     burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2))
 
 
 def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_rank() -> None:
     for line in _last_lines(_wrong_device, 2):
-        assert "ValueError: rank 1: q, k, v are on meta, but the context-parallel group moves tensors of cpu" in line
+        assert "ValueError: rank 1: q, k, v are on cpu, but the context-parallel group moves tensors of cuda" in line
 
 
 def _unshard_unlike(rank: int, tokens: Tokens | None) -> None:
