@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from burst_plugin.communicators import group_device, launches_batches
+from burst_plugin.differences import by_rank, differences
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.transport import Channel, Message, PeerLostError, lost_peer_error
@@ -54,9 +55,19 @@ class Agreement:
         """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
         return group_device(self._group)
 
-    def compare(self, ours: Sequence[str], problem: str, when: str) -> None:
-        """Raise ValueError on every rank if any has a `problem`, or if they differ in `ours`, lines of text."""
-        raise_if_unlike(self.exchange(statement(ours, problem), when), DISAGREE)
+    def compare(self, compared: Mapping[str, object], problem: str, when: str) -> None:
+        """Raise ValueError on every rank if any has a `problem`, or if they differ in `compared`, values by name.
+
+        Only where they differ behind what one exchange can hold are there more, which find the place.
+        """
+        said = self.exchange(statement([f"{name}={value}" for name, value in compared.items()], problem), when)
+        if len(set(said)) > 1 and any(map(_is_cut, said)):
+            first = f"{next(iter(compared))}="
+            if all(text.startswith(first) for text in said):  # others do not compare, and would not come again
+                found = differences(compared, partial(self.exchange, when=when))
+                if found:
+                    raise ValueError(DISAGREE + found)
+        raise_if_unlike(said, DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
         """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
@@ -132,11 +143,11 @@ def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
     """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
     problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
     if problems:
-        raise ValueError(_by_rank(problems, len(said)))
+        raise ValueError(by_rank(problems, len(said)))
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
         unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
-        raise ValueError(disagree + _by_rank(dict(enumerate(unlike)), len(said)))
+        raise ValueError(disagree + by_rank(dict(enumerate(unlike)), len(said)))
 
 
 def _encode(text: str) -> bytes:
@@ -152,11 +163,6 @@ def _decode(data: bytes) -> str:
     return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
 
 
-def _by_rank(texts: dict[int, str], ranks: int) -> str:
-    """Texts with the ranks that said them; just the text if all said the same."""
-    speakers: dict[str, list[str]] = {}
-    for rank, text in texts.items():
-        speakers.setdefault(text, []).append(str(rank))
-    if len(speakers) == 1 and len(texts) == ranks:
-        return next(iter(speakers))
-    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in speakers.items())
+def _is_cut(text: str) -> bool:
+    """Whether `_decode` gave a text that was too long."""
+    return len(text.encode()) > EXCHANGE_BYTES - _DIGEST_BYTES

@@ -22,6 +22,7 @@ from burst_plugin.call import Call, CallKind
 from burst_plugin.checks import shown
 from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
+from burst_plugin.differences import TensorValues
 from burst_plugin.executor import Visit, lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
@@ -310,7 +311,8 @@ def burst_attention(
         softmax_scale: what scores are multiplied by, `D ** -0.5` if None; the same as `scores=Scores(scale=...)`.
         scores: scale, softcap, ALiBi slopes, dropout.
         sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
-            gpt-oss; zeros are "off by one" attention. Its gradient is that of this rank's queries: sum it over ranks.
+            gpt-oss; zeros are "off by one" attention. The same on all ranks. Its gradient is that of this rank's
+            queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
             order of the sequence. Its gradient is complete, but for a bias that ranks share.
         tokens: the sequence that the rows are taken from, if it does not deal out evenly or every document is dealt
@@ -373,7 +375,8 @@ def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel) -> tuple
         if call is None:
             return cp.agree_on_attention({}, problem)
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        return cp.agree_on_attention({"takes part in gradients": gradients, **call.signature}, problem)
+        sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
+        return cp.agree_on_attention({"takes part in gradients": gradients, **call.signature, **sink}, problem)
 
     return prepared_together(prepared, agree)
 

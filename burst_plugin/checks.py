@@ -1,7 +1,7 @@
 """Arguments checked one by one: the whole numbers, numbers and lists that constructors are given.
 
-Numbers may come from Python, numpy or PyTorch. Patterns say where a value stands: "Tokens(length={})". Without torch,
-as `burst_plugin.topology` is.
+Numbers may come from Python, numpy or PyTorch. A `pattern`, such as "Tokens(length={})", says where a value stands;
+`expected` what to write instead. Pure Python, without torch, as `burst_plugin.topology` is.
 """
 
 from __future__ import annotations

@@ -355,9 +355,8 @@ class ContextParallel:
         passes = f"{self.member.passes_digest:x}"  # which backward passes may come in another order
         options = {"ring": self.member.ring_id, "topology": self.topology, **self.strategy.compared()}
         compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
-        ours = [f"{name}={value}" for name, value in compared.items()]
         with self.member.alone():
-            self._agreement.compare(ours, problem, when)
+            self._agreement.compare(compared, problem, when)
         return number
 
     def check_device(self, device: torch.device) -> None:

@@ -101,7 +101,7 @@ class CausalBottomRight(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, but every token attends to all of the first `prefix` tokens."""
+    """Causal, but every token attends to all of the first `prefix` tokens, at most as many as there are."""
 
     prefix: int
 

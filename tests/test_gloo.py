@@ -635,9 +635,9 @@ def test_among_several_ranks_a_group_is_asked_for() -> None:
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
     agreement = Agreement(dist.group.WORLD, rank, [0, 1])
     agreement._in_one = in_one  # as with NCCL
-    lines = ["x" * 5000, f"rank={rank if differ else 0}"]
+    compared = {"length": "x" * 5000, "rank": rank if differ else 0}
     try:
-        agreement.compare(lines, "", "a test")
+        agreement.compare(compared, "", "a test")
     except ValueError as error:
         return str(error)
     return "they agree"
