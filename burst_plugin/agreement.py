@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.communicators import group_device, launches_batches, timeout_of
+from burst_plugin.differences import differences
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.places import by_rank
 from burst_plugin.topology import Link, Traffic
@@ -73,13 +74,21 @@ class Agreement:
         """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
         return group_device(self._group)
 
-    def compare(self, at: str, ours: Sequence[str], problem: str) -> None:
-        """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs in `ours`.
+    def compare(self, at: str, compared: Mapping[str, object], problem: str) -> None:
+        """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
 
-        `at` says what is about to be done; `ours` are lines of text.
+        `at` says what is about to be done; `compared` are values by name. Only where they differ behind what one
+        exchange can hold are there more, which find the place.
         """
-        said = self.exchange(statement([_PLACE + at, *ours], problem), f"the comparison before {at}")
+        when = f"the comparison before {at}"
+        lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
+        said = self.exchange(statement(lines, problem), when)
         raise_if_apart(said)
+        compares = all(text.startswith(_PLACE) for text in said)  # others would not come again
+        if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
+            found = differences(compared, partial(self.exchange, when=when))
+            if found:
+                raise ValueError(DISAGREE + found)
         raise_if_unlike(said, DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
@@ -205,3 +214,8 @@ def _decode(data: bytes) -> str:
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
     return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
+
+
+def _is_cut(text: str) -> bool:
+    """Whether `_decode` gave a text that was too long."""
+    return len(text.encode()) > EXCHANGE_BYTES - _DIGEST_BYTES

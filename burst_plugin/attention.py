@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
@@ -20,8 +19,10 @@ from torch import Tensor
 
 from burst_plugin.agreement import prepared_together
 from burst_plugin.call import Call, CallKind
+from burst_plugin.checks import shown
 from burst_plugin.choices import prepare
 from burst_plugin.context import ContextParallel
+from burst_plugin.differences import TensorValues
 from burst_plugin.executor import Visit, lockstep
 from burst_plugin.kernels import Queries
 from burst_plugin.layout import Tokens
@@ -319,7 +320,8 @@ def burst_attention(
         softmax_scale: what scores are multiplied by, `D ** -0.5` if None; the same as `scores=Scores(scale=...)`.
         scores: scale, softcap, ALiBi slopes, dropout.
         sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
-            gpt-oss; zeros are "off by one" attention. Its gradient is that of this rank's queries: sum it over ranks.
+            gpt-oss; zeros are "off by one" attention. The same on all ranks. Its gradient is that of this rank's
+            queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
             order of the sequence. Its gradient is complete, but for a bias that ranks share.
         tokens: the sequence that the rows are taken from, if it does not deal out evenly or every document is dealt
@@ -344,8 +346,13 @@ def burst_attention(
         RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
             the process instead.
     """
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(
+            f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, ContextParallel(group), "
+            "and pass it here"
+        )
     inputs = Inputs(q, k, v, sink, bias)
-    request = Request(mask, _scaled(scores, softmax_scale), _both_sides(tokens), return_max_logits, return_lse)
+    request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse, softmax_scale)
     if torch.compiler.is_compiling():
         from burst_plugin.compiled import opaque_attention  # which imports the compiler
 
@@ -357,20 +364,10 @@ def burst_attention(
     return chosen if len(chosen) > 1 else chosen[0]
 
 
-def _scaled(scores: Scores, scale: float | None) -> Scores:
-    """`scores` with a scale given by itself. ValueError if they have one of their own."""
-    if scale is None:
-        return scores
-    if scores.scale is not None:
-        raise ValueError(
-            f"got softmax_scale={scale} and scores with scale={scores.scale}, which mean the same; give one"
-        )
-    return replace(scores, scale=scale)
-
-
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """What this rank gets; see `burst_attention`."""
-    cp.member.check_usable(inputs.q.device)
+    if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
+        cp.member.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
         call, which = _agreed_call(inputs, request, cp, tag)
         cp.connect(call.kind.by_link)
@@ -387,10 +384,11 @@ def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel, tag: obj
         return call
 
     def agree(call: Call | None, problem: str) -> CallId:
+        if call is None:
+            return cp.agree_on_attention({}, problem, tag)
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-        return cp.agree_on_attention(
-            {"takes part in gradients": gradients, **call.signature} if call else {}, problem, tag
-        )
+        sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
+        return cp.agree_on_attention({"takes part in gradients": gradients, **call.signature, **sink}, problem, tag)
 
     return prepared_together(prepared, agree)
 

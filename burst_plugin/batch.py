@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.agreement import prepared_together
+from burst_plugin.checks import shown, whole_number
 from burst_plugin.context import ContextParallel
 from burst_plugin.layout import Tokens, even_length
 from burst_plugin.mask import Causal, Documents, Mask, PerRow, key_padding
@@ -107,7 +108,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
                 "ParallelismConfig)"
             ) from error
 
-    read, number = prepared_together(partial(_read, batch, cp.ranks), agree)
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
+    read, number = prepared_together(partial(_read, batch, cp.ranks, pad_token_id), agree)
     whole, tokens = read.whole, _tokens(cp, read)
     local = {name: _shard(name, x, cp, tokens, pad_token_id) for name, x in whole.items()}
     valid = int((whole["shift_labels"] != IGNORED_LABEL).sum()) if "shift_labels" in whole else 0
@@ -167,7 +170,8 @@ class _Read(NamedTuple):
     checksum: int
 
 
-def _read(batch: Mapping[str, Any], ranks: int) -> _Read:
+def _read(batch: Mapping[str, Any], ranks: int, pad_token_id: int) -> _Read:
+    whole_number("pad_token_id={}", pad_token_id, "use the id of the token that fills up sequences, or leave it out")
     whole = _whole(batch)
     padded = even_length(whole["position_ids"].shape[1], ranks)
     mask = _mask(batch, whole["position_ids"], padded)

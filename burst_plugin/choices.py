@@ -10,9 +10,8 @@ import torch
 from burst_plugin.call import Call, CallKind, Extras
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
 from burst_plugin.layout import Tokens, token_count
-from burst_plugin.mask import Mask
 from burst_plugin.member import Member
-from burst_plugin.request import Inputs, Request, check_extras, check_tensors
+from burst_plugin.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.shapes import Shapes
@@ -30,8 +29,8 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
 
     Raises ValueError, before any communication.
     """
-    if not isinstance(request.mask, Mask):
-        raise ValueError(f"mask={request.mask!r} is not a mask; use one of burst_plugin.mask, such as Causal()")
+    check_kinds(inputs, request)
+    request = scaled(request)
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
     deterministic = _deterministic(member.strategy)

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_plugin.agreement import DISAGREE, Agreement
+from burst_plugin.agreement import DISAGREE, Agreement, prepared_together
 from burst_plugin.balance import choose_tokens, imbalance
+from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.communicators import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.distributed_transport import DistributedTransport
 from burst_plugin.layout import Tokens, positions, token_count
@@ -29,6 +31,7 @@ from burst_plugin.member import Member
 from burst_plugin.packing import LABEL_BYTES
 from burst_plugin.places import CallId, by_rank, call_name
 from burst_plugin.profile import Profile
+from burst_plugin.request import as_tokens, check_mask, token_dim
 from burst_plugin.routes import Attending, RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
@@ -71,6 +74,7 @@ class ContextParallel:
     ) -> None:
         self.strategy = Strategy.of(strategy, **options)
         group = _as_group(group)
+        levels = _levels(hierarchy)
         if group is None and hierarchy is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
@@ -84,14 +88,14 @@ class ContextParallel:
                 "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
                 "than it expects, so that ranks compare every call there; use check='auto'"
             )
-        levels = [level for level in hierarchy or () if not isinstance(level, int)]
-        sizes = None if hierarchy is None else [x if isinstance(x, int) else x.size() for x in hierarchy]
+        sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
+        groups = [level for level in levels or () if not isinstance(level, int)]
         self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
         self._agreement_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
-        self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
+        self._communicators = Communicators([] if self.group is None else [self.group, *groups], self._global_ranks)
         topology = self._find_topology(sizes)
         table = RouteTable(topology, self.strategy)
         ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
@@ -129,7 +133,8 @@ class ContextParallel:
         Where the length does not divide by the number of ranks, they hold unequal numbers: pass
         `tokens=Tokens(length)` to `burst_attention` and `unshard` then. ValueError if `tokens` has another length.
         """
-        tokens = tokens or Tokens(x.shape[dim])
+        dim = token_dim("x", x, dim)
+        tokens = Tokens(x.shape[dim]) if tokens is None else as_tokens(tokens)
         return self.member.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
@@ -138,24 +143,20 @@ class ContextParallel:
         For looking at results: raises RuntimeError where gradients would be lost. ValueError on every rank if any
         does not hold its part of `tokens`, or if they differ in what they pass.
         """
-        if local.requires_grad and torch.is_grad_enabled():
+        if getattr(local, "requires_grad", False) and torch.is_grad_enabled():
             raise RuntimeError(
                 "unshard has no gradient; call it on x.detach() or under torch.no_grad(), and compute losses on "
                 "the shard"
             )
-        held, dim = local.shape[dim], dim % local.ndim
-        tokens = tokens or Tokens(max(1, held * self.ranks))  # a rank without any has to say so, below
-        layout = self.member.route_table.layout(tokens)
-        lengths = [token_count(runs) for runs in self.member.route_table.shards(tokens)]
-        problem = ""
-        if held != lengths[self.rank]:
-            problem = (
-                f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
-                f"{list(local.shape)} has {held} along dim {dim}; pass the tokens= of its shard"
-            )
-        others = [*local.shape[:dim], *local.shape[dim + 1 :]]
-        signature = {"unshard": tokens, "dim": dim, "other sizes": others, "dtype": local.dtype}
-        self.agree(signature, problem)
+
+        def agree(held: tuple[int, Tokens, list[int]] | None, problem: str) -> int:
+            if held is None:
+                return self.agree({}, problem)
+            others = [*local.shape[: held[0]], *local.shape[held[0] + 1 :]]
+            return self.agree({"unshard": held[1], "dim": held[0], "other sizes": others, "dtype": local.dtype})
+
+        (dim, tokens, lengths), _ = prepared_together(partial(self._held, local, dim, tokens), agree)
+        layout, held = self.member.route_table.layout(tokens), lengths[self.rank]
         if self.group is None:
             return layout.unshard([local], dim, tokens)
         padded = local.contiguous()
@@ -167,9 +168,25 @@ class ContextParallel:
         whole = [shard.narrow(dim, 0, length) for shard, length in zip(shards, lengths, strict=True)]
         return layout.unshard(whole, dim, tokens)
 
+    def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> tuple[int, Tokens, list[int]]:
+        """The dimension and the sequence that `local` is cut along, and how many tokens each rank holds of it.
+
+        ValueError if this rank holds another number.
+        """
+        dim = token_dim("local", local, dim)
+        # A rank without any token has to say so, too.
+        tokens = Tokens(max(1, local.shape[dim] * self.ranks)) if tokens is None else as_tokens(tokens)
+        lengths = [token_count(runs) for runs in self.member.route_table.shards(tokens)]
+        if local.shape[dim] != lengths[self.rank]:
+            raise ValueError(
+                f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
+                f"{list(local.shape)} has {local.shape[dim]} along dim {dim}; pass the tokens= of its shard"
+            )
+        return dim, tokens, lengths
+
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
         """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
-        tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
+        tokens = as_tokens(tokens, or_length=True)
         return positions(self.member.route_table.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
@@ -177,11 +194,13 @@ class ContextParallel:
 
         It is for `tokens=` of all else. With `alike` ranks hold equally many, as lengths of `even_length` allow.
         """
+        check_mask(mask)
         return choose_tokens(self.member.route_table, length, mask, alike)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Most over mean of the ranks' attention work; 1 is even."""
-        tokens = Tokens(tokens) if isinstance(tokens, int) else tokens
+        check_mask(mask)
+        tokens = as_tokens(tokens, or_length=True)
         return imbalance(self.member.route_table, Attending(tokens, tokens, mask))
 
     def step(self, number: int, microbatch: int | None = None) -> None:
@@ -417,27 +436,55 @@ class ContextParallel:
         return topology
 
 
-def _as_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """The group of a mesh's only dimension. ValueError if there are more."""
-    if not isinstance(group, DeviceMesh):
+def _as_group(group: object) -> dist.ProcessGroup | None:
+    """The group of a mesh's only dimension, or a group itself. ValueError for a mesh of more, or anything else."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"got a mesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass the one of the "
+                'context-parallel ranks, such as mesh["cp"]'
+            )
+        return group.get_group()
+    if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    if group.ndim != 1:
-        raise ValueError(
-            f"got a mesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass the one of the context-parallel "
-            'ranks, such as mesh["cp"]'
-        )
-    return group.get_group()
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's, where a rank is left out
+        raise _outsider(group)
+    raise ValueError(
+        f"group is {shown(group)}, not a process group; pass the context-parallel ProcessGroup, such as "
+        'torch.distributed.group.WORLD, or a DeviceMesh of one dimension, mesh["cp"]'
+    )
+
+
+def _outsider(group: object) -> ValueError:
+    here = f" (global rank {dist.get_rank()})" if dist.is_initialized() else ""
+    return ValueError(
+        f"this process{here} is not in the group it was given ({group}); pass the context-parallel group that this "
+        "rank belongs to"
+    )
+
+
+def _levels(
+    hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None,
+) -> list[dist.ProcessGroup | int] | None:
+    """Hierarchical groups or their sizes, one by one. ValueError for anything else."""
+    if hierarchy is None:
+        return None
+    expected = "give a list of sizes or of process groups, innermost first, such as [8, 2]"
+    levels: list[dist.ProcessGroup | int] = []
+    for level in as_listed("hierarchy={}", hierarchy, expected):
+        if isinstance(level, dist.ProcessGroup):
+            levels.append(level)
+        else:
+            levels.append(whole_number("hierarchy=[...] with a level of {}", level, expected, None))
+    return levels
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
     """This rank within the group, and the global ranks of its members."""
     if group is None:
         return 0, [0]
-    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-        raise ValueError(
-            f"this process (global rank {dist.get_rank()}) is not in the group it was given ({group}); pass the "
-            "context-parallel group that this rank belongs to"
-        )
+    if dist.get_rank(group) < 0:
+        raise _outsider(group)
     return dist.get_rank(group), dist.get_process_group_ranks(group)
 
 

@@ -26,7 +26,6 @@ Attention, arXiv 2311.09431.
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -37,6 +36,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from burst_plugin.checks import shown, whole_number, whole_numbers
 
 __all__ = [
     "LAYOUTS",
@@ -89,16 +90,16 @@ class Tokens:
     holders: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "length", operator.index(self.length))
-        if self.length < 1:
-            raise ValueError(f"Tokens(length={self.length}) is not valid; a sequence has 1 token or more")
-        if self.layout is not None and self.layout not in LAYOUTS:
-            raise ValueError(f"Tokens(layout={self.layout!r}) is not valid; use one of: {', '.join(LAYOUTS)}")
+        expected = "a sequence has 1 token or more, as a whole number"
+        object.__setattr__(self, "length", whole_number("Tokens(length={})", self.length, expected, 1))
+        if self.layout is not None and (not isinstance(self.layout, str) or self.layout not in LAYOUTS):
+            raise ValueError(f"Tokens(layout={shown(self.layout)}) is not valid; use one of: {', '.join(LAYOUTS)}")
         if self.cu_seqlens is not None:
-            object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
+            object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens, "Tokens(cu_seqlens={})"))
             check_total(self.cu_seqlens, self.length)
         if self.holders is not None:
-            object.__setattr__(self, "holders", tuple(map(operator.index, self.holders)))
+            expected = "give a list with the rank that holds each chunk, such as (0, 1, 1, 0)"
+            object.__setattr__(self, "holders", whole_numbers("Tokens(holders={})", self.holders, expected))
             if self.layout is not None or self.cu_seqlens is not None:
                 beside = "layout" if self.cu_seqlens is None else "cu_seqlens"
                 raise ValueError(f"Tokens(holders=...) has {beside}= as well; give one of them")
@@ -129,9 +130,16 @@ def even_length(length: int, ranks: int) -> int:
     return -(-length // unit) * unit
 
 
-def check_cu_seqlens(cu_seqlens: Sequence[int]) -> tuple[int, ...]:
-    """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease."""
-    offsets = tuple(int(x) for x in cu_seqlens)
+def check_cu_seqlens(cu_seqlens: Sequence[int], pattern: str = "cu_seqlens={}") -> tuple[int, ...]:
+    """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease.
+
+    `pattern` says where it stands, see `burst_plugin.checks`.
+    """
+    expected = (
+        "give one list of where documents begin, 0 first and the number of tokens last; other documents in every "
+        "batch row are PerRow((Documents(...), ...))"
+    )
+    offsets = whole_numbers(pattern, cu_seqlens, expected)
     if len(offsets) < 2 or offsets[0] != 0:
         raise ValueError(f"cu_seqlens={shortened(offsets)} must begin with 0 and end with the number of tokens")
     for number, (start, stop) in enumerate(pairwise(offsets)):

@@ -6,7 +6,6 @@ a frozen dataclass that gives its regions (`burst_plugin.region`); nothing else 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -14,6 +13,7 @@ from itertools import groupby, pairwise
 import torch
 from torch import Tensor
 
+from burst_plugin.checks import as_listed, as_whole, shown, unreadable, whole_number, whole_numbers
 from burst_plugin.layout import check_cu_seqlens, check_total, shortened
 from burst_plugin.region import Mask, Region
 
@@ -30,6 +30,8 @@ __all__ = [
     "SlidingWindow",
     "key_padding",
 ]
+
+_FLAGS = "give rows of True and False, one per block of queries, or BlockMask.of(tensor, block)"
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,9 @@ class SlidingWindow(Mask):
 
     def __post_init__(self) -> None:
         for name, value in (("left", self.left), ("right", self.right)):
-            object.__setattr__(self, name, None if value is None else operator.index(value))
-            if value is not None and value < 0:
-                raise ValueError(
-                    f"SlidingWindow({name}={value}) is not valid: a window holds at least the query itself, so "
-                    f"{name} is 0 or more, or None for no bound"
-                )
+            expected = f"a window holds at least the query itself, so {name} is 0 or more, or None for no bound"
+            if value is not None:
+                object.__setattr__(self, name, whole_number(f"SlidingWindow({name}={{}})", value, expected))
 
     @property
     def looks_ahead(self) -> bool:
@@ -102,21 +101,23 @@ class CausalBottomRight(Mask):
 
 @dataclass(frozen=True)
 class PrefixLM(Mask):
-    """Causal, but every token attends to all of the first `prefix` tokens."""
+    """Causal, but every token attends to all of the first `prefix` tokens, at most as many as there are."""
 
     prefix: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prefix", operator.index(self.prefix))
-        if self.prefix < 0:
-            raise ValueError(f"PrefixLM(prefix={self.prefix}) is not valid; use the number of tokens in the prefix")
+        expected = "use the number of tokens in the prefix"
+        object.__setattr__(self, "prefix", whole_number("PrefixLM(prefix={})", self.prefix, expected))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """The prefix, and what comes after it."""
-        edge = min(self.prefix, kv_len)
-        return tuple(
-            r for r in (Region(0, q_len, 0, edge), Region(0, q_len, edge, kv_len, None, 0)) if not r.is_empty
-        )
+        if self.prefix > kv_len:
+            raise ValueError(
+                f"PrefixLM(prefix={self.prefix}) goes beyond the {kv_len} keys that all ranks have together; give a "
+                "prefix of this sequence, or Full(), where all see all"
+            )
+        prefix, rest = Region(0, q_len, 0, self.prefix), Region(0, q_len, self.prefix, kv_len, None, 0)
+        return tuple(r for r in (prefix, rest) if not r.is_empty)
 
 
 @dataclass(frozen=True)
@@ -137,14 +138,16 @@ class Documents(Mask):
     compares_positions = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens))
+        object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens, "Documents(cu_seqlens={})"))
         if self.kv_cu_seqlens is not None:
-            object.__setattr__(self, "kv_cu_seqlens", check_cu_seqlens(self.kv_cu_seqlens))
+            checked = check_cu_seqlens(self.kv_cu_seqlens, "Documents(kv_cu_seqlens={})")
+            object.__setattr__(self, "kv_cu_seqlens", checked)
         for name, starts in (("lengths", self.cu_seqlens), ("kv_lengths", self.kv_cu_seqlens or self.cu_seqlens)):
-            lengths = getattr(self, name)
-            if lengths is None:
+            if getattr(self, name) is None:
                 continue
-            object.__setattr__(self, name, tuple(int(x) for x in lengths))
+            expected = "give a list of how many tokens of each document are real"
+            lengths = whole_numbers(f"Documents({name}={{}})", getattr(self, name), expected)
+            object.__setattr__(self, name, lengths)
             room = [stop - start for start, stop in pairwise(starts)]
             if len(lengths) != len(room) or any(not 0 <= n <= most for n, most in zip(lengths, room, strict=True)):
                 raise ValueError(
@@ -196,10 +199,13 @@ class Keys(Mask):
     compares_positions = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "spans", tuple((int(start), int(stop)) for start, stop in self.spans))
+        object.__setattr__(self, "spans", _pairs(self.spans))
         edges = [edge for span in self.spans for edge in span]
         if edges != sorted(edges) or (edges and edges[0] < 0):
-            raise ValueError(f"Keys({self.spans}) must be (start, stop) pairs in ascending order, from 0 on")
+            raise ValueError(f"Keys({shown(self.spans)}) must be (start, stop) pairs in ascending order, from 0 on")
+        if self.length is not None:
+            expected = "use how many keys there are, or None for any number"
+            object.__setattr__(self, "length", whole_number("Keys(length={})", self.length, expected))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """One region per span."""
@@ -228,21 +234,20 @@ class BlockMask(Mask):
     compares_positions = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block", operator.index(self.block))
-        object.__setattr__(self, "allowed", tuple(tuple(map(bool, row)) for row in self.allowed))
-        if self.block < 1 or len({len(row) for row in self.allowed}) != 1:
+        rows = getattr(self.allowed, "tolist", lambda: self.allowed)()
+        allowed = tuple(_flags(row) for row in as_listed("BlockMask(allowed={})", rows, _FLAGS))
+        block, lengths = as_whole(self.block), sorted({len(row) for row in allowed})
+        if block is None or block < 1 or len(lengths) != 1:
             raise ValueError(
-                f"BlockMask needs block >= 1, got {self.block}, and rows of one length, got "
-                f"{sorted({len(row) for row in self.allowed})}"
+                f"BlockMask needs block >= 1, got {shown(self.block)}, and rows of one length, got {lengths}"
             )
+        object.__setattr__(self, "block", block)
+        object.__setattr__(self, "allowed", allowed)
 
     @classmethod
     def of(cls, allowed: Tensor, block: int) -> BlockMask:
         """From a bool tensor [query blocks, key blocks]; ValueError for another shape or type."""
-        if allowed.dtype is not torch.bool or allowed.dim() != 2:
-            raise ValueError(
-                f"a block mask is a bool tensor [query blocks, key blocks], got {allowed.dtype} {list(allowed.shape)}"
-            )
+        _check_flags("a block mask is a bool tensor [query blocks, key blocks]", allowed)
         return cls(block, tuple(tuple(row) for row in allowed.tolist()))
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -278,7 +283,13 @@ class PerRow(Mask):
     masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "masks", tuple(self.masks))
+        expected = "give a list of masks, one for every batch row"
+        masks = as_listed("PerRow(masks={})", self.masks, expected)
+        odd = [mask for mask in masks if not isinstance(mask, Mask) or mask.rows is not None]
+        if odd or not masks:
+            held = f"holds {shown(odd[0])}, which is no mask of one row" if odd else "holds none"
+            raise ValueError(f"PerRow(masks=...) {held}; {expected}")
+        object.__setattr__(self, "masks", masks)
 
     @property
     def rows(self) -> int | None:
@@ -320,6 +331,36 @@ def key_padding(valid: Tensor) -> PerRow:
 
     Raises ValueError for another shape or type.
     """
-    if valid.dtype is not torch.bool or valid.dim() != 2:
-        raise ValueError(f"key padding is a bool tensor [batch, keys], got {valid.dtype} {list(valid.shape)}")
+    _check_flags("key padding is a bool tensor [batch, keys]", valid)
     return PerRow(tuple(Keys(tuple(_stretches(row, 1, len(row))), len(row)) for row in valid.tolist()))
+
+
+def _check_flags(expected: str, flags: object) -> None:
+    """Raise ValueError for what is not a bool tensor of two dimensions that has its values here."""
+    if not isinstance(flags, Tensor):
+        raise ValueError(f"{expected}, got {shown(flags)}; make it one with torch.tensor(..., dtype=torch.bool)")
+    if flags.dtype is not torch.bool or flags.dim() != 2:
+        raise ValueError(f"{expected}, got {flags.dtype} {list(flags.shape)}")
+    if unreadable(flags):
+        raise ValueError(f"{expected}, got one {unreadable(flags)}; give one whose values are here")
+
+
+def _pairs(spans: object) -> tuple[tuple[int, int], ...]:
+    """Spans of keys as pairs of ints; ValueError for anything else."""
+    expected = "give (start, stop) pairs of whole numbers, such as Keys(((0, 7), (9, 16)))"
+    spans = getattr(spans, "tolist", lambda: spans)()
+    pairs = [whole_numbers("Keys with a span of {}", x, expected) for x in as_listed("Keys({})", spans, expected)]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise ValueError(f"Keys with a span of {shown(pair)} is not valid; {expected}")
+    return tuple((start, stop) for start, stop in pairs)
+
+
+def _flags(row: object) -> tuple[bool, ...]:
+    """A row of a block mask; ValueError for anything but True and False, or 1 and 0."""
+    flags = as_listed("BlockMask(allowed=...) with a row of {}", row, _FLAGS)
+    if not set(map(type, flags)) <= {bool}:
+        odd = [flag for flag in flags if flag not in (0, 1)]
+        if odd:
+            raise ValueError(f"BlockMask(allowed=...) holds {shown(odd[0])}; {_FLAGS}")
+    return tuple(map(bool, flags))

@@ -147,11 +147,11 @@ class Member:
             return
         passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
         ring = f"{self.ring_id or 'new'} on group {self.agreement.group_name}"
-        options = {"ring": ring, "topology": self.topology, **self.strategy.compared()}
-        compared = {"order of passes so far": passes, **signature, **options}  # a long mask is cut
+        options = {"topology": self.topology, **self.strategy.compared()}
+        compared = {"ring": ring, "order of passes so far": passes, **signature, **options}
         self.progress.where = f"before {at}"
         with self.alone():
-            self.agreement.compare(at, [f"{name}={value}" for name, value in compared.items()], problem)
+            self.agreement.compare(at, compared, problem)
 
     def compare_backward(self, call: CallId) -> None:
         """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.

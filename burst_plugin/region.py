@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from burst_plugin.checks import shown
 from burst_plugin.sides import Side
 
 __all__ = ["Both", "Mask", "Region", "allowed", "work_by_token"]
@@ -125,7 +126,7 @@ class Both(Mask):
     def __post_init__(self) -> None:
         parts = (self.one, self.other)
         if not all(isinstance(mask, Mask) for mask in parts):
-            raise ValueError(f"only masks combine with &, got {self.one!r} & {self.other!r}")
+            raise ValueError(f"only masks combine with &, got {shown(self.one)} & {shown(self.other)}")
         if len({mask.rows for mask in parts} - {None}) > 1:
             raise ValueError(
                 f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"

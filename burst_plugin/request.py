@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
+from burst_plugin.checks import as_whole, shown, unreadable
 from burst_plugin.layout import Tokens
 from burst_plugin.mask import Causal, Mask
 from burst_plugin.scores import Scores
 
-__all__ = ["Inputs", "Outputs", "Request", "check_extras", "check_tensors"]
+__all__ = [
+    "Inputs",
+    "Outputs",
+    "Request",
+    "as_tokens",
+    "check_extras",
+    "check_kinds",
+    "check_mask",
+    "check_tensors",
+    "scaled",
+    "token_dim",
+]
 
 
 class Inputs(NamedTuple):
@@ -35,13 +48,93 @@ class Outputs(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys."""
+    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys.
+
+    `scale` is one given beside `scores`; see `scaled`.
+    """
 
     mask: Mask = Causal()
     scores: Scores = Scores()
     tokens: tuple[Tokens | None, Tokens | None] = (None, None)
     max_logits: bool = False
     lse: bool = False
+    scale: float | None = None
+
+
+def check_kinds(inputs: Inputs, request: Request) -> None:
+    """Raise ValueError for an argument that is of another kind altogether, of which nothing else can be asked."""
+    for name, x in zip(Inputs._fields, inputs, strict=True):
+        if x is None and name in Inputs._field_defaults:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is {shown(x)}, not a tensor; pass what this rank holds as a torch.Tensor")
+        if unreadable(x):
+            raise ValueError(f"{name} is a tensor {unreadable(x)}")
+    check_mask(request.mask)
+    if not isinstance(request.scores, Scores):
+        raise ValueError(f"scores={shown(request.scores)} is not a Scores; write Scores(scale=..., softcap=...)")
+    tokens = request.tokens
+    if len(tokens) != 2 or not all(isinstance(x, Tokens | None) for x in tokens):
+        got = tokens[0] if len(tokens) == 2 and tokens[0] is tokens[1] else tokens
+        raise ValueError(
+            f"tokens={shown(got)} is not valid; use Tokens(length), or, for cross attention, a pair of them as a "
+            "tuple: those of the queries, and those of the keys"
+        )
+    for name, flag in (("return_lse", request.lse), ("return_max_logits", request.max_logits)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={shown(flag)} is not valid; use True or False")
+
+
+def check_mask(mask: object) -> None:
+    """Raise ValueError for what is no mask."""
+    if isinstance(mask, Mask):
+        return
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise ValueError(f"mask is the class {mask.__name__}; pass an object of it, {mask.__name__}(...)")
+    if isinstance(mask, Tensor):
+        raise ValueError(
+            f"mask is {shown(mask)}, not a mask; key_padding(valid) makes one of a bool tensor [batch, all keys], "
+            "BlockMask.of(allowed, block) of one [query blocks, key blocks]; Causal(), SlidingWindow(left) and "
+            "Documents(cu_seqlens) need none"
+        )
+    raise ValueError(f"mask={shown(mask)} is not a mask; use one of burst_plugin.mask, such as Causal()")
+
+
+def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
+    """A sequence that is given whole or, where that is allowed, by its length. ValueError for anything else."""
+    if isinstance(tokens, Tokens):
+        return tokens
+    if or_length:
+        return Tokens(tokens)
+    raise ValueError(
+        f"tokens={shown(tokens)} is not valid; use Tokens(length), with the length of the whole sequence"
+    )
+
+
+def token_dim(name: str, x: object, dim: object) -> int:
+    """Which dimension of `x` is meant, counted from 0. ValueError for one that it does not have, or for no tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
+    if unreadable(x) and not x.is_meta:
+        raise ValueError(f"{name} is a tensor {unreadable(x)}")
+    whole = as_whole(dim)
+    if whole is None or not -x.ndim <= whole < x.ndim:
+        raise ValueError(
+            f"dim={shown(dim)} is not a dimension of {name} {list(x.shape)}; use that of tokens, such as dim=1"
+        )
+    return whole % x.ndim
+
+
+def scaled(request: Request) -> Request:
+    """`request` with the scale that is given by itself in its scores. ValueError if they have one of their own."""
+    if request.scale is None:
+        return request
+    if request.scores.scale is not None:
+        raise ValueError(
+            f"got softmax_scale={shown(request.scale)} and scores with scale={request.scores.scale}, which mean the "
+            "same; give one"
+        )
+    return request._replace(scores=replace(request.scores, scale=request.scale), scale=None)
 
 
 def check_extras(inputs: Inputs, kv_length: int) -> None:

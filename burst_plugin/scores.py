@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass, replace
 
+from burst_plugin.checks import as_listed, number, whole_number
+
 __all__ = ["Scores"]
+
+_NUMBERS = {
+    "scale": "use a positive factor, or None",
+    "softcap": "use a positive number, or None for none",
+    "dropout": "use a share from 0 to below 1",
+}
+_SLOPES = "give a list of finite numbers, one per query head, or None"
 
 
 @dataclass(frozen=True)
@@ -34,20 +42,19 @@ class Scores:
             value = getattr(self, name)
             if getattr(value, "requires_grad", False):
                 raise ValueError(f"Scores({name}=...) gets no gradient; multiply q by it, or pass a number")
-            if value is not None and name != "alibi_slopes":
-                object.__setattr__(self, name, float(value))
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ValueError(f"Scores(scale={self.scale}) is not valid; use a positive factor, or None")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"Scores(softcap={self.softcap}) is not valid; use a positive number, or None for none")
+            if name in _NUMBERS and (value is not None or name == "dropout"):
+                object.__setattr__(self, name, number(f"Scores({name}={{}})", value, _NUMBERS[name]))
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"Scores({name}={value}) is not valid; {_NUMBERS[name]}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"Scores(dropout={self.dropout}) is not valid; use a share from 0 to below 1")
-        try:
-            object.__setattr__(self, "seed", operator.index(self.seed))
-        except TypeError:
-            raise ValueError(f"Scores(seed={self.seed!r}) is not valid; use an integer") from None
+            raise ValueError(f"Scores(dropout={self.dropout}) is not valid; {_NUMBERS['dropout']}")
+        object.__setattr__(self, "seed", whole_number("Scores(seed={})", self.seed, "use an integer", None))
         if self.alibi_slopes is not None:
-            object.__setattr__(self, "alibi_slopes", tuple(float(slope) for slope in self.alibi_slopes))
+            listed = as_listed("Scores(alibi_slopes={})", self.alibi_slopes, _SLOPES)
+            slopes = tuple(number("Scores(alibi_slopes=...) with a slope of {}", slope, _SLOPES) for slope in listed)
+            object.__setattr__(self, "alibi_slopes", slopes)
 
     def resolved(self, qk_dim: int, q_heads: int) -> Scores:
         """With the scale filled in; ValueError if the slopes are not one per query head."""

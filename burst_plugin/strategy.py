@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
+from burst_plugin.checks import as_number, as_whole, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.layout import LAYOUTS
 from burst_plugin.schedule import SCHEDULES, default_schedule_name
@@ -68,28 +69,41 @@ class Strategy:
         _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
         _one_of("forward", self.forward, (*SIDES, AUTO))
         _one_of("backward", self.backward, (*SIDES, AUTO))
+        if isinstance(self.kernel, type):
+            name = self.kernel.__name__
+            raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
         if not isinstance(self.kernel, Kernel):
             _one_of("kernel", self.kernel, (*KERNELS, AUTO))
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
-        if type(self.late_after) not in (int, float) or not self.late_after > 0:
-            raise ValueError(f"late_after={self.late_after!r} is not valid; use a positive number of seconds")
-        parts = (self.parts, self.parts) if isinstance(self.parts, int) else self.parts
-        if not isinstance(parts, (tuple, list)) or len(parts) != 2 or not all(map(_is_positive, parts)):
+        if as_number(self.late_after) is None or not self.late_after > 0:
+            raise ValueError(f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds")
+        pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
+        parts = tuple(n for n in map(_as_positive, pair) if n)
+        if not len(parts) == len(pair) == 2:
             raise ValueError(
-                f"parts={self.parts!r} is not valid; use a positive number, or two: forward and backward"
+                f"parts={shown(self.parts)} is not valid; use a positive number, or two: forward and backward"
             )
-        object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else tuple(parts))
-        if not _is_positive(self.ulysses_degree):
-            raise ValueError(f"ulysses_degree={self.ulysses_degree!r} is not valid; use a positive number")
-        per_node = self.ranks_per_node
-        if per_node != AUTO and not _is_positive(per_node):
-            raise ValueError(f"ranks_per_node={per_node!r} is not valid; use a positive number or 'auto'")
+        object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
+        degree, per_node = _as_positive(self.ulysses_degree), _as_positive(self.ranks_per_node)
+        if degree is None:
+            raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
+        object.__setattr__(self, "ulysses_degree", degree)
+        if per_node is not None:
+            object.__setattr__(self, "ranks_per_node", per_node)
+        elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
+            got = shown(self.ranks_per_node)
+            raise ValueError(f"ranks_per_node={got} is not valid; use a positive number or 'auto'")
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
         """A strategy given whole, or by keywords; ValueError for both at once, or an unknown keyword."""
+        if not isinstance(strategy, cls | None):
+            raise ValueError(
+                f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
+                "and pass the options by name"
+            )
         known = [field.name for field in fields(cls)]
         for name in options:
             _one_of("option", name, known)
@@ -121,13 +135,14 @@ class Strategy:
         return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _as_positive(value: object) -> int | None:
+    whole = as_whole(value)
+    return whole if whole is not None and whole >= 1 else None
 
 
 def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
-    if value not in valid:
-        raise ValueError(f"{option}={value!r} is not valid; use one of: {', '.join(valid)}")
+    if not isinstance(value, str) or value not in valid:
+        raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
 
 
 def choose_traveller(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:

@@ -20,6 +20,8 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 
+from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
+
 __all__ = ["Link", "Topology", "Traffic", "node_id"]
 
 
@@ -41,18 +43,21 @@ class Traffic(str, Enum):
 class Topology:
     """`nodes` times `ranks_per_node` ranks; consecutive ranks share a node.
 
-    Raises ValueError if either number is below 1.
+    Raises ValueError if either is not a whole number of 1 or more.
     """
 
     nodes: int
     ranks_per_node: int
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.ranks_per_node < 1:
+        nodes, per_node = as_whole(self.nodes), as_whole(self.ranks_per_node)
+        if nodes is None or per_node is None or nodes < 1 or per_node < 1:
             raise ValueError(
-                f"a topology needs at least 1 node and 1 rank per node, got nodes={self.nodes}, "
-                f"ranks_per_node={self.ranks_per_node}"
+                "a topology needs whole numbers, at least 1 node and 1 rank per node, got "
+                f"nodes={shown(self.nodes)}, ranks_per_node={shown(self.ranks_per_node)}"
             )
+        object.__setattr__(self, "nodes", nodes)
+        object.__setattr__(self, "ranks_per_node", per_node)
 
     @property
     def ranks(self) -> int:
@@ -119,14 +124,17 @@ class Topology:
         `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels the outer two are merged.
         Raises ValueError if sizes do not multiply to `ranks`, or if the two options contradict each other.
         """
+        if ranks_per_node is not None:
+            ranks_per_node = whole_number("ranks_per_node={}", ranks_per_node, "use a positive number", None)
         if hierarchy is None:
             inner = ranks if ranks_per_node is None else ranks_per_node
         else:
-            inner = _inner_size(ranks, hierarchy)
-            if ranks_per_node not in (None, hierarchy[0]):
+            sizes = whole_numbers("hierarchy={}", hierarchy, "give a list of sizes, innermost first, such as [8, 2]")
+            inner = _inner_size(ranks, sizes)
+            if ranks_per_node not in (None, sizes[0]):
                 raise ValueError(
-                    f"ranks_per_node={ranks_per_node} contradicts hierarchy={list(hierarchy)}, whose innermost "
-                    f"size is {hierarchy[0]}: give only one of them"
+                    f"ranks_per_node={ranks_per_node} contradicts hierarchy={list(sizes)}, whose innermost "
+                    f"size is {sizes[0]}: give only one of them"
                 )
         if inner < 1 or ranks % inner:
             raise ValueError(
@@ -151,7 +159,9 @@ class Topology:
 
 def _inner_size(ranks: int, hierarchy: Sequence[int]) -> int:
     """The ranks per node that hierarchical sizes stand for, once they are known to fit."""
-    if not hierarchy or any(size < 1 for size in hierarchy) or math.prod(hierarchy) != ranks:
+    if not hierarchy:
+        raise ValueError(f"hierarchy=[] has no sizes; give them, innermost first, such as [{ranks}], or None")
+    if any(size < 1 for size in hierarchy) or math.prod(hierarchy) != ranks:
         raise ValueError(
             f"hierarchy={list(hierarchy)} multiplies to {math.prod(hierarchy)}, but the context-parallel group "
             f"has {ranks} ranks: give sizes, innermost first, whose product is {ranks}"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from burst_plugin.attention import attention_of_ranks
 from burst_plugin.call import Call
+from burst_plugin.checks import shown, whole_number
 from burst_plugin.choices import prepare
 from burst_plugin.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.layout import Tokens
@@ -24,7 +25,7 @@ from burst_plugin.member import Member
 from burst_plugin.places import CallId
 from burst_plugin.profile import Profile
 from burst_plugin.recomputation import unseen_by_selective_checkpoints
-from burst_plugin.request import Inputs, Request
+from burst_plugin.request import Inputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.routes import RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
@@ -48,8 +49,13 @@ class VirtualRing:
         seed: int = 0,
         network: InProcessNetwork | None = None,
     ) -> None:
+        if not isinstance(topology, Topology):
+            raise ValueError(
+                f"topology={shown(topology)} is not a Topology; write Topology(nodes=1, ranks_per_node=4)"
+            )
+        strategy = Strategy.of(strategy)
+        seed = whole_number("VirtualRing(seed={})", seed, "use an integer", None)
         self.network = network or HostileNetwork(topology.ranks, seed)
-        strategy = strategy or Strategy()
         table = RouteTable(topology, strategy)
         wires = zip(self.network.transports(), self.network.transports(), strict=True)  # of the ring, and of teams
         self.members = [Member(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
@@ -73,12 +79,16 @@ class VirtualRing:
         As `burst_attention`, but that `bias` is [1 or B, 1 or Hq, Sq, Sk]; `tokens` are needed only to deal out every
         document on its own. The gradient of `sink` is the sum over ranks.
         """
-        tokens = tokens if isinstance(tokens, tuple) else (tokens or Tokens(q.shape[1]), tokens or Tokens(k.shape[1]))
+        pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+        whole = Inputs(q, k, v, sink, bias)
+        check_kinds(whole, Request(mask, scores, pair))
+        check_tensors(q, k, v)
+        tokens = pair[0] or Tokens(q.shape[1]), pair[1] or Tokens(k.shape[1])
+        check_extras(whole, tokens[1].length)
         request = Request(mask, scores, tokens, lse=True)
-        sink = (
-            None if sink is None else sink.to(torch.promote_types(sink.dtype, torch.float32))
-        )  # ranks' gradients add up
-        inputs = self._dealt(Inputs(q, k, v, sink, bias), *tokens)
+        if sink is not None:  # ranks' gradients add up
+            whole = whole._replace(sink=sink.to(torch.promote_types(sink.dtype, torch.float32)))
+        inputs = self._dealt(whole, *tokens)
         calls = [
             prepare(member, mine, request, known)
             for member, mine, known in zip(self.members, inputs, self._known, strict=True)

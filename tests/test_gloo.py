@@ -592,13 +592,15 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 
 
 def _wrong_device(rank: int) -> None:
-    x = torch.empty(1, 16, 4, 8, device="meta" if rank == 1 else "cpu")
+    if rank == 1:
+        context.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
+    x = torch.empty(1, 16, 4, 8)
     burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2))
 
 
 def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_rank() -> None:
     for line in _last_lines(_wrong_device, 2):
-        assert "ValueError: rank 1: q, k, v are on meta, but the context-parallel group moves tensors of cpu" in line
+        assert "ValueError: rank 1: q, k, v are on cpu, but the context-parallel group moves tensors of cuda" in line
 
 
 def _unshard_unlike(rank: int, tokens: Tokens | None) -> None:
@@ -643,9 +645,9 @@ def test_among_several_ranks_a_group_is_asked_for() -> None:
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
     agreement = Agreement(dist.group.WORLD, rank, [0, 1])
     agreement._in_one = in_one  # as with NCCL
-    lines = ["x" * 5000, f"rank={rank if differ else 0}"]
+    compared = {"length": "x" * 5000, "rank": rank if differ else 0}
     try:
-        agreement.compare("a test", lines, "")
+        agreement.compare("a test", compared, "")
     except ValueError as error:
         return str(error)
     return "they agree"

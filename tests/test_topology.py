@@ -34,7 +34,7 @@ def test_hierarchy_is_innermost_first(hierarchy: list[int], expected: Topology) 
     ("hierarchy", "ranks_per_node", "message"),
     [
         ([2, 2], None, r"hierarchy=\[2, 2\] multiplies to 4, but .* 8 ranks"),
-        ([], None, "multiplies to 1"),
+        ([], None, r"hierarchy=\[\] has no sizes; give them, innermost first, such as \[8\], or None"),
         ([2, -4], None, "multiplies to -8"),
         ([2, 2, 2, 1], None, "4 levels"),
         ([2, 4], 4, "contradicts hierarchy=.2, 4."),

@@ -1,0 +1,105 @@
+"""Arguments checked one by one: the whole numbers, numbers and lists that constructors are given.
+
+Numbers may come from Python, numpy or PyTorch. A `pattern`, such as "Tokens(length={})", says where a value stands;
+`expected` what to write instead. Pure Python, without torch, as `burst_plugin.topology` is.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Set
+from typing import Any, SupportsFloat
+
+__all__ = ["as_listed", "as_number", "as_whole", "number", "shown", "unreadable", "whole_number", "whole_numbers"]
+
+_MOST = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """Return `value` for a message, on one line: arrays by shape and type, classes by name, long texts cut."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kind = type(value).__name__
+    if getattr(value, "is_nested", False):
+        return f"nested {kind}"
+    if getattr(value, "shape", ()):  # a number in a tensor of no dimension shows as itself
+        return f"{kind} {list(value.shape)} of {getattr(value, 'dtype', 'no type')}"  # type: ignore[attr-defined]
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST else f"{text[: _MOST - 4]} ..."
+
+
+def unreadable(tensor: Any) -> str:
+    """Return how a tensor holds its values where none can be read one by one, and what to do; "" for others."""
+    if tensor.is_nested:
+        return "that is nested; pad its rows to one length, x.to_padded_tensor(0.0)"
+    if tensor.is_meta:
+        return "on the meta device, without data; make it on the device of the process group"
+    return "" if str(tensor.layout) == "torch.strided" else f"of layout {tensor.layout}; use x.to_dense()"
+
+
+def as_whole(value: object) -> int | None:
+    """Return an int of any library as Python's; None for anything else, floats and bools too."""
+    if _is_bool(value):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # by numbers, arrays, and tensors without data
+        return None
+
+
+def as_number(value: object) -> float | None:
+    """Return a finite number of any library as a float; None for anything else, texts and bools too."""
+    if _is_bool(value) or not isinstance(value, SupportsFloat):
+        return None
+    try:
+        found = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
+
+
+def whole_number(pattern: str, value: object, expected: str, least: int | None = 0) -> int:
+    """Return `value` as an int. ValueError, with what is `expected`, for what is none, or below `least`."""
+    found = as_whole(value)
+    if found is None or (least is not None and found < least):
+        raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
+    return found
+
+
+def number(pattern: str, value: object, expected: str) -> float:
+    """Return `value` as a finite float. ValueError, with what is `expected`, for anything else."""
+    found = as_number(value)
+    if found is None:
+        raise ValueError(f"{pattern.format(shown(value))} is not valid; {expected}")
+    return found
+
+
+def whole_numbers(pattern: str, values: object, expected: str) -> tuple[int, ...]:
+    """Return a list, an array or a tensor of whole numbers as a tuple; ValueError, with what is `expected`, else.
+
+    Floats that are whole are taken for what they are.
+    """
+    listed = as_listed(pattern, values, expected)
+    if all(type(value) is int for value in listed):  # as mostly, and there may be many
+        return listed  # type: ignore[return-value]
+    whole = [as_whole(int(x) if isinstance(x, float) and x.is_integer() else x) for x in listed]
+    if None in whole:
+        at = whole.index(None)
+        raise ValueError(
+            f"{pattern.format('...')} is not valid: entry {at} is {shown(listed[at])}, not a whole number; {expected}"
+        )
+    return tuple(whole)  # type: ignore[arg-type]
+
+
+def as_listed(pattern: str, values: object, expected: str) -> tuple[object, ...]:
+    """Return the entries of a list, an array or a tensor of one dimension, or of anything else in an order."""
+    unordered = (str, bytes, Mapping, Set)
+    if isinstance(values, unordered) or not isinstance(values, Iterable) or len(getattr(values, "shape", (1,))) != 1:
+        raise ValueError(f"{pattern.format(shown(values))} is not valid; {expected}")
+    tolist = getattr(values, "tolist", None)
+    return tuple(values) if tolist is None else tuple(tolist())
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
