@@ -153,6 +153,23 @@ def test_interleaved_stages_that_do_not_wait_for_messages(run: GptRun, flush: bo
         assert_same(result, one_rank_on_many())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatch_group_size_per_vp_stage": 3},
+        {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},  # which it wants of every model
+    ],
+    ids=["usual", "groups_of_3", "variable_lengths"],
+)
+@pytest.mark.parametrize("run", [GptRun(pp=2, cp_comm_type="burst"), replace(CP2, pp=2)], ids=["pp2", "pp2_cp2"])
+def test_interleaved_stages_that_send_both_ways_at_once(run: GptRun, options: dict[str, Any]) -> None:
+    """As `TransformerConfig` has it unless told otherwise: the next stage is the previous one, too."""
+    run = replace(run, config={"virtual_pipeline_model_parallel_size": 2, **options})
+    for result in run_ranks(_interleaved, run.pp * run.cp, run, MANY):
+        assert_same(result, one_rank_on_many())
+
+
 # ----------------------------------------------------------------------------- the distributed optimizer, checkpoints
 
 TRAINED = replace(CP2, layers=2, distributed_optimizer=True)
