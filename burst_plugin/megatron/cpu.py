@@ -36,7 +36,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from burst_plugin.wrapping import wrap
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it tells of
 _CPU = torch.device("cpu")
@@ -79,6 +82,7 @@ def enable(*, force: bool = False) -> list[str]:
     contextlib.ExitStack().enter_context(_CudaToCpu())  # for good: nothing closes the stack
     lines.append("tensors: device cuda means cpu; cuda(), pin_memory(), record_stream() do nothing")
     lines.append("tensors: type() answers torch.cuda.*")
+    lines.append(_keep_messages())
     setattr(torch.cuda, _REPORT, lines)
     return list(lines)
 
@@ -303,6 +307,24 @@ def _run_lazy_calls_at_once() -> None:
     # Both generators of the tracker are now one, so its warning that they should not be says nothing.
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
     logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+# -------------------------------------------------------------------------------------------------- messages
+
+
+def _keep_messages() -> str:
+    """Keep the memory of a message until it is sent, as the stream that sends it does on a GPU.
+
+    Megatron's interleaved schedule gives another memory to the tensors that a pipeline stage has sent
+    (`deallocate_pipeline_outputs`) while gloo still waits for the receiver. gloo holds the tensor, not its memory,
+    and would then send whatever has been written there since. An alias holds the memory.
+    """
+
+    def send(original: Any, group: Any, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return original(group, [tensor.detach() for tensor in tensors], *args, **kwargs)
+
+    wrap(dist.ProcessGroup, "send", send)
+    return "torch.distributed: what is being sent keeps its memory"
 
 
 # ------------------------------------------------------------------------------------- compilers, environment

@@ -6,7 +6,9 @@ A repair is applied by `install()` if the version at hand is one that has the fa
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer import multi_latent_attention, multi_token_prediction
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -293,6 +296,65 @@ def _load_without_gradients() -> None:
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
+# ----------------------------------------------------------------------------------------------- weights at the start
+
+
+def _has_scripts() -> bool:
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def _keep_random_states() -> None:
+    """Before a script builds its model, it warms up functions with random tensors, S/CP of rows.
+
+    Scripts are found when they make groups, not imported before: they hold some of the functions of
+    megatron.core that `install()` replaces.
+    """
+
+    def warm_up(original: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        original(*args, **kwargs)
+        torch.set_rng_state(state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
+
+    def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+        scripts = sys.modules.get("megatron.training.initialize")
+        if hasattr(scripts, _WARMS_UP):
+            wrap(scripts, _WARMS_UP, warm_up)
+        return original(*args, **kwargs)
+
+    wrap(parallel_state, "initialize_model_parallel", initialize)
+
+
+_WARMS_UP = "_warmup_jit_function"
+
+
+# ----------------------------------------------------------------------------------------------- pipeline parallelism
+
+
+def _send_forward_before_backward() -> None:
+    """With two stages the next one is the previous one, and messages between two ranks are told apart by their order.
+
+    In one batch the gradient is sent first, and the activation received first. So here they go one after the other.
+    """
+
+    def exchange(
+        original: Any,
+        stage: P2PCommunicator,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        if stage.pp_group.size() > 2 or not stage.config.batch_p2p_comm:
+            return original(stage, output_tensor, input_tensor_grad, **options)
+        recv_prev, recv_next = options.pop("recv_prev"), options.pop("recv_next")
+        activation = stage.send_forward_recv_forward(output_tensor, recv_prev=recv_prev, **options)
+        return activation, stage.send_backward_recv_backward(input_tensor_grad, recv_next=recv_next, **options)
+
+    wrap(P2PCommunicator, "send_forward_backward_recv_forward_backward", exchange)
+
+
 # ------------------------------------------------------------------------------------------------------ experts
 
 
@@ -375,6 +437,19 @@ REPAIRS = (
         fault="the distributed optimizer cannot load a checkpoint of a model in float32",
         fixed_in=None,
         apply=_load_without_gradients,
+    ),
+    Repair(
+        name="weights_at_start",
+        fault="scripts draw random numbers by context-parallel size before they make routers and learned positions",
+        fixed_in=None,
+        apply=_keep_random_states,
+        needed=_has_scripts,
+    ),
+    Repair(
+        name="two_interleaved_stages",
+        fault="two interleaved pipeline stages take gradients for activations, unless p2p communication overlaps",
+        fixed_in=None,
+        apply=_send_forward_before_backward,
     ),
     Repair(
         name="router_without_te",

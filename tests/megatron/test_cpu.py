@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 
@@ -150,6 +151,34 @@ def test_redirection_holds_inside_backward() -> None:
         assert torch.autograd.grad(Recomputed.apply(x).sum(), x)[0].tolist() == [2.0, 2.0]
 
     run_ranks(gradients, 1, init=False)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_message_is_what_was_sent_even_if_it_is_freed_on_the_way(batched: bool) -> None:
+    """Megatron's interleaved pipeline frees outputs that the next stage has not fetched yet."""
+
+    def exchange(rank: int) -> None:
+        cpu.enable(force=True)
+        from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+        def start(what: Any, tensor: torch.Tensor, peer: int) -> Any:
+            return dist.batch_isend_irecv([dist.P2POp(what, tensor, peer)])[0] if batched else what(tensor, peer)
+
+        for size in (64, 4096, 2**20):
+            if rank == 0:
+                output = torch.full((size,), 7.0)
+                sent = start(dist.isend, output, 1)
+                deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+                _others = [torch.full((size,), -1.0) for _ in range(20)]  # where it was, among other places
+                dist.barrier()
+                sent.wait()
+            else:
+                dist.barrier()
+                received = torch.empty(size)
+                start(dist.irecv, received, 0).wait()
+                assert received.unique().tolist() == [7.0]
+
+    run_ranks(exchange, 2)
 
 
 def train(rank: int, run: GptRun) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from tests.support.megatron_gpt import (
     full_grads,
     join,
     leave,
+    one_step,
+    random_tokens,
     set_weights,
     transformer_config,
 )
@@ -71,8 +74,23 @@ def test_experts(world_size: int, run: GptRun) -> None:
 # ---------------------------------------------------------------------------------------- interleaved pipeline stages
 
 
-def _interleaved(rank: int, run: GptRun) -> StepResult:
-    """As `one_step`, with two model chunks per pipeline rank."""
+# As Megatron-LM's training scripts have it: messages are under way while the next microbatch is computed.
+OVERLAPPED = {
+    "virtual_pipeline_model_parallel_size": 2,
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+    "deallocate_pipeline_outputs": True,
+}
+MANY = random_tokens(GptRun(), microbatches=6)  # more than warm the pipeline up
+
+
+@functools.cache
+def one_rank_on_many() -> StepResult:
+    return run_ranks(lambda rank: one_step(GptRun(), MANY), 1)[0]
+
+
+def _interleaved(rank: int, run: GptRun, tokens: torch.Tensor, late_stage: int | None = None) -> StepResult:
+    """As `one_step`, with two model chunks per pipeline rank; `late_stage` computes slowly."""
     join(run)
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -81,6 +99,7 @@ def _interleaved(rank: int, run: GptRun) -> StepResult:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     config, chunks = transformer_config(run), []
+    is_late = parallel_state.get_pipeline_model_parallel_rank() == late_stage
     for stage in range(2):
         model = GPTModel(
             config,
@@ -95,13 +114,19 @@ def _interleaved(rank: int, run: GptRun) -> StepResult:
         set_weights(model, run)
         model.model_type = None
         chunks.append(DistributedDataParallel(config, DistributedDataParallelConfig(), model))
+
+    def step(data: Any, model: Any) -> Any:
+        if is_late:
+            time.sleep(0.02)
+        return forward_step(data, model)
+
     losses = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[batches(TOKENS), batches(TOKENS)],
+        forward_step_func=step,
+        data_iterator=[batches(tokens), batches(tokens)],
         model=chunks,
-        num_microbatches=len(TOKENS),
+        num_microbatches=len(tokens),
         seq_length=run.seq_length,
-        micro_batch_size=TOKENS.shape[1],
+        micro_batch_size=tokens.shape[1],
         forward_only=False,
     )
     total = sum((part.to(torch.float64) for part in losses), torch.zeros(2, dtype=torch.float64))
@@ -114,8 +139,35 @@ def _interleaved(rank: int, run: GptRun) -> StepResult:
 def test_interleaved_pipeline_stages() -> None:
     (reference,) = run_ranks(_step, 1, GptRun())
     run = replace(CP2, pp=2, config={"virtual_pipeline_model_parallel_size": 2})
-    for result in run_ranks(_interleaved, 4, run):
+    for result in run_ranks(_interleaved, 4, run, TOKENS):
         assert_same(result, reference)
+
+
+@pytest.mark.parametrize("late_stage", [0, 1])
+@pytest.mark.parametrize("flush", [False, True], ids=["steady", "always"])
+@pytest.mark.parametrize("run", [GptRun(pp=2), replace(CP2, pp=2)], ids=["pp2", "pp2_cp2"])
+def test_interleaved_stages_that_do_not_wait_for_messages(run: GptRun, flush: bool, late_stage: int) -> None:
+    """What one stage sends is there until the other, which is late, fetches it."""
+    run = replace(run, config={**OVERLAPPED, "overlap_p2p_comm_warmup_flush": flush})
+    for result in run_ranks(_interleaved, run.pp * run.cp, run, MANY, late_stage):
+        assert_same(result, one_rank_on_many())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatch_group_size_per_vp_stage": 3},
+        {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},  # which it wants of every model
+    ],
+    ids=["usual", "groups_of_3", "variable_lengths"],
+)
+@pytest.mark.parametrize("run", [GptRun(pp=2, cp_comm_type="burst"), replace(CP2, pp=2)], ids=["pp2", "pp2_cp2"])
+def test_interleaved_stages_that_send_both_ways_at_once(run: GptRun, options: dict[str, Any]) -> None:
+    """As `TransformerConfig` has it unless told otherwise: the next stage is the previous one, too."""
+    run = replace(run, config={"virtual_pipeline_model_parallel_size": 2, **options})
+    for result in run_ranks(_interleaved, run.pp * run.cp, run, MANY):
+        assert_same(result, one_rank_on_many())
 
 
 # ----------------------------------------------------------------------------- the distributed optimizer, checkpoints

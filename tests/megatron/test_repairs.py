@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
 import torch
 from megatron.core import __version__, parallel_state, utils
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer import multi_latent_attention
@@ -22,8 +26,19 @@ from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
 from tests.megatron.test_adapter import CP4
+from tests.megatron.test_interplay import EXPERTS
 from tests.megatron.test_parity import _step
-from tests.support.megatron_gpt import GptRun, build, cut_batch, leave, loss_of, one_step, random_tokens
+from tests.support.megatron_gpt import (
+    GptRun,
+    build,
+    cut_batch,
+    join,
+    leave,
+    loss_of,
+    one_step,
+    random_tokens,
+    transformer_config,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -51,6 +66,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     done: list[str] = []
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     monkeypatch.setattr(utils, "tex", object())
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
     for name in repairs._CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
     monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP, raising=False)
@@ -64,6 +80,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "yarn_tables",
         "resume_without_te",
         "resume_in_float32",
+        "two_interleaved_stages",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
@@ -393,3 +410,72 @@ def test_values_are_filled_up_for_other_core_attention_only(monkeypatch: pytest.
     assert (other.shape[-1], rest) == (24, [True, 16, 24])
     monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP)
     assert status("packed_mla_values", (0, 16, 1)) == "not needed here"
+
+
+# --------------------------------------------------------------------------------------------------- weights_at_start
+
+
+def _scripts_that_draw(numbers: int) -> Any:
+    """A stand-in for `megatron.training.initialize`, whose warm-up draws so many numbers."""
+    found = {name: types.ModuleType(name) for name in ("megatron.training", "megatron.training.initialize")}
+    for name, module in found.items():
+        module.__spec__ = ModuleSpec(name, None)
+    vars(found["megatron.training.initialize"])["_warmup_jit_function"] = lambda: torch.rand(numbers, device="cuda")
+    sys.modules.update(found)
+    return found["megatron.training.initialize"]
+
+
+def _weights_at_start(rank: int, cp: int) -> dict[str, torch.Tensor]:
+    """Of a model whose router and positions draw from the generator that everything outside of layers has."""
+    run = GptRun(layers=2, cp=cp, cp_comm_type="burst", config=EXPERTS)
+    scripts = _scripts_that_draw(run.seq_length // cp)
+    join(run)
+    torch.manual_seed(1234)
+    scripts._warmup_jit_function()
+    model = GPTModel(
+        transformer_config(run),
+        get_gpt_layer_local_spec(num_experts=4, normalization="RMSNorm"),
+        vocab_size=run.vocab,
+        max_sequence_length=run.seq_length,
+        position_embedding_type="learned_absolute",
+    )
+    leave()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def test_weights_start_alike_with_any_context_parallel_size() -> None:
+    (one,) = run_ranks(_weights_at_start, 1, 1)
+    drawn = {name for name, weight in one.items() if weight.unique().numel() > 1}
+    assert {"embedding.position_embeddings.weight", "decoder.layers.0.mlp.router.weight"} <= drawn
+    for cp in (2, 4):
+        for weights in run_ranks(_weights_at_start, cp, cp):
+            assert weights.keys() == one.keys()
+            assert all(torch.equal(weights[name], one[name]) for name in one)
+
+
+def test_a_gpus_random_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.Generator().manual_seed(5)
+    for name, answer in {
+        "is_available": lambda: True,
+        "get_rng_state": gpu.get_state,
+        "set_rng_state": gpu.set_state,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    scripts = types.SimpleNamespace(_warmup_jit_function=lambda: (torch.rand(3), torch.rand(3, generator=gpu)))
+    monkeypatch.setitem(sys.modules, "megatron.training.initialize", scripts)
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
+    repairs._keep_random_states()
+    for _ in range(2):  # groups may be made again
+        assert parallel_state.initialize_model_parallel() == "groups"
+        before = torch.get_rng_state(), gpu.get_state()
+        scripts._warmup_jit_function()
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert torch.equal(gpu.get_state(), before[1])
+
+
+def test_without_scripts_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training", None)
+    assert status("weights_at_start", VERSION) == "not needed here"
+    monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
+    repairs._keep_random_states()
+    assert parallel_state.initialize_model_parallel() == "groups"

@@ -58,6 +58,41 @@ def test_a_patched_tree_changes_no_loss(tree: Path, one_rank: list[float], tmp_p
     assert (patched / name).read_bytes() == (tree / name).read_bytes()
 
 
+# Its warm-up, which is left out on CPUs, draws random numbers as on GPUs.
+_WARMED_UP = """
+import importlib
+from megatron.training import initialize
+importlib.reload(initialize)
+"""
+_DRAWN = """
+--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --position-embedding-type learned_absolute
+--train-iters 1
+"""
+_INTERLEAVED = """
+--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --global-batch-size 12
+--train-iters 3
+"""
+
+
+def test_weights_start_alike_with_any_context_parallel_size(tree: Path) -> None:
+    """Those of routers and learned positions are drawn from the generator that the warm-up draws from."""
+    script = tree / "warmed_up.py"
+    script.write_text(_WARMED_UP + (tree / "pretrain_gpt.py").read_text())
+    runs = [losses(train(script, ranks, *cp, *_DRAWN.split())) for ranks, cp in ((1, []), (2, CP2), (4, CP4))]
+    assert len(runs[0]) == 1
+    for run in runs[1:]:
+        assert run == pytest.approx(runs[0], abs=1e-5)
+
+
+def test_interleaved_stages(tree: Path) -> None:
+    """Stages draw weights of their own, so the judge is the same pipeline without context parallelism, run twice."""
+    script = tree / "pretrain_gpt.py"
+    runs = [losses(train(script, ranks, *cp, *_INTERLEAVED.split())) for ranks, cp in ((2, []), (2, []), (4, CP2))]
+    assert len(runs[0]) == 3
+    for run in runs[1:]:
+        assert run == pytest.approx(runs[0], abs=1e-5)
+
+
 def _conversations(directory: Path) -> list[str]:
     """Flags for four conversations per sample, of lengths that divide by 8, told apart by their system messages."""
     words = [f"w{number}" for number in range(40)]
