@@ -50,11 +50,11 @@ class _Meetings:
 
     def __init__(self, regions: Sequence[Regions], travelling: Shards, most: int) -> None:
         self._regions, self._blocks, self._left = regions, travelling, most
-        self._runs = sorted(
+        self._runs = [
             (run, owner, offset)
             for owner, held in enumerate(travelling)
             for run, offset in zip(held, accumulate((run.length for run in held), initial=0), strict=False)
-        )
+        ]
         self._index = RunIndex([run for run, *_ in self._runs])
 
     def of(self, held: Sequence[Run]) -> dict[int, Rows]:
@@ -73,10 +73,11 @@ class _Meetings:
                     self._left -= len(numbers)
                     if self._left < 0:
                         raise _TooManyError
-                    inside = numbers[1:-1] if run.stride == 1 else ()  # of what neighbours attend to, without a gap
+                    ends = {*numbers[:1], *numbers[-1:]}
                     for number in numbers:
                         other, owner, offset = self._runs[number]
-                        start, stop = (0, other.length) if number in inside else key_rows(region, run, other)
+                        inside = run.stride == 1 and number not in ends  # of what is attended to, without a gap
+                        start, stop = (0, other.length) if inside else key_rows(region, run, other)
                         if start < stop:
                             yield owner, (offset + start, offset + stop)
 

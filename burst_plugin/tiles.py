@@ -132,15 +132,20 @@ class Regions:
 
 
 class RunIndex:
-    """Runs in ascending order of their starts, found by position."""
+    """Runs in any order, found by position.
+
+    Runs of one rank need not be in ascending order of their starts: those of a team that holds interleaved stripes,
+    cut to some rows, are not.
+    """
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self._starts = [run.start for run in runs]
-        self._lasts = list(accumulate((run.last for run in runs), max))
+        self._numbers = sorted(range(len(runs)), key=lambda number: runs[number].start)
+        self._starts = [runs[number].start for number in self._numbers]
+        self._lasts = list(accumulate((runs[number].last for number in self._numbers), max))
 
-    def at(self, first: int, last: int) -> range:
-        """The numbers of the runs that may hold any of the positions `first ... last`."""
-        return range(bisect_left(self._lasts, first), bisect_right(self._starts, last))
+    def at(self, first: int, last: int) -> list[int]:
+        """The numbers of the runs that may hold any of the positions `first ... last`, in order of their starts."""
+        return self._numbers[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
 def check_strides(runs: Iterable[Run]) -> None:
@@ -156,7 +161,7 @@ def check_strides(runs: Iterable[Run]) -> None:
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
     """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
 
-    Runs are in ascending order of their starts. Raises ValueError for runs of unlike strides.
+    Raises ValueError for runs of unlike strides.
     """
     check_strides((*q_runs, *k_runs))
     keys = RunIndex(k_runs)

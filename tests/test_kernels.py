@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow
+from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow, Strategy, Topology, VirtualRing
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.dropout import keep
@@ -16,13 +17,25 @@ from burst_plugin.kernels.ragged import lengths_of
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
-from tests.support.reference import Problem, Result, errors, reference, relative
+from tests.support.reference import Problem, Result, errors, painted, reference, relative
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 GPU_BOUNDS = {torch.float64: 1e-14, torch.float32: 5e-6, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 CASE = Case("cpu", torch.float32, 4, 2, 8, 8)
 BANDS: dict[Band, Mask] = {FULL: Full(), CAUSAL: Causal(), ANTICAUSAL: SlidingWindow(0, None)}
 SCALED = Scores(scale=8**-0.5)
+# Around the lengths at which the kernel for CPUs turns to whole vector registers, and to a second block of keys.
+NOT_FINITE_SHAPES = [
+    *((FULL, 5, keys) for keys in (1, 7, 8, 15, 16, 17, 520)),
+    *((CAUSAL, rows, rows) for rows in (1, 7, 9, 15, 17, 33)),
+    (ANTICAUSAL, 7, 7),
+]
+CPU_RUNS = [
+    (name, dtype)
+    for name, kernel in KERNELS.items()
+    if kernel.limits.device == "cpu"
+    for dtype in kernel.limits.dtypes
+]
 
 
 class Run(NamedTuple):
@@ -93,6 +106,61 @@ def test_kernels_are_exact(where: Run, dtype: torch.dtype, band: Band, heads: tu
     result = run(where, problem, How(band, SCALED))
     for what, error in errors(result, reference(problem, BANDS[band])).items():
         assert error < where.bound(dtype), what
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), CPU_RUNS, ids=str)
+@pytest.mark.parametrize("heads", [(2, 2), (2, 1)], ids=str)
+def test_what_is_not_finite_is_kept_and_spreads_no_further(
+    where: str, bad: float, name: str, dtype: torch.dtype, heads: tuple[int, int]
+) -> None:
+    """NaN stays NaN as in the reference kernel; what is not finite spreads no further than in plain attention."""
+    for (band, *lengths), place in product(NOT_FINITE_SHAPES, (0.0, 0.5, 1.0)):
+        problem, what = Problem.draw((lengths[0], lengths[1]), heads, dtype=dtype), (band, *lengths, place)
+        tensor = getattr(problem, where)
+        tensor[1, int(place * (tensor.shape[1] - 1)), 0, 3] = bad
+        how = How(band, SCALED)
+        lse, expected_lse = (KERNELS[each].forward(*problem[:3], how)[1] for each in (name, "reference"))
+        assert bool((lse.isnan() | ~expected_lse.isnan()).all()), what
+        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf), what
+        results = (run(name, problem, how), run("reference", problem, how), plain(problem, BANDS[band]))
+        for found, expected, freely in zip(*(result[:4] for result in results), strict=True):
+            finite, expected_finite = found.isfinite(), expected.isfinite()
+            assert bool((finite | ~expected_finite | ~freely.isfinite()).all()), what
+            assert torch.allclose(found[finite & expected_finite], expected[finite & expected_finite], 0.1, 0.1), what
+        row = tensor.isfinite().all(-1).all(-1)[1].logical_not()
+        rows = row if where in ("q", "dout") else (painted(BANDS[band], 1, *lengths)[0] & row).any(-1)
+        for found, expected in zip(*(result[:2] for result in results[:2]), strict=True):
+            assert bool((found.isnan() | ~expected.isnan())[:, rows].all()), what
+
+
+@pytest.mark.parametrize("backward", ["q", "kv"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_ring_keeps_nan_in_its_row(dtype: torch.dtype, backward: str) -> None:
+    """A window over a long sequence gives a rank tiles of a few keys."""
+    problem = Problem.draw(64, (2, 2), dtype=dtype)
+    problem.q[1, 20, 0, 3] = torch.nan
+    inputs = [x.clone().requires_grad_() for x in problem[:3]]
+    out, lse = VirtualRing(Topology(2, 2), Strategy(backward=backward)).attention(*inputs, mask=SlidingWindow(5))
+    dq, dk, dv = torch.autograd.grad(out, inputs, problem.dout)
+    assert lse.isnan().nonzero().tolist() == [[1, 0, 20]]
+    for rows in (out, dq):
+        assert rows.isnan().nonzero()[:, :3].unique(dim=0).tolist() == [[1, 20, 0]]
+    for keys in (dk, dv):
+        touched = keys.isnan().nonzero()[:, :3].unique(dim=0).tolist()
+        assert all([1, key, 0] in touched for key in range(15, 21))
+        assert all(batch == 1 and head == 0 for batch, _, head in touched)
+
+
+def plain(problem: Problem, mask: Mask) -> tuple[torch.Tensor, ...]:
+    """Out, dq, dk and dv by masked scores and a softmax in float64; nothing that is not finite is taken out."""
+    q, k, v = (x.double().requires_grad_() for x in problem[:3])
+    keys, values = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, keys) * SCALED.scale
+    outside = ~painted(mask, 2, *scores.shape[2:]).unsqueeze(1)
+    out = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(outside, -torch.inf).softmax(-1), values)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout.double())
 
 
 @pytest.mark.parametrize("where", runs())

@@ -214,6 +214,16 @@ def test_runs_between_each_other() -> None:
         assert sum(tile.work for tile in tiles(mask, (23, 23), runs, runs)) == int(painted.sum())
 
 
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5), Causal() & Documents(tuple(range(0, 65, 4)))], ids=str)
+def test_runs_in_any_order(mask: Mask) -> None:
+    """As a team of ranks 0 and 1 of 8 striped ones has them after a cut: those of rank 1 begin anew."""
+    keys = [Run(16, 1, 8), Run(32, 1, 8), Run(48, 2, 8), Run(1, 1, 8), Run(17, 5, 8)]
+    queries = [Run(40, 3, 8), Run(3, 8, 8), Run(0, 5, 8)]
+    found = tiles(mask, (64, 64), queries, keys)
+    expected = allowed(mask, (64, 64), positions(queries), positions(keys))
+    assert torch.equal(painted_tiles(found, *expected.shape), expected.int())
+
+
 def test_unlike_strides_are_refused() -> None:
     with pytest.raises(ValueError, match="unlike strides"):
         tiles(Full(), (8, 8), (Run(0, 4, 1),), (Run(0, 4, 2),))

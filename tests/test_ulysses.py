@@ -17,14 +17,18 @@ import torch.distributed as dist
 from burst_plugin import (
     Causal,
     ContextParallel,
+    Documents,
+    Keys,
     Link,
     Scores,
+    SlidingWindow,
     Strategy,
     Tokens,
     Topology,
     Traffic,
     VirtualRing,
     burst_attention,
+    key_padding,
 )
 from burst_plugin.choices import prepare
 from burst_plugin.executor import lockstep
@@ -36,7 +40,7 @@ from burst_plugin.teams import Team, team_block
 from burst_plugin.transport import Channel
 from burst_plugin.ulysses import HeadExchange
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
-from tests.support.reference import Problem, Result, errors, reference, relative
+from tests.support.reference import Problem, Result, errors, reference, reference_lse, relative
 
 SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
 
@@ -114,6 +118,36 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     for rank in range(3):
         assert expected[rank] == transports[rank].sent_bytes
         assert set(expected[rank]) == {Channel(traffic, Link.INTRA) for traffic in Traffic}
+
+
+LITTLE = [
+    SlidingWindow(3),
+    SlidingWindow(2, 2),
+    Causal() & Documents((*range(0, 64, 5), 64)),
+    Documents((*range(0, 64, 3), 64)),
+    SlidingWindow(5) & Documents((*range(0, 64, 11), 64)),
+    Documents(tuple(range(0, 65, 8)), (5,) * 8),
+    Causal() & Keys(((5, 9), (30, 33))),
+    Causal() & key_padding(torch.arange(64).expand(2, 64) >= torch.tensor([[10], [40]])),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("topology", "degree"),
+    [(Topology(2, 2), 2), (Topology(4, 2), 2), (Topology(4, 2), 4), (Topology(2, 4), 2), (Topology(2, 4), 4)],
+    ids=str,
+)
+def test_exact_under_masks_that_leave_little(layout: str, topology: Topology, degree: int) -> None:
+    """Blocks travel cut to the rows that are needed."""
+    problem = Problem.draw(64, (4, 4), dtype=torch.float64)
+    for mask in LITTLE:
+        ring = VirtualRing(topology, Strategy(layout=layout, ulysses_degree=degree, schedule="direct"))
+        inputs = [x.clone().requires_grad_() for x in problem[:3]]
+        out, lse = ring.attention(*inputs, mask=mask)
+        found = Result(out.detach(), *torch.autograd.grad(out, inputs, problem.dout))
+        assert max(errors(found, reference(problem, mask)).values()) < 1e-12, mask
+        assert torch.allclose(lse.double(), reference_lse(problem, mask), 1e-12, 1e-12), mask
 
 
 # --------------------------------------------------------------------------------------------- over processes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
-from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed
+from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed
 from burst_plugin.tiles import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCpuKernel", "flash_backward"]
@@ -38,17 +38,39 @@ class TorchCpuKernel:
         """See `Kernel.forward`."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
-        dtype, dim = torch.promote_types(q.dtype, torch.float32), max(q.shape[-1], v.shape[-1])
+        dtype, v_dim = torch.promote_types(q.dtype, torch.float32), v.shape[-1]
+        q, k, v = (_heads_first(x, dtype, max(q.shape[-1], v_dim)) for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(_heads_first(x, dtype, dim) for x in (q, k, v)), 0.0, how.band == CAUSAL, scale=how.scale
+            q, k, v, 0.0, how.band == CAUSAL, scale=how.scale
         )
-        return out.transpose(1, 2)[..., : v.shape[-1]], lse
+        _restore_lost_rows(out, lse, q, k, how)
+        return out.transpose(1, 2)[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         return flash_backward(queries, k, v, how, torch.promote_types(k.dtype, torch.float32))
+
+
+def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How) -> None:
+    """Write NaN, or lse -inf, into rows of out [B, H, Sq, D] and lse [B, H, Sq] whose largest score is that.
+
+    The kernel skips NaN where it looks for the largest of fewer scores than a vector register holds (16 in float32,
+    with AVX-512). It takes a row in which it finds none above -inf for one without keys and gives it out 0 and lse 0.
+    """
+    suspect = lse == 0  # which few other rows are: those of a single key with a score of 0
+    if not suspect.any():
+        return
+    rows = suspect.flatten(0, 1).any(0).nonzero().flatten()
+    keys = expand_heads(k.transpose(1, 2), q.shape[1]).permute(0, 2, 3, 1)
+    scores = q[:, :, rows].matmul(keys).mul_(how.scale)
+    if how.band == CAUSAL:
+        scores.masked_fill_(torch.arange(k.shape[2]) > rows.unsqueeze(1), -torch.inf)
+    largest = scores.amax(-1)
+    lost = suspect[:, :, rows] & ~largest.isfinite()
+    lse[:, :, rows] = lse[:, :, rows].where(~lost, largest)
+    out[:, :, rows] = out[:, :, rows].masked_fill((lost & largest.isnan()).unsqueeze(-1), torch.nan)
 
 
 def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torch.dtype) -> Grads:

@@ -27,7 +27,7 @@ from burst_plugin import (
 from burst_plugin.kernels.dropout import keep
 from burst_plugin.region import Both
 
-__all__ = ["NAMES", "Problem", "Result", "errors", "painted", "reference", "relative"]
+__all__ = ["NAMES", "Problem", "Result", "errors", "painted", "reference", "reference_lse", "relative"]
 
 NAMES = ("out", "dq", "dk", "dv", "dsink", "dbias")
 
@@ -134,9 +134,28 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
     assert q is not None
     assert k is not None
     assert v is not None
+    logits = _logits(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
+    values = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
+    if scores.dropout:
+        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), *map(torch.arange, p.shape[2:])).double()
+    out = torch.einsum("bhij,bjhd->bihd", p, values)
+    wanted = [x for x in inputs if x is not None]
+    grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
+    return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+
+
+def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) -> Tensor:
+    """Logarithms of the softmax's denominators, [B, Hq, Sq], in float64; -inf for queries that attend to nothing."""
+    exact = Problem(*(None if x is None else x.detach().double() for x in problem))
+    return _logits(exact, mask, scores or Scores()).logsumexp(-1)
+
+
+def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
+    """What the softmax is of, [B, Hq, Sq, Sk], -inf where nothing attends; the last column is the sink's, if any."""
+    q, k, _, _, sink, bias = problem
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
-    keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
-    logits = torch.einsum("bihd,bjhd->bhij", q, keys)
+    logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
     logits = logits * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
@@ -148,13 +167,7 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
     logits = logits.masked_fill(~painted(mask, batch, q_len, kv_len).unsqueeze(1), -torch.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
-    p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
-    if scores.dropout:
-        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), torch.arange(q_len), torch.arange(kv_len)).double()
-    out = torch.einsum("bhij,bjhd->bihd", p, values)
-    wanted = [x for x in inputs if x is not None]
-    grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
-    return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+    return logits
 
 
 def _without_nan(grads: tuple[Tensor, ...]) -> list[Tensor]:
