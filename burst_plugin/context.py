@@ -42,7 +42,8 @@ __all__ = ["ContextParallel"]
 
 _NODE = "node: "
 _LOG = logging.getLogger(__name__)
-_DROPPED: list[str] = []  # rings that were dropped without a close, of which the log speaks once
+_TOLD = 0
+_DROPPED: list[int] = []  # process groups of rings that were dropped without a close; then _TOLD
 
 
 class ContextParallel:
@@ -100,7 +101,8 @@ class ContextParallel:
         table = RouteTable(topology, self.strategy)
         ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
         self.member = Member(self.rank, topology, self.strategy, ring, team, table, self._agreement)
-        weakref.finalize(self, _tell_of_a_dropped_ring, self.member, self._communicators).atexit = False
+        weakref.finalize(self, _note_a_dropped_ring, self.member, self._communicators).atexit = False
+        _tell_of_dropped_rings()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
@@ -488,13 +490,19 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
     return dist.get_rank(group), dist.get_process_group_ranks(group)
 
 
-def _tell_of_a_dropped_ring(member: Member, communicators: Communicators) -> None:
-    """Say once that a ring was dropped with its process groups still there, which nothing else destroys."""
-    if communicators.created and not member.is_closed and not _DROPPED and dist.is_initialized():
-        _DROPPED.append(member.ring_id)
+def _note_a_dropped_ring(member: Member, communicators: Communicators) -> None:
+    """Remember that a ring was dropped with its process groups still there, which nothing else destroys."""
+    if communicators.created and not member.is_closed and dist.is_initialized():
+        _DROPPED.append(len(communicators.created))
+
+
+def _tell_of_dropped_rings() -> None:
+    """Say once, where another ring is made, what those before it have left behind."""
+    if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
         _LOG.warning(
-            "a ContextParallel was dropped without close(): the process groups that it made (%d), with their threads "
-            "and connections, stay until the process ends; in programs that make one ring after another, call "
-            "close() on all ranks after the last backward pass",
-            len(communicators.created),
+            "a ContextParallel was dropped without close(), and another one is made: the process groups that it made "
+            "(%d), with their threads and connections, stay until the process ends; call close() on all ranks after "
+            "the last backward pass",
+            sum(_DROPPED),
         )
+        _DROPPED.append(_TOLD)
