@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from burst_plugin.topology import Traffic
+from burst_plugin.topology import Topology, Traffic
 from burst_plugin.transfers import RankSchedule, Schedule, Transfer
 
-__all__ = ["Held", "most_held"]
+__all__ = ["Held", "as_many_buffers", "most_held"]
 
 
 class Held(NamedTuple):
@@ -27,6 +27,15 @@ def most_held(schedule: Schedule) -> Held:
         held for rank in range(schedule.ranks) for held in _Books(schedule.of_rank(rank), schedule.reduces).held()
     ]
     return Held(max(held.operands for held in counts), max(held.sums for held in counts))
+
+
+def as_many_buffers(topology: Topology) -> Topology:
+    """Return the smallest cluster in which schedules need as many buffers as on this one, every block being needed.
+
+    From a few nodes and ranks per node on the number of buffers no longer grows, but counting them takes time that
+    grows with the third power of the number of ranks.
+    """
+    return Topology(min(topology.nodes, 4), min(topology.ranks_per_node, 6))
 
 
 class _Books:

@@ -46,23 +46,36 @@ and LoongTrain's double ring (2406.18485, section 4.4).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from types import MappingProxyType
+from typing import Protocol
 
 from burst_plugin.row_ranges import Rows, union
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.transfers import Needs, Schedule, Transfer
 
-__all__ = ["SCHEDULES", "SPARSE", "default_schedule_name", "direct", "flat_ring", "two_level_ring"]
+__all__ = [
+    "SCHEDULES",
+    "SPARSE",
+    "Draw",
+    "default_schedule_name",
+    "direct",
+    "flat_ring",
+    "sample",
+    "sample_ranks",
+    "two_level_ring",
+]
 
 
-def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+def flat_ring(
+    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
     Gather and reduce are `ranks - 1` hops per block each. Without `reduces` nothing is summed on the way.
     """
-    ranks = topology.ranks
+    ranks, members = topology.ranks, range(topology.ranks)[:drawn]
 
     def hop(traffic: Traffic, owner: int, distance: int, issue: int) -> Transfer:
         src, dst = (owner + distance) % ranks, (owner + distance + 1) % ranks
@@ -71,16 +84,18 @@ def flat_ring(topology: Topology, reduces: bool = True, needs: Needs | None = No
     schedule = Schedule(
         name="flat_ring",
         topology=topology,
-        visits=tuple(tuple((rank - step) % ranks for step in range(ranks)) for rank in range(ranks)),
-        gather=tuple(hop(Traffic.GATHER, b, d, d) for b in range(ranks) for d in range(ranks - 1)),
-        reduce=tuple(hop(Traffic.REDUCE, b, d, d + 1) for b in range(ranks) for d in range(1, ranks) if reduces),
+        visits=tuple(tuple((rank - step) % ranks for step in range(ranks)) for rank in members),
+        gather=tuple(hop(Traffic.GATHER, b, d, d) for b in members for d in range(ranks - 1)),
+        reduce=tuple(hop(Traffic.REDUCE, b, d, d + 1) for b in members for d in range(1, ranks) if reduces),
         reduces=reduces,
         phases=tuple(range(ranks)),
     )
     return schedule.keeping(_kept(topology, Link.INTER)).pruned(needs)
 
 
-def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+def two_level_ring(
+    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
     With n nodes of w ranks, rank (o, i) visits block ((o-j) mod n, (i-t) mod w) at outer step j, inner step t.
@@ -127,7 +142,7 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
         if w > 1:
             yield Transfer(traffic, block, at(node, i - 1), block, Link.INTRA, n * w, n * w + 1)
 
-    places = [(node, i) for node in range(n) for i in range(w)]
+    places = [divmod(rank, w) for rank in range(topology.ranks)[:drawn]]
     order = sorted((when(j, t), j, t) for j in range(n) for t in range(w))
     schedule = Schedule(
         name="two_level_ring",
@@ -142,7 +157,9 @@ def two_level_ring(topology: Topology, reduces: bool = True, needs: Needs | None
     return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)
 
 
-def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None) -> Schedule:
+def direct(
+    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+) -> Schedule:
     """From the owner to those that need rows of its block, and back (drawn at the top of this file).
 
     Everyone is sent just the rows that it needs. But where ranks of another node need the same block, all that cross
@@ -151,7 +168,8 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
     Without `needs` everybody needs everything.
     """
     wanted: Needs = needs if needs is not None else [dict.fromkeys(range(topology.ranks))] * topology.ranks
-    pairs = [(rank, owner) for rank, owners in enumerate(wanted) for owner in owners]
+    members = range(topology.ranks)[:drawn]
+    pairs = [(rank, owner) for rank, owners in enumerate(wanted) for owner in (owners if drawn is None else members)]
     visitors = defaultdict[tuple[int, int], list[int]](list)  # by owner, and another node than its own
     for rank, owner in pairs:
         if topology.link(owner, rank) is Link.INTER:
@@ -187,7 +205,7 @@ def direct(topology: Topology, reduces: bool = True, needs: Needs | None = None)
     return Schedule(
         name="direct",
         topology=topology,
-        visits=tuple(steps.visits(rank, wanted[rank]) for rank in range(topology.ranks)),
+        visits=tuple(steps.visits(rank, wanted[rank]) for rank in members),
         gather=tuple(gather),
         reduce=tuple(reduce) if reduces else (),
         reduces=reduces,
@@ -245,8 +263,34 @@ def default_schedule_name(topology: Topology) -> str:
     return two_level_ring.__name__ if topology.levels == 2 else flat_ring.__name__
 
 
-SCHEDULES: Mapping[str, Callable[[Topology, bool, Needs | None], Schedule]] = MappingProxyType(
+class Draw(Protocol):
+    """A schedule function: draws a schedule, or a part of one."""
+
+    def __call__(
+        self, topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+    ) -> Schedule:
+        """Return the schedule; with `drawn`, see `sample`, only visits and blocks of the first so many ranks."""
+
+
+SCHEDULES: Mapping[str, Draw] = MappingProxyType(
     {schedule.__name__: schedule for schedule in (flat_ring, two_level_ring, direct)}
 )
 # May send less than the usual one where a mask leaves little, and are made of what is needed; others are only pruned.
 SPARSE = (direct.__name__,)
+# Ranks at the ends of a node use other links than those between them; in all other schedules every rank does alike.
+_ALIKE_BY_NODE = (flat_ring.__name__,)
+
+
+def sample(name: str, topology: Topology, reduces: bool) -> Schedule:
+    """Return the part of a schedule that stands for all of it where every rank needs every block.
+
+    It has the visits of the first ranks (`sample_ranks`), and the transfers of their blocks. All others do the same
+    at the same steps: shift every rank by as many nodes, and by as many places inside its node. So a sample is as
+    long as one rank's part, where the whole schedule grows with the square of the number of ranks.
+    """
+    return SCHEDULES[name](topology, reduces, None, sample_ranks(name, topology))
+
+
+def sample_ranks(name: str, topology: Topology) -> int:
+    """Return how many ranks stand for all: rank 0, or those of node 0 where ranks of a node do not do alike."""
+    return topology.ranks_per_node if name in _ALIKE_BY_NODE and topology.levels == 2 else 1

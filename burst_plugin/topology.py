@@ -99,7 +99,7 @@ class Topology:
 
         ValueError for other degrees.
         """
-        if degree not in self.team_sizes:
+        if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(
                 f"ulysses_degree={degree} does not divide {self} into teams inside nodes, or of whole nodes; use one "
                 f"of {self.team_sizes}"
@@ -109,8 +109,8 @@ class Topology:
     @property
     def team_sizes(self) -> list[int]:
         """Into teams of how many ranks it can be divided, inside nodes or of whole nodes."""
-        several = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
-        return [n for n in several if self.ranks_per_node % n == 0 or n % self.ranks_per_node == 0]
+        inside = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
+        return [*inside, *(n * self.ranks_per_node for n in range(2, self.nodes + 1) if self.nodes % n == 0)]
 
     def __str__(self) -> str:
         return f"{self.nodes}x{self.ranks_per_node} (nodes x ranks per node)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
-from burst_plugin.buffer_count import Held, most_held
+from burst_plugin.buffer_count import Held, as_many_buffers, most_held
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.packing import Buffer, BufferPool
 from burst_plugin.schedule import SCHEDULES
@@ -98,3 +99,13 @@ def test_what_is_sent_by_rows_is_counted_while_it_is_on_its_way() -> None:
     assert most_held(schedule) == Held(1, 1)
     late = replace(schedule, gather=tuple(t._replace(due=2) for t in schedule.gather))
     assert most_held(late) == Held(2, 1)
+
+
+@pytest.mark.parametrize("size", [(1, 9), (9, 1), (2, 9), (5, 4), (4, 7), (7, 3)])
+def test_a_small_cluster_needs_as_many_buffers(size: tuple[int, int]) -> None:
+    topology = Topology(*size)
+    small = as_many_buffers(topology)
+    assert small.ranks < topology.ranks
+    for name, reduces, parts in itertools.product(SCHEDULES, (True, False), (1, 2, 4)):
+        whole, part = (most_held(SCHEDULES[name](each, reduces).in_parts(parts)) for each in (topology, small))
+        assert whole == part, (name, reduces, parts)

@@ -112,18 +112,114 @@ PLAN = ("plan", "--nodes", "2", "--seq", "65536", "--tflops", "500", "--intra-gb
 def test_plan_says_what_suits_a_cluster() -> None:
     idle = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45").stdout
     assert "2x4 (nodes x ranks per node), 8192 tokens per rank, 32/8 heads of 128, bfloat16, causal" in idle
-    assert "Best: Strategy(schedule='two_level_ring', parts=1); all communication is hidden behind work." in idle
+    assert "Best: Strategy(schedule='two_level_ring', parts=1); computing hides all communication." in idle
     block = 8192 * 8 * 2 * 128 * 2 / 2**30  # 8 heads of keys and values in bfloat16; sums are twice as large
     assert f"buffers take about {(4 + 5 * 2) * block:.2f} GiB" in idle
-    busy = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "2").stdout
-    assert "parts=(4, 2)); inter-node links are what ranks wait for." in busy
+    busy = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "2")
+    assert "parts=4); ranks wait for the links between nodes, " in busy.stdout
+    assert busy.stderr == "", "no bar where there is no terminal"
+
+
+ROW = re.compile(r"^(\w+) +(\d+) +(\d+|\(\d, \d\)) +(\w+, \w+) +([\d.]+) +([\d.]+) +([\d.]+)x$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("inter", ["0.5", "2", "45"])
+def test_plan_compares_all_rows_with_one_bound(inter: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", inter]) == 0
+    shown = capsys.readouterr().out
+    bound = float(re.findall(r"over ([\d.]+) ms, the same for all rows", shown)[0])
+    rows = ROW.findall(shown)
+    assert {name for name, *_ in rows} == {"flat_ring", "two_level_ring", "direct"}
+    for *_, forward, backward, ratio in rows:
+        assert (float(forward) + float(backward)) / bound == pytest.approx(float(ratio), rel=2e-3, abs=0.006)
+    ratios = [float(row[-1]) for row in rows]
+    assert ratios == sorted(ratios)
+    assert f"Best: Strategy(schedule='{rows[0][0]}'" in shown
+    assert ratios[0] >= 1
+
+
+def test_plan_has_the_rows_of_a_small_cluster_on_4096_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {}
+    for nodes, seq in ("8", "65536"), ("512", "4194304"):
+        asked = (*PLAN, "--ranks-per-node", "8", "--heads", "32/8", "--inter-gb-s", "40", "--nodes", nodes)
+        assert main([*asked, "--seq", seq]) == 0
+        rows[nodes] = {(name, degree) for name, degree, *_ in ROW.findall(capsys.readouterr().out)}
+    alone = {(name, "1") for name in ("flat_ring", "two_level_ring", "direct")}
+    assert alone < rows["512"]
+    assert {degree for _, degree in rows["8"]} == {degree for _, degree in rows["512"]}
+
+
+def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "--ranks-per-node", "80", "--heads", "3/1", "--inter-gb-s", "40"]) == 0
+    assert "flat_ring        is left out without an exchange: it would take minutes" in capsys.readouterr().out
+
+
+def test_plan_draws_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*PLAN, "--ranks-per-node", "2", "--heads", "4/1", "--inter-gb-s", "45"]) == 0
+    bars = capsys.readouterr().err.split("\r")
+    assert re.fullmatch(r"pricing \[#+\.+\] \d+/\d+", bars[1])
+    assert len(bars) > 5
+    assert not bars[-1]
+    assert not bars[-2].strip(), "it is wiped off"
+    assert len(bars[-2]) >= max(map(len, bars))
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "message"),
-    [("32", "4", "--heads 32 is not valid; write"), ("32/8", "0", "at least 1 node and 1 rank per node")],
+    ("option", "value", "expected"),
+    [
+        *(
+            (name, value, expected)
+            for name, expected in (
+                ("--tflops", "expected TFLOPS, such as 500, 0.001 to 1,000,000"),
+                ("--intra-gb-s", "expected GB/s, such as 400, 0.001 to 1,000,000"),
+                ("--inter-gb-s", "expected GB/s, such as 40, 0.001 to 1,000,000"),
+            )
+            for value in ("nan", "inf", "-inf", "1e-300", "1e300", "0", "-1", "fast", "")
+        ),
+        *(
+            (name, value, expected)
+            for name, expected in (
+                ("--nodes", "expected a whole number of nodes, 1 to 100,000"),
+                ("--ranks-per-node", "expected a whole number of ranks, 1 to 1,024"),
+                ("--seq", "expected a whole number of tokens, 1 to 1,000,000,000,000"),
+                ("--head-dim", "expected a whole number of elements, 1 to 65,536"),
+            )
+            for value in ("0", "-1", "1.5", "nan", "1" * 22, "٣", "1" * 5000)
+        ),
+        *(
+            ("--heads", value, "expected query heads / key/value heads, such as 32/8, each 1 to 100,000")
+            for value in ("32", "0/1", "8/0", "9999999999999999999999/1", "٣٢/٨", "32/8/2", "a/b", "")
+        ),
+        ("--heads", "32/5", "5 key/value heads do not divide 32 query heads; write for example 32/8"),
+    ],
 )
-def test_plan_refuses_what_cannot_be(heads: str, ranks: str, message: str) -> None:
-    done = burst(*PLAN, "--ranks-per-node", ranks, "--heads", heads, "--inter-gb-s", "45")
+def test_plan_refuses_what_cannot_be(
+    option: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = (*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45")
+    with pytest.raises(SystemExit) as stopped:
+        main([*asked, f"{option}={value}"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2
+    assert last.startswith(f"burst plan: error: argument {option}: got ")
+    assert last.endswith(expected)
+    assert len(last) < 200
+
+
+def test_plan_refuses_sequences_shorter_than_the_number_of_ranks() -> None:
+    done = burst(*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "45", "--seq", "7")
     assert done.returncode == 1
-    assert message in done.stderr
+    assert done.stderr.startswith(
+        "burst plan: --seq 7 is fewer tokens than the 8 ranks of --nodes 2 --ranks-per-node 4"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("extreme", [("1e6", "0.001", "0.001"), ("0.001", "1e6", "1e6")])
+def test_plan_ends_at_its_bounds(extreme: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    tflops, intra, inter = extreme
+    rates = ("--tflops", tflops, "--intra-gb-s", intra, "--inter-gb-s", inter)
+    sizes = ("--nodes", "100000", "--ranks-per-node", "8", "--seq", str(10**12), "--heads", "100000/1")
+    assert main(["plan", *rates, *sizes, "--head-dim", "65536"]) == 0
+    assert "nan" not in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from dataclasses import replace
 from statistics import median
@@ -11,13 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
-from burst_plugin import Link, Topology, VirtualRing, flat_ring, simulation, two_level_ring
+from burst_plugin import Link, Topology, VirtualRing, flat_ring, two_level_ring
 from burst_plugin.copies import CopyNetwork
-from burst_plugin.planner import Links, Load, buffer_bytes, pass_price, plans, price
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.shapes import Shapes
-from burst_plugin.sides import DIRECTIONS
+from burst_plugin.planner import buffer_bytes, least_seconds, left_out, pass_price, plans, visit_seconds
+from burst_plugin.price import Price, price, price_by_name
+from burst_plugin.schedule import SCHEDULES, sample
+from burst_plugin.shapes import Shapes, hop_bytes
+from burst_plugin.sides import DIRECTIONS, Direction
+from burst_plugin.simulation import Links, Load, Run, simulate
 from burst_plugin.strategy import Strategy
+from burst_plugin.transfers import Schedule
 from tests.support.reference import Problem
 
 FAST = 1e12
@@ -66,16 +70,86 @@ def test_parts_hide_what_comes_last() -> None:
         assert found.bound_s == pytest.approx(3 * 0.088)
 
 
+def assert_same(found: Price, expected: Price) -> None:
+    assert found.time_s == pytest.approx(expected.time_s, rel=1e-9)
+    assert found.compute_s == pytest.approx(expected.compute_s, rel=1e-9)
+    assert found.link_s == pytest.approx(expected.link_s, rel=1e-9)
+
+
+# Compute is what all wait for, either link is, or none is by far; gather and reduce are unlike.
+LOADS = [
+    (Load(3e6, 2e6, 0.1), Links(1e9, 5e7)),
+    (Load(3e6, 2e6, 0.02), Links(1e9, 3.1e7)),
+    (Load(2e6, 5e6, 0.003), Links(4.7e8, 1.3e9)),
+    (Load(2e6, 4e6, 0.011), Links(9e8, 1.9e8)),
+]
+SMALL = [(1, 1), (1, 4), (4, 1), (2, 2), (2, 3), (3, 4), (7, 2)]
+MIDDLE = [(13, 3), (24, 2), (30, 1)]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("parts", [1, 2])
-def test_one_rank_stands_for_all_where_all_are_alike(name: str, parts: int) -> None:
-    for topology, reduces in itertools.product((Topology(1, 4), Topology(2, 3), Topology(4, 1)), (True, False)):
-        schedule = SCHEDULES[name](topology, reduces, None).in_parts(parts)
-        load, links = Load(3e6, 2e6 if reduces else 0, 0.02), Links(1e9, 5e7)
-        found = price(schedule, load, links)
-        with mock.patch.object(simulation, "_all_ranks_are_alike", return_value=False):
-            assert price(schedule, load, links).time_s == pytest.approx(found.time_s, rel=1e-6)
-        assert found.time_s >= found.bound_s * (1 - 1e-9)
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("nic", ["rank", "node"])
+def test_a_price_by_name_is_that_of_all_ranks(name: str, parts: int, nic: str) -> None:
+    for size, reduces in itertools.product(SMALL, (True, False)):
+        topology = Topology(*size)
+        schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
+        for load, links in LOADS:
+            load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
+            expected = price(schedule, load, links)
+            assert_same(price_by_name(name, topology, parts, load, links), expected)
+            assert expected.time_s >= expected.bound_s * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("size", MIDDLE)
+def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int, int]) -> None:
+    """To the same price, and most of them without a simulation of all nodes."""
+    topology, sizes = Topology(*size), []
+
+    def noted(schedule: Schedule, load: Load, links: Links) -> Run:
+        sizes.append(schedule.topology.nodes)
+        return simulate(schedule, load, links)
+
+    for parts, reduces, nic in [(1, True, "rank"), (2, True, "rank"), (2, True, "node"), (4, False, "rank")]:
+        schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
+        for load, links in LOADS:
+            load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
+            with mock.patch("burst_plugin.price.simulate", noted):
+                found = price_by_name(name, topology, parts, load, links)
+            assert_same(found, price(schedule, load, links))
+    assert sizes.count(topology.nodes) < 8, "of 16, most are worked out from fewer nodes"
+
+
+def step_by_step(schedule: Schedule) -> list[object]:
+    """What the ranks of a sample do at each step of visits, in words that do not depend on the number of nodes."""
+    topology, drawn = schedule.topology, len(schedule.visits)
+    before: dict[object, int] = {}
+    steps: list[list[object]] = [[] for _ in range(schedule.parts * topology.ranks + 10 * drawn)]
+    for t in sorted(schedule.transfers, key=lambda t: (t.issue, t.due, t.traffic, t.src % drawn, t.dst % drawn)):
+        src, dst = t.src % drawn, t.dst % drawn
+        nodes_on = (topology.node(t.dst) - topology.node(t.src)) % topology.nodes
+        stream = t.traffic, src, dst, nodes_on, (t.dst - t.src) % topology.ranks_per_node
+        since = t.issue - before.get(stream, t.issue)  # the one that it queues behind
+        before[stream] = t.issue
+        steps[t.issue].append((t.traffic, src, dst, t.link, t.due - t.issue, since))
+    work = list(zip(*map(schedule.work, range(drawn)), strict=True))
+    return [(now, *does) for now, does in zip(work, steps, strict=False)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("reduces", [True, False])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_one_node_more_is_one_more_of_the_same_in_the_middle(
+    name: str, reduces: bool, parts: int, width: int
+) -> None:
+    """Beyond the first and the last three nodes: what `simulation._RhythmSearch` and `price_by_name` rely on."""
+    period = width * parts
+    shorter, longer = (step_by_step(sample(name, Topology(n, width), reduces).in_parts(parts)) for n in (9, 10))
+    stop = len(shorter) - 3 * period
+    for start in range(4 * period, stop + 1):
+        assert longer == [*shorter[:start], *shorter[start - period :]]
 
 
 def test_ranks_that_are_not_alike_are_all_looked_at() -> None:
@@ -178,15 +252,87 @@ def test_shares_of_one_key_value_head_are_priced_whole(direction: str, itemsize:
     assert degrees == {1, 2, 4}
 
 
-def test_512_ranks_are_priced_in_seconds() -> None:
-    start = time.process_time()
-    price(two_level_ring(Topology(64, 8)), Load(1e6, 1e6, 0.01), Links(1e9, 1e8))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_rings_of_a_team_share_the_nic_of_their_node(direction: Direction) -> None:
+    """2 nodes of 2 ranks, teams of 2: each rank's half of the heads of 2 blocks goes once over the one NIC."""
+    shapes = Shapes(1, 1024, 1024, 4, 4, 64, 64, torch.bfloat16)
+    block = hop_bytes(shapes, direction, "kv")  # twice the tokens of half the heads
+    strategy = Strategy(schedule="flat_ring", ulysses_degree=2, forward="kv", backward="kv")
+    found = pass_price(strategy, direction, Topology(2, 2), shapes, 1e-6, Links(FAST, 1e8, "node"))
+    assert found.link_s[Link.INTER] == pytest.approx(2 * block / 1e8)
+    assert found.time_s >= found.link_s[Link.INTER]
+
+
+@pytest.mark.parametrize("nic", ["rank", "node"])
+@pytest.mark.parametrize("size", [(1, 4), (4, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+def test_no_plan_is_faster_than_the_bound(nic: str, size: tuple[int, int], kv_heads: int) -> None:
+    shapes, topology = Shapes(1, 1024, 1024, 8, kv_heads, 64, 64, torch.bfloat16), Topology(*size)
+    for visit_s, links in itertools.product(
+        ((1e-9, 2e-9), (0.001, 0.002), (1.0, 2.0)), (Links(1e9, 1e8, nic), Links(1e8, 1e9, nic))
+    ):
+        least_s = least_seconds(topology, shapes, visit_s, links)
+        found = plans(topology, shapes, visit_s, links)
+        ratios = [round(plan.step_s / least_s, 2) for plan in found]
+        assert ratios == sorted(ratios), "the best first"
+        assert min(plan.step_s for plan in found) >= least_s * (1 - 1e-9)
+
+
+def test_the_bound_is_what_was_worked_out_by_hand() -> None:
+    """2 nodes of 2, one head, so no exchange; k and v are half of what q sends: 1024 tokens x 128 x 2 bytes."""
+    shapes, block = Shapes(1, 1024, 1024, 1, 1, 64, 64, torch.bfloat16), 1024 * 128 * 2
+    topology, sums = Topology(2, 2), 2 * block
+
+    def bound(visit_s: float, links: Links) -> float:
+        return least_seconds(topology, shapes, (visit_s, 0.0), links) - least_seconds(topology, shapes, (0, 0), links)
+
+    assert bound(1.0, Links(FAST, FAST)) == pytest.approx(4.0, rel=1e-3), "computing"
+    forward_q, backward_q = (hop_bytes(shapes, direction, "q") for direction in DIRECTIONS)
+    least = min(block, forward_q) + min(block + sums, backward_q)
+    across = least_seconds(topology, shapes, (0, 0), Links(FAST, 1e6))
+    assert across == pytest.approx(least / 1e6, rel=1e-3), "one block per rank crosses"
+    shared = least_seconds(topology, shapes, (0, 0), Links(FAST, 1e6, "node"))
+    assert shared == pytest.approx(2 * least / 1e6, rel=1e-3), "two per NIC"
+    inside = least_seconds(topology, shapes, (0, 0), Links(1e6, 2e6))
+    assert inside == pytest.approx(3 * least / 3e6), "three blocks over both links"
+
+
+def test_progress_ends_at_the_total() -> None:
+    seen: list[tuple[int, int]] = []
+    shapes = Shapes(1, 64, 64, 4, 2, 64, 64, torch.bfloat16)
+    plans(Topology(2, 2), shapes, (0.001, 0.002), Links(1e9, 1e8), lambda *each: seen.append(each))
+    assert seen == [(n, len(seen)) for n in range(1, len(seen) + 1)]
+
+
+def test_4096_ranks_are_planned_in_seconds() -> None:
+    shapes, start = Shapes(1, 1024, 1024, 32, 8, 128, 128, torch.bfloat16), time.process_time()
+    found = plans(Topology(512, 8), shapes, visit_seconds(shapes, 500e12, causal=True), Links(400e9, 40e9))
+    assert {each.strategy.schedule for each in found} == {*SCHEDULES}
+    assert buffer_bytes(found[0], Topology(512, 8), shapes) > 0
     assert time.process_time() - start < 20
+
+
+def test_a_schedule_is_left_out_where_too_many_ranks_are_unlike() -> None:
+    assert left_out(Topology(2, 80)) == ["flat_ring"]
+    assert left_out(Topology(2, 72)) == left_out(Topology(1, 80)) == []
+    shapes = Shapes(1, 64, 64, 2, 1, 64, 64, torch.bfloat16)
+    found = {
+        (each.strategy.schedule, each.strategy.ulysses_degree)
+        for each in plans(Topology(2, 80), shapes, (1.0, 1.0), Links(1e9, 1e8))
+    }
+    assert ("flat_ring", 1) not in found
+    assert ("flat_ring", 2) in found
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [((0, 1), r"Links\(intra_bytes_per_s=0\)"), ((1, -1), "inter_bytes_per_s=-1"), ((1, 1, "gpu"), "nic='gpu'")],
+    [
+        ((0, 1), r"Links\(intra_bytes_per_s=0\)"),
+        ((1, -1), "inter_bytes_per_s=-1"),
+        ((math.inf, 1), "intra_bytes_per_s=inf.* positive, finite rate"),
+        ((1, math.nan), "inter_bytes_per_s=nan"),
+        ((1, 1, "gpu"), "nic='gpu'"),
+    ],
 )
 def test_links_that_cannot_be_are_refused(options: tuple[float, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
