@@ -161,7 +161,8 @@ NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
         ({"q": X.to("meta")}, "q is a tensor on the meta device, without data; make it on the device of the process"),
         ({"k": X.to_sparse()}, r"k is a tensor of layout torch.sparse_coo; use x.to_dense\(\)"),
         ({"q": NESTED}, "q is a tensor that is nested; pad its rows to one length"),
-        ({"sink": torch.zeros(2, device="meta")}, "sink is a tensor on the meta device"),
+        ({"sink": torch.zeros(2, device="meta")}, "sink is on meta, but q, k, v are on cpu; move it there"),
+        ({"bias": torch.zeros(1, 1, 16, 16).to_sparse()}, "bias is a tensor of layout torch.sparse_coo"),
         (
             {"scores": {"scale": 1.0}},
             r"scores=\{'scale': 1.0\} is not a Scores; write Scores\(scale=..., softcap=...\)",

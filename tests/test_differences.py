@@ -41,7 +41,7 @@ def starts_with(entry: int, value: int) -> tuple[int, ...]:
 
 def found_by(said: Sequence[Mapping[str, object]]) -> tuple[list[str], int]:
     """What each rank finds, and in how many exchanges, each with what the ring's can hold."""
-    board: list[str] = [""] * len(said)
+    board, raised = [""] * len(said), list[BaseException]()
     barrier, found, exchanges = threading.Barrier(len(said), timeout=20.0), [""] * len(said), Counter[int]()
 
     def run(rank: int) -> None:
@@ -55,15 +55,16 @@ def found_by(said: Sequence[Mapping[str, object]]) -> tuple[list[str], int]:
 
         try:
             found[rank] = differences(said[rank], tell)
-        except BaseException:
+        except BaseException as error:
             barrier.abort()
-            raise
+            raised.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(said))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert not raised, raised
     assert len(set(exchanges.values())) == 1, "every rank comes to every exchange"
     return found, exchanges[0]
 
