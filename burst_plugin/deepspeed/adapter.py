@@ -81,9 +81,10 @@ class Adapter:
         if is_transformers:
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
-            use_burst(model)
             called = module_taking_batches(model)
         session.attach(called, whole_batches=is_transformers)
+        if is_transformers:  # whose own hooks come after those that cut its batches
+            use_burst(model)
         self.watched[model] = session
 
     def release(self, model: Any) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from burst_plugin.batch import SequenceShard
 from burst_plugin.mask import Causal, Full, Mask, SlidingWindow
 
-__all__ = ["MaskRecipe", "mask_recipe"]
+__all__ = ["MaskRecipe", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
 
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
@@ -36,17 +38,47 @@ _KNOWN = frozenset(
         "and_masks.<locals>.and_mask",
     }
 )
+# Of each forward that is under way, innermost last: what its batch is a shard of, None for a whole batch.
+_FORWARDS: ContextVar[tuple[SequenceShard | None, ...]] = ContextVar("burst_plugin_forwards", default=())
+
+
+def enter_forward(shard: SequenceShard | None) -> None:
+    """Note that a model's forward begins. A model inside another one that hands nothing on has the other's batch."""
+    _FORWARDS.set((*_FORWARDS.get(), shard_of_forward() if shard is None else shard))
+
+
+def shard_of_forward() -> SequenceShard | None:
+    """What the batch of the forward under way is a shard of."""
+    forwards = _FORWARDS.get()
+    return forwards[-1] if forwards else None
+
+
+def leave_forward() -> None:
+    """Note that the forward that began last has ended, whichever way."""
+    _FORWARDS.set(_FORWARDS.get()[:-1])
 
 
 class MaskRecipe:
-    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do."""
+    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do.
+
+    shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
+    hand on the mask, in recomputation as well, so that attention finds the shard here.
+    """
 
     ndim = 4
     __iter__ = None  # which `__getitem__` would make of it
 
-    def __init__(self, **asked: Any) -> None:
+    def __init__(self, *, shard: SequenceShard | None = None, **asked: Any) -> None:
+        self.shard = shard
         self._asked = asked
         self._made: dict[bool, Tensor | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what is wrong with a model that takes its mask for a tensor."""
+        raise AttributeError(
+            f"a model asks for {name} of its attention mask, as if that were a tensor; with "
+            'attn_implementation="burst" it is a recipe: use a model that leaves its mask to its attention function'
+        )
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Some of the mask [B, 1, S_q, S_k], as models that need no more of it ask for; all of it is itself."""
@@ -100,7 +132,9 @@ def mask_recipe(**asked: Any) -> Any:
     """The registered mask function; arguments as `transformers.masking_utils.sdpa_mask`."""
     if isinstance(asked.get("attention_mask"), MaskRecipe):
         return asked["attention_mask"]  # generation has prepared it already
-    return MaskRecipe(**asked)
+    # To torch.compile a batch in a global is a reason to stop, or to compile every batch anew.
+    shard = None if torch.compiler.is_compiling() else shard_of_forward()
+    return MaskRecipe(shard=shard, **asked)
 
 
 def _names(rule: Callable[..., Any]) -> Iterator[str]:

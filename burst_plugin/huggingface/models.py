@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
+from burst_plugin.huggingface.masks import enter_forward, leave_forward
 
 __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 
@@ -40,24 +41,37 @@ def use_burst(model: torch.nn.Module) -> None:
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
-        if _note_calls not in pretrained._forward_pre_hooks.values():
-            _watch(pretrained)
+        _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
 
 
 def _watch(pretrained: PreTrainedModel) -> None:
-    """Have a model refuse a sharded batch of which its attention never heard: it would attend to its shard alone."""
-    pretrained.register_forward_pre_hook(_note_calls, with_kwargs=True)
-    pretrained.register_forward_hook(_check_calls, with_kwargs=True)
+    """Have masks that a model makes know its shard, and a shard of which its attention never heard be refused.
+
+    The hook before a forward comes after those that cut batches, however often a model goes to another engine.
+    """
+    if _note_shard not in pretrained._forward_pre_hooks.values():
+        pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
+        pretrained.register_forward_hook(_check_calls, with_kwargs=True)
+        pretrained.register_forward_hook(_forget_shard, always_call=True)
+    for key in [key for key, hook in pretrained._forward_pre_hooks.items() if hook is _note_shard]:
+        pretrained._forward_pre_hooks.move_to_end(key)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward: how many calls of attention there have been; 0 where the batch is yet to be cut."""
+def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward: its shard, and how many calls of attention there have been."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
+    enter_forward(shard)
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    """After a forward, also one that failed."""
+    leave_forward()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -68,8 +82,8 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         return
     raise ValueError(
         f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
-        "attended to their own tokens only: its layers do not hand on the keyword arguments that they are given; "
-        "have them do so"
+        "attended to their own tokens only: its layers hand their attention neither the keyword arguments that they "
+        "are given nor the mask (which is enough unless torch.compile is used); have them hand on the former"
     )
 
 
@@ -155,8 +169,14 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
         )
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
-    if getattr(pretrained, "_is_stateful", False):
-        reasons.append("it carries a state along the sequence; use a model of attention layers only")
+    scanning = _scanning(pretrained)
+    if scanning:
+        reasons.append(f"it carries a state along the sequence (in {scanning}); use a model of attention layers only")
+    if any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
+        reasons.append(
+            "its attention makes a mask of the values of all keys (prepare_dynamic_mask), of which each rank has its "
+            "own alone; use another model"
+        )
     parameters = inspect.signature(type(pretrained).forward).parameters
     if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
         reasons.append(
@@ -183,7 +203,7 @@ def _problems_of_config(config: Any) -> list[str]:
         reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
         )
-    others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
+    others = [key for key in config.sub_configs if _is_part(getattr(config, key, None), text)]
     if others:
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
@@ -209,6 +229,31 @@ def _problems_of_config(config: Any) -> list[str]:
             "rope_type, such as linear, yarn or llama3"
         )
     return reasons
+
+
+def _scanning(pretrained: PreTrainedModel) -> str:
+    """What carries a state along the sequence, in a family that may have such layers; empty where all layers attend.
+
+    What such layers have in common is a convolution over neighbouring tokens.
+    """
+    if not getattr(pretrained, "_is_stateful", False):
+        return ""
+    found = {
+        type(module).__name__
+        for module in pretrained.modules()
+        if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+    }
+    kinds = getattr(pretrained.config.get_text_config(), "layer_types", None)
+    if not found and not (kinds and set(kinds) <= set(_LAYER_TYPES)):
+        found = {type(pretrained).__name__}
+    return ", ".join(sorted(found))
+
+
+def _is_part(config: Any, text: Any) -> bool:
+    """Whether a configuration inside another one is of a model beside `text`, not of options of its layers."""
+    if config is None or config is text:
+        return False
+    return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
