@@ -64,7 +64,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     """Before a forward: its shard, and how many calls of attention there have been."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
-    enter_forward(shard)
+    enter_forward(shard, type(model).__name__, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
 
 
@@ -100,10 +100,11 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
-def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
+def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason.
 
-    With `is_whole`, on a ring of one rank, batches stay as they are: there it is only how labels are counted.
+    With `is_whole`, on a ring of one rank, batches stay as they are: there it is only how labels are counted. With
+    `is_own_mean` nobody counts them there, and any loss will do.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -114,7 +115,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in (module_taking_batches(model) if is_whole else model).modules():
         if _is_pretrained(pretrained):
-            reasons = _problems_of_labels(pretrained, is_whole)
+            reasons = _problems_of_labels(pretrained, is_whole, is_own_mean)
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
             for reason in reasons:
@@ -139,11 +140,13 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool) -> list[str]:
+def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:
     """What a model makes of labels that are shifted already, or that are counted as if they were to be."""
     name, reasons = type(pretrained).__name__, []
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
+    if is_whole and is_own_mean:
+        return reasons
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] not in _LOSSES:
         reasons.append(

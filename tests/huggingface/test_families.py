@@ -315,6 +315,44 @@ def test_packed_batches_are_dealt_out_evenly_or_it_is_said_that_they_are_not() -
     assert all(said == [] for *_, said in others)
 
 
+def _told(rank: int, batches: list[Batch], layout: str) -> list[str]:
+    """What is logged of models on two shards each."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)  # ranks are quiet otherwise
+    logging.getLogger("burst_plugin.huggingface").addHandler(handler)
+    cp = ContextParallel(dist.group.WORLD, layout=layout)
+    for name in ("llama", "gpt_oss", "gpt_oss"):
+        model = prepare(build(Run(model=FAMILIES[name])))
+        for batch in batches:
+            model(**{k: x for k, x in shard_batch(batch, cp).items() if k != "shift_labels"}, use_cache=False)
+    return said
+
+
+def test_models_whose_documents_meet_in_eager_attention_are_named_once() -> None:
+    """Not for batches without documents, nor those that hand positions to their mask."""
+    packed = _packed((13, 1, 18), (30, 2))
+    plain = {"input_ids": BATCH["input_ids"]}
+    first, second = run_ranks(_told, 2, [plain, packed, packed], "zigzag")
+    assert second == []
+    (text,) = first
+    assert "GptOssForCausalLM hands no position_ids to its mask" in text
+    assert run_ranks(_told, 2, [plain], "zigzag") == [[], []]
+    late = _packed((29, 3))  # of which the first rank has no bound, and the first half of a sequence
+    assert run_ranks(_told, 2, [late], "contiguous") == [[], []]
+
+
+def test_eager_attention_does_let_documents_meet() -> None:
+    """Else what is said of it would be wrong."""
+    batch = _packed((13, 1, 18))
+    for name, meet in (("llama", False), ("gpt_oss", True)):
+        model = build(Run(model=FAMILIES[name]))
+        inputs = {each: batch[each] for each in ("input_ids", "position_ids")}
+        error = (model(**inputs, use_cache=False).logits - _logits(model, batch)).detach().abs().max()
+        assert (float(error) > 0.1) == meet, name
+
+
 def test_packed_samples_with_padding() -> None:
     """Padding at both ends, whose positions say nothing, as tokenizers that pad make them."""
     packed = _packed((13, 1, 18))
