@@ -103,8 +103,8 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
 def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason.
 
-    With `is_whole`, on a ring of one rank, batches stay as they are: there it is only how labels are counted. With
-    `is_own_mean` nobody counts them there, and any loss will do.
+    With `is_whole`, on a ring of one rank, batches stay as they are: there it is masks, and how labels are counted.
+    With `is_own_mean` nobody counts them there, and any loss will do.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -115,7 +115,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: boo
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in (module_taking_batches(model) if is_whole else model).modules():
         if _is_pretrained(pretrained):
-            reasons = _problems_of_labels(pretrained, is_whole, is_own_mean)
+            reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
             for reason in reasons:
@@ -162,6 +162,16 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
     return reasons
 
 
+def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
+    """What a model adds to scores, on a ring of one rank as well."""
+    if not any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
+        return []
+    return [
+        "its attention makes a mask of the values of all keys (prepare_dynamic_mask), of which a ring's rank has its "
+        f'own alone, and attn_implementation="{ATTN_IMPLEMENTATION}" takes none; use another model'
+    ]
+
+
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """What a model computes otherwise than on whole sequences."""
     reasons = []
@@ -175,11 +185,6 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     scanning = _scanning(pretrained)
     if scanning:
         reasons.append(f"it carries a state along the sequence (in {scanning}); use a model of attention layers only")
-    if any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
-        reasons.append(
-            "its attention makes a mask of the values of all keys (prepare_dynamic_mask), of which each rank has its "
-            "own alone; use another model"
-        )
     parameters = inspect.signature(type(pretrained).forward).parameters
     if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
         reasons.append(

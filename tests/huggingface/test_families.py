@@ -32,7 +32,7 @@ from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
 from burst_plugin.huggingface.masks import MaskRecipe, shard_of_forward
-from burst_plugin.huggingface.models import use_burst
+from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
 from tests.support.families import families, hybrids
 from tests.support.ranks import run_ranks
@@ -535,12 +535,13 @@ def test_a_model_whose_layers_hand_nothing_on_is_told(training: bool) -> None:
 
 
 def test_a_mask_of_the_values_of_all_keys_is_refused() -> None:
-    """Doge's, of which a rank would know its own keys' alone."""
+    """Doge's, of which a rank would know its own keys' alone; on a ring of one rank, too."""
     config = transformers.DogeConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
-    with pytest.raises(
-        ValueError, match=r"DogeForCausalLM cannot run on a ring: its attention makes a mask of the va"
-    ):
-        prepare(transformers.DogeForCausalLM(config))
+    model = transformers.DogeForCausalLM(config)
+    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot run on a ring: its attention makes a mask of the"):
+        prepare(model)
+    (reason,) = problems(model, is_whole=True, is_own_mean=True)
+    assert "prepare_dynamic_mask" in reason
 
 
 def test_a_model_that_takes_its_mask_for_a_tensor_is_told() -> None:
