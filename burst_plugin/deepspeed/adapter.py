@@ -14,10 +14,10 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import deepspeed
-import hjson
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -26,7 +26,15 @@ from deepspeed.utils import groups
 
 from burst_plugin.agreement import prepared_together, raise_if_unlike, statement
 from burst_plugin.context import ContextParallel
-from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, warn_of_near_misses
+from burst_plugin.deepspeed.config import (
+    BLOCK,
+    MEAN_OF_RANKS,
+    Block,
+    RepeatedKeyError,
+    conflicts,
+    loads,
+    warn_of_near_misses,
+)
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import (
     Unit,
@@ -81,9 +89,10 @@ class Adapter:
         if is_transformers:
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
 
-            use_burst(model)
             called = module_taking_batches(model)
         session.attach(called, whole_batches=is_transformers)
+        if is_transformers:  # whose own hooks come after those that cut its batches
+            use_burst(model)
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
@@ -179,7 +188,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     made = make_groups(size, mpu)
     cp = ContextParallel(made.context, strategy=block.strategy)
     cp.connect()
-    session = Session(cp, made.world)
+    session = Session(cp, made.world, block.loss_of(size))
     adapter.release(given["model"])
     adapter.attach(session, given["model"])
     waiting, adapter.waiting = adapter.waiting, []
@@ -273,11 +282,14 @@ def _loaded(config: Any) -> dict[str, Any] | None:
         return None
     try:
         if os.path.exists(config):
-            with open(config) as file:
-                return dict(hjson.load(file))
-        return dict(hjson.loads(base64.urlsafe_b64decode(str(config)).decode()))
-    except (ValueError, UnicodeDecodeError):
+            found = loads(Path(config).read_text())
+        else:
+            found = loads(base64.urlsafe_b64decode(str(config)).decode())
+    except RepeatedKeyError:
+        raise  # DeepSpeed would not see it: it is given what was read here
+    except (OSError, ValueError):
         return None  # DeepSpeed says what is wrong with it
+    return dict(found) if isinstance(found, Mapping) else None
 
 
 def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
@@ -289,7 +301,11 @@ def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block,
         if not block.enabled:
             return block, 0
         size = _size(block, given)
-        problems = conflicts(config, size) + _problems(given, size) + _batch_problems(config, given, size)
+        problems = (
+            conflicts(config, size)
+            + _problems(given, size, block.loss_of(size))
+            + _batch_problems(config, given, size)
+        )
         if problems:
             raise ValueError("; ".join(problems))
         return block, size
@@ -313,7 +329,7 @@ def _size(block: Block, given: Mapping[str, Any]) -> int:
     return block.size(dist.get_world_size(), others)
 
 
-def _problems(given: Mapping[str, Any], size: int) -> list[str]:
+def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
     """What in the model, or in the other arguments of `initialize`, cannot go together with a ring."""
     model, mpu = given["model"], given.get("mpu")
     reasons = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
@@ -336,7 +352,7 @@ def _problems(given: Mapping[str, Any], size: int) -> list[str]:
     if _is_transformers(model):
         from burst_plugin.huggingface.models import problems
 
-        reasons += problems(model, is_whole=size == 1)
+        reasons += problems(model, is_whole=size == 1, is_own_mean=loss == MEAN_OF_RANKS)
     return reasons
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -12,11 +15,49 @@ from typing import Any
 from burst_plugin.rules import Rule, broken_rules, off
 from burst_plugin.strategy import AUTO, Strategy
 
-__all__ = ["BLOCK", "REFUSED", "Block", "conflicts", "near_misses", "warn_of_near_misses"]
+__all__ = [
+    "BLOCK",
+    "MEAN_OF_RANKS",
+    "REFUSED",
+    "TOKEN_MEAN",
+    "Block",
+    "RepeatedKeyError",
+    "conflicts",
+    "loads",
+    "near_misses",
+    "warn_of_near_misses",
+]
 
 BLOCK = "burst_attention"
-_OWN_KEYS = ("enabled", "context_parallel_size")
+TOKEN_MEAN, MEAN_OF_RANKS = "token_mean", "mean_of_ranks"
+_LOSSES = (TOKEN_MEAN, MEAN_OF_RANKS, AUTO)
+_OWN_KEYS = ("enabled", "context_parallel_size", "loss")
 _ALIKE = ("sparse_attention",)  # a block of DeepSpeed's own
+
+
+class RepeatedKeyError(ValueError):
+    """A configuration says something twice, so that one of the two would be taken without a word."""
+
+
+def loads(text: str) -> Any:
+    """What a text in JSON says; where DeepSpeed is installed, comments and commas at the end are taken as it does.
+
+    Raises RepeatedKeyError for a key that comes twice in one block, ValueError for what is no JSON.
+    """
+    if importlib.util.find_spec("hjson") is None:
+        return json.loads(text, object_pairs_hook=_once)
+    import hjson
+
+    return hjson.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    repeated = [f'"{key}"' for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    if repeated:
+        raise RepeatedKeyError(
+            f"the DeepSpeed configuration has {', '.join(repeated)} more than once in one block; leave one of each"
+        )
+    return dict(pairs)
 
 
 @dataclass(frozen=True)
@@ -24,12 +65,14 @@ class Block:
     """The parsed block.
 
     context_parallel_size: ranks that share a sequence, or "auto": what an `mpu` or Accelerate's `sp_size` says, else
-    all ranks. strategy: every other key; see `burst_plugin.Strategy`.
+    all ranks. strategy: every other key; see `burst_plugin.Strategy`. loss: what becomes of the losses of several
+    rings; see `loss_of`.
     """
 
     enabled: bool
     context_parallel_size: int | str
     strategy: Strategy
+    loss: str = AUTO
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Block | None:
@@ -37,9 +80,9 @@ class Block:
 
         Raises ValueError for keys and values that are not valid, naming the nearest valid key.
         """
-        given = config.get(BLOCK)
-        if given is None:
+        if BLOCK not in config:
             return None
+        given = config[BLOCK]
         if not isinstance(given, Mapping):
             raise ValueError(f'"{BLOCK}": got {given!r}, expected a block such as {{"enabled": true}}')
         valid = (*_OWN_KEYS, *(field.name for field in fields(Strategy)))
@@ -54,11 +97,22 @@ class Block:
             raise ValueError(
                 f'"{BLOCK}": context_parallel_size={size!r} is not valid; use a positive number or "auto"'
             )
+        loss = given.get("loss", AUTO)
+        if loss not in _LOSSES:
+            raise ValueError(f'"{BLOCK}": loss={loss!r} is not valid; use one of: {", ".join(_LOSSES)}')
         try:
             strategy = Strategy(**{key: value for key, value in given.items() if key not in _OWN_KEYS})
         except ValueError as error:
             raise ValueError(f'"{BLOCK}": {error}') from error
-        return cls(enabled, size, strategy)
+        return cls(enabled, size, strategy, loss)
+
+    def loss_of(self, size: int) -> str:
+        """Whether the loss of rings of `size` is one mean over the tokens of all, or each ring's own mean.
+
+        "auto" is the former with rings; on rings of one rank nothing is to change, and it is the latter, which is
+        what DeepSpeed makes of data-parallel ranks.
+        """
+        return (TOKEN_MEAN if size > 1 else MEAN_OF_RANKS) if self.loss == AUTO else self.loss
 
     def size(self, world: int, others: Iterable[int] = ()) -> int:
         """The context-parallel size among `world` ranks; `others` also name one. ValueError if they do not agree."""
@@ -79,19 +133,25 @@ class Block:
 
 
 def near_misses(config: Mapping[str, Any]) -> list[str]:
-    """Top-level keys that may be meant to be the block's name. DeepSpeed ignores keys that it does not know."""
-    if BLOCK in config:
-        return []
-    names = {key: str(key).lower().replace("-", "_") for key in config if key not in _ALIKE}
-    return [key for key, name in names.items() if get_close_matches(name, [BLOCK], 1, 0.75)]
+    """Keys, by their path, that may be meant to be the block. DeepSpeed ignores those that it does not know."""
+    return [] if BLOCK in config else list(_alike(config, ""))
+
+
+def _alike(config: Mapping[str, Any], outer: str) -> Iterator[str]:
+    for key, value in config.items():
+        name = str(key).lower().replace("-", "_")
+        if key not in _ALIKE and (name.startswith("burst") or get_close_matches(name, [BLOCK], 1, 0.75)):
+            yield f"{outer}{key}"
+        elif isinstance(value, Mapping):
+            yield from _alike(value, f"{outer}{key}.")
 
 
 def warn_of_near_misses(config: Mapping[str, Any]) -> None:
-    """Warn of a misspelt name of the block, which would silently switch burst attention off."""
+    """Warn of a block of another name, or inside another one, which would silently leave burst attention off."""
     for key in near_misses(config):
         warnings.warn(
-            f'the DeepSpeed configuration has "{key}", but no "{BLOCK}": burst attention stays off; if that is what '
-            f'was meant, write "{BLOCK}"',
+            f'the DeepSpeed configuration has "{key}", but no "{BLOCK}" at its top level: burst attention stays off; '
+            f'if that is what was meant, write "{BLOCK}" at the top level',
             stacklevel=4,
         )
 
@@ -102,7 +162,10 @@ def _nearest(key: object, valid: tuple[str, ...]) -> str:
 
 
 def _one_at_most(value: Any) -> bool:
-    return not isinstance(value, int) or value <= 1
+    try:
+        return int(value) <= 1  # DeepSpeed takes "2" for 2
+    except (TypeError, ValueError):
+        return False
 
 
 # Options of DeepSpeed by their path in the configuration.
@@ -115,7 +178,8 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         "tensor_parallel.autotp_size": Rule(_one_at_most, "tensor parallelism has not been tried; leave it out"),
         "expert_parallel.enabled": Rule(off, "expert parallelism has not been tried; switch it off"),
         "compile.passes": Rule(
-            lambda passes: "autosp" not in (passes or ()), 'take "autosp" out: one of the two is enough'
+            lambda passes: isinstance(passes, list | tuple) and "autosp" not in passes,
+            'give a list of names without "autosp": one of the two is enough',
         ),
         "hybrid_engine.enabled": Rule(off, "it replaces attention layers; switch it off"),
         "zero_optimization.zero_quantized_gradients": Rule(
@@ -142,6 +206,10 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"
         for path, value, instead in broken_rules(REFUSED, values)
     ]
+    blocks = dict.fromkeys(path.split(".")[0] for path in REFUSED if "." in path)
+    for name in blocks:
+        if not isinstance(config.get(name), Mapping | bool | None):  # zero_optimization may be true
+            reasons.append(f"{name}={config[name]!r} is not valid; expected a block, {{...}}")
     ulysses = config.get("sequence_parallel_size")
     if ulysses not in (None, 1, size):
         reasons.append(

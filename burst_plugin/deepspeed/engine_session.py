@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, as_given, check_shard, shard_batch, shifted
 from burst_plugin.communicators import group_device
 from burst_plugin.context import ContextParallel
+from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
 from burst_plugin.member import Member
 
 __all__ = ["Session"]
@@ -28,14 +29,17 @@ _TOKENS_AT_ONCE = 1024
 class Session:
     """The ring of one engine, and the hooks by which its model's batches are cut and its losses made whole.
 
+    `loss`: "token_mean", one mean over the tokens of all rings, or "mean_of_ranks", each ring's own mean. Gradients
+    are averaged over rings by DeepSpeed, as over data-parallel ranks.
     `whole_batches`: whether the model takes whole batches as keyword arguments, to be cut in its forward.
     `only_caller`: who may call the model in training, if not everybody may; see `permitted`.
     """
 
-    def __init__(self, cp: ContextParallel, world: Any) -> None:
+    def __init__(self, cp: ContextParallel, world: Any, loss: str) -> None:
         self.cp = cp
         self.world = world
         self.engine: Callable[[], Any] = lambda: None  # a weak reference, once there is one
+        self.loss = loss
         self.whole_batches = False
         self.only_caller = ""
         self._permitted = False
@@ -51,6 +55,11 @@ class Session:
         """All ranks: context-parallel times data-parallel ones."""
         return dist.get_world_size(self.world)
 
+    @property
+    def leaves_losses(self) -> bool:
+        """Whether losses stay as models compute them: on a ring of one rank, which has a mean of its own."""
+        return self.cp.ranks == 1 and self.loss == MEAN_OF_RANKS
+
     # ------------------------------------------------------------------------------------------------- batches
 
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
@@ -59,6 +68,9 @@ class Session:
 
     def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The shard of a whole batch; a number of tokens that comes with it becomes this rank's share of it."""
+        if self.leaves_losses and self.whole_batches:  # whatever labels are of: they are nobody else's business
+            rest = {name: x for name, x in batch.items() if name not in ("labels", "shift_labels")}
+            return {**batch, SHARD_KEY: as_given(rest, self.cp)[SHARD_KEY]}
         if self.cp.ranks == 1 and self.whole_batches:
             return as_given(batch, self.cp)
         local = self.shard_batch(batch)
@@ -192,13 +204,16 @@ class Session:
         kwargs = dict(kwargs)
         if "shift_labels" in kwargs:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # else models compute no loss
+        if self.leaves_losses:
+            return (), kwargs
         if kwargs.get("output_router_logits"):
             raise ValueError(
                 "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
             )
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
             shard = kwargs[SHARD_KEY]
-            over = self.valid_tokens(shard) / self.ranks if model.training else shard.valid_tokens / self.cp.ranks
+            one_mean = model.training and self.loss == TOKEN_MEAN
+            over = self.valid_tokens(shard) / self.ranks if one_mean else shard.valid_tokens / self.cp.ranks
             kwargs["num_items_in_batch"] = max(over, 1.0 / self.ranks)
         return (), kwargs
 
@@ -251,9 +266,9 @@ class Session:
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = SHARD_KEY in kwargs
-        if self.whole_batches and sharded and kwargs.get("labels") is not None:
+        if self.whole_batches and sharded and kwargs.get("labels") is not None and not self.leaves_losses:
             _check_form_of_loss(type(model).__name__, output)
-        if self.whole_batches and not sharded and torch.is_grad_enabled():
+        if self.whole_batches and not sharded and torch.is_grad_enabled() and not self.leaves_losses:
             looked_at = (getattr(output, "loss", None), getattr(output, "logits", None))
             _refuse_backward(*(output if isinstance(output, tuple) else looked_at))
         alone = sharded and getattr(kwargs[SHARD_KEY], "as_given", False)  # and nobody else has any of its tokens
@@ -268,11 +283,12 @@ class Session:
             for name in [name for name in output if name != "loss"]:
                 output[name] = _to_look_at(output[name])  # type: ignore[index]
         loss = getattr(output, "loss", None)
-        if not sharded or not self.whole_batches or not isinstance(loss, Tensor) or loss.dim():
+        if not sharded or not self.whole_batches or not isinstance(loss, Tensor) or loss.dim() or self.leaves_losses:
             return None
         if model.training:
             self._check_loss(output, kwargs)
-        output["loss"] = self._whole_value(loss, self.world if model.training else self.cp.group)
+        one_mean = model.training and self.loss == TOKEN_MEAN
+        output["loss"] = self._whole_value(loss, self.world if one_mean else self.cp.group)
         if not model.training:
             _refuse_backward(output["loss"])
         return output

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, near_misses
+from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, loads, near_misses
 from burst_plugin.strategy import AUTO
 
 __all__ = ["HELP", "METAVAR", "TITLE", "lines"]
@@ -31,28 +30,22 @@ def lines(path: str | None) -> Iterator[str]:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        config = _loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        config = loads(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; give a file with a DeepSpeed configuration in JSON") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path}: got {type(config).__name__}, expected a DeepSpeed configuration, {{...}}")
     return config
 
 
-def _loads(text: str) -> Any:
-    """JSON, or where DeepSpeed is installed what it takes besides: comments, and commas at the end."""
-    if importlib.util.find_spec("hjson") is None:
-        return json.loads(text)
-    import hjson
-
-    return hjson.loads(text)
-
-
 def _asked_for(config: dict[str, Any]) -> str:
     """The options of the block, in words. ValueError for what is not valid, or clashes."""
     block = Block.of(config)
     if block is None:
-        alike = [f'; it has "{key}": write "{BLOCK}" if that is what was meant' for key in near_misses(config)]
+        alike = [
+            f'; it has "{key}": write "{BLOCK}" at the top level if that is what was meant'
+            for key in near_misses(config)
+        ]
         return f'no block "{BLOCK}", so that burst attention is off{"".join(alike)}'
     if not block.enabled:
         return "burst attention is off: enabled is false"
@@ -62,5 +55,6 @@ def _asked_for(config: dict[str, Any]) -> str:
         raise ValueError("; ".join(clashes))
     chosen = {each.name: getattr(block.strategy, each.name) for each in fields(block.strategy)}
     defaults = {each.name: each.default for each in fields(block.strategy)}
-    changed = [f"{name}={value!r}" for name, value in chosen.items() if value != defaults[name]]
+    changed = [] if block.loss == AUTO else [f"loss={block.loss!r}"]
+    changed += [f"{name}={value!r}" for name, value in chosen.items() if value != defaults[name]]
     return f"burst attention is on, {', '.join([f'context_parallel_size={size}', *changed])}"

@@ -18,7 +18,7 @@ from deepspeed.utils import groups
 
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
-from burst_plugin.deepspeed.config import BLOCK, Block
+from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
@@ -128,6 +128,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     session = _of(adapter, trainer)
     if session is None:
         return batches, items
+    _check_mean(session, trainer, items)
     if session.cp.ranks > 1:
         _check_options(trainer)
     if not batches or not all(SHARD_KEY in batch for batch in batches):
@@ -142,6 +143,21 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     for batch in batches:
         batch["num_items_in_batch"] = max(count, 1.0 / session.ranks)
     return batches, items
+
+
+def _check_mean(session: Session, trainer: Any, items: Any) -> None:
+    """Raise ValueError for a mean that Trainer, which divides by the tokens of a step itself, does not make."""
+    if session.cp.ranks > 1 and session.loss == MEAN_OF_RANKS:
+        raise ValueError(
+            f'"loss": "{MEAN_OF_RANKS}" of {BLOCK} is not supported with Trainer, whose loss on rings is the mean '
+            "over all tokens of a step; leave it out"
+        )
+    averages = getattr(getattr(trainer, "args", None), "average_tokens_across_devices", True)
+    if session.cp.ranks == 1 and session.loss == TOKEN_MEAN and items is not None and not averages:
+        raise ValueError(
+            f'"loss": "{TOKEN_MEAN}" of {BLOCK} needs average_tokens_across_devices=True of TrainingArguments, got '
+            f'False, by which every rank has its own mean; set it, or write "loss": "{MEAN_OF_RANKS}"'
+        )
 
 
 def _check_options(trainer: Any) -> None:

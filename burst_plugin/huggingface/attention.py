@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
-from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe
+from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe, shard_of_forward
 from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
 from burst_plugin.scores import Scores
 from burst_plugin.wrapping import wrap
@@ -92,14 +92,10 @@ def forward(
     Raises:
         ValueError: for options that are not supported, and in training for batches that were not sharded.
     """
-    shard: SequenceShard | None = options.get(SHARD_KEY)
+    shard = _shard(attention_mask, options)
     if shard is None:
         if module.training and torch.is_grad_enabled():
-            raise ValueError(
-                f"{type(module).__name__} got a batch that is not sharded: pass what burst_plugin.shard_batch(batch, "
-                "cp) or burst_plugin.deepspeed.shard_batch(batch) returns; to train on whole sequences use another "
-                "attn_implementation"
-            )
+            raise ValueError(f"{type(module).__name__} {_missing_shard()}")
         return _whole(module, (query, key, value), attention_mask, options), None
     if not hasattr(module, EXAMINED):
         raise ValueError(
@@ -133,6 +129,26 @@ def forward(
     sink = _sink(options, q)
     out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=sink, tag=tag)
     return out, None
+
+
+def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | None:
+    """What the batch is a shard of, as a layer hands it on, or else its mask; None for a whole batch."""
+    shard: SequenceShard | None = options.get(SHARD_KEY)
+    return attention_mask.shard if shard is None and isinstance(attention_mask, MaskRecipe) else shard
+
+
+def _missing_shard() -> str:
+    """Why a layer in training has no shard."""
+    if shard_of_forward() is not None:
+        return (
+            "never heard of the shard that its model got, since the layers around it hand it neither their keyword "
+            "arguments nor the mask (which is enough unless torch.compile is used): have them hand on the former"
+        )
+    return (
+        "got a batch that is not sharded: pass what burst_plugin.shard_batch(batch, cp) or "
+        "burst_plugin.deepspeed.shard_batch(batch) returns; to train on whole sequences use another "
+        "attn_implementation"
+    )
 
 
 def _cast(x: Tensor) -> Tensor:

@@ -7,17 +7,21 @@ layers are given is the recipe of a mask, made into a tensor only where a rank h
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from burst_plugin.mask import Causal, Full, Mask, SlidingWindow
+from burst_plugin.batch import SequenceShard
+from burst_plugin.mask import Causal, Documents, Full, Mask, PerRow, SlidingWindow
+from burst_plugin.region import Both
 
-__all__ = ["MaskRecipe", "mask_recipe"]
+__all__ = ["MaskRecipe", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
 
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
@@ -38,15 +42,57 @@ _KNOWN = frozenset(
 )
 
 
+class _Forward(NamedTuple):
+    """A model's forward that is under way. shard: what its batch is part of, None for a whole batch."""
+
+    shard: SequenceShard | None
+    model: str
+    positions: Tensor | None
+
+
+_FORWARDS: ContextVar[tuple[_Forward, ...]] = ContextVar("burst_plugin_forwards", default=())  # innermost last
+_TOLD: set[str] = set()  # models of whose documents a word has been said
+_LOG = logging.getLogger(__name__)
+
+
+def enter_forward(shard: SequenceShard | None, model: str, positions: Tensor | None) -> None:
+    """Note that a model's forward begins. A model inside another one that hands nothing on has the other's batch."""
+    outer = _FORWARDS.get()
+    _FORWARDS.set((*outer, outer[-1] if shard is None and outer else _Forward(shard, model, positions)))
+
+
+def shard_of_forward() -> SequenceShard | None:
+    """What the batch of the forward under way is a shard of."""
+    forwards = _FORWARDS.get()
+    return forwards[-1].shard if forwards else None
+
+
+def leave_forward() -> None:
+    """Note that the forward that began last has ended, whichever way."""
+    _FORWARDS.set(_FORWARDS.get()[:-1])
+
+
 class MaskRecipe:
-    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do."""
+    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do.
+
+    shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
+    hand on the mask, in recomputation as well, so that attention finds the shard here.
+    """
 
     ndim = 4
     __iter__ = None  # which `__getitem__` would make of it
 
-    def __init__(self, **asked: Any) -> None:
+    def __init__(self, *, shard: SequenceShard | None = None, **asked: Any) -> None:
+        self.shard = shard
         self._asked = asked
         self._made: dict[bool, Tensor | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what is wrong with a model that takes its mask for a tensor."""
+        raise AttributeError(
+            f"a model asks for {name} of its attention mask, as if that were a tensor; with "
+            'attn_implementation="burst" it is a recipe: use a model that leaves its mask to its attention function'
+        )
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
         """Some of the mask [B, 1, S_q, S_k], as models that need no more of it ask for; all of it is itself."""
@@ -81,6 +127,11 @@ class MaskRecipe:
         return sorted((self._rules.keys() - _KNOWN) | unsized | own)
 
     @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether the model has handed over positions that look like documents."""
+        return _DOCUMENTS in self._rules
+
+    @property
     def window(self) -> int | None:
         """How many keys back a query sees, itself included; for windows both ways, how many to either side."""
         return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
@@ -100,7 +151,40 @@ def mask_recipe(**asked: Any) -> Any:
     """The registered mask function; arguments as `transformers.masking_utils.sdpa_mask`."""
     if isinstance(asked.get("attention_mask"), MaskRecipe):
         return asked["attention_mask"]  # generation has prepared it already
-    return MaskRecipe(**asked)
+    if torch.compiler.is_compiling():  # to which a batch in a global is a reason to stop
+        return MaskRecipe(**asked)
+    recipe = MaskRecipe(shard=shard_of_forward(), **asked)
+    _tell_of_documents(recipe)
+    return recipe
+
+
+def _tell_of_documents(recipe: MaskRecipe) -> None:
+    """Say once of a model that its documents stay apart here, if its own mask would let them meet.
+
+    transformers finds documents in positions, which some models do not hand to their mask. Those of a shard look like
+    documents wherever it is not consecutive.
+    """
+    if recipe.shard is None or recipe.shard.cp.rank or recipe.keeps_documents_apart:
+        return
+    _, model, positions = _FORWARDS.get()[-1]
+    if model in _TOLD or positions is None or not _has_documents(recipe.shard.mask):
+        return
+    if bool((positions.diff(dim=-1) != 1).any()):
+        _TOLD.add(model)
+        _LOG.warning(
+            "%s hands no position_ids to its mask: eager and sdpa attention of transformers let the documents of a "
+            "packed batch attend to each other, which here they do not, so that losses differ from theirs",
+            model,
+        )
+
+
+def _has_documents(mask: Mask | None) -> bool:
+    """Whether a batch's mask keeps documents apart."""
+    if isinstance(mask, Both):
+        return _has_documents(mask.one) or _has_documents(mask.other)
+    if isinstance(mask, PerRow):
+        return any(map(_has_documents, mask.masks))
+    return isinstance(mask, Documents)
 
 
 def _names(rule: Callable[..., Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
+from burst_plugin.huggingface.masks import enter_forward, leave_forward
 
 __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 
@@ -40,24 +41,37 @@ def use_burst(model: torch.nn.Module) -> None:
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
-        if _note_calls not in pretrained._forward_pre_hooks.values():
-            _watch(pretrained)
+        _watch(pretrained)
         for number, module in enumerate(pretrained.modules()):
             setattr(module, EXAMINED, number)
 
 
 def _watch(pretrained: PreTrainedModel) -> None:
-    """Have a model refuse a sharded batch of which its attention never heard: it would attend to its shard alone."""
-    pretrained.register_forward_pre_hook(_note_calls, with_kwargs=True)
-    pretrained.register_forward_hook(_check_calls, with_kwargs=True)
+    """Have masks that a model makes know its shard, and a shard of which its attention never heard be refused.
+
+    The hook before a forward comes after those that cut batches, however often a model goes to another engine.
+    """
+    if _note_shard not in pretrained._forward_pre_hooks.values():
+        pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
+        pretrained.register_forward_hook(_check_calls, with_kwargs=True)
+        pretrained.register_forward_hook(_forget_shard, always_call=True)
+    for key in [key for key, hook in pretrained._forward_pre_hooks.items() if hook is _note_shard]:
+        pretrained._forward_pre_hooks.move_to_end(key)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _note_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward: how many calls of attention there have been; 0 where the batch is yet to be cut."""
+def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward: its shard, and how many calls of attention there have been."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
+    enter_forward(shard, type(model).__name__, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
+    """After a forward, also one that failed."""
+    leave_forward()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -68,8 +82,8 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
         return
     raise ValueError(
         f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "
-        "attended to their own tokens only: its layers do not hand on the keyword arguments that they are given; "
-        "have them do so"
+        "attended to their own tokens only: its layers hand their attention neither the keyword arguments that they "
+        "are given nor the mask (which is enough unless torch.compile is used); have them hand on the former"
     )
 
 
@@ -86,10 +100,11 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
     return outermost
 
 
-def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
+def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False) -> list[str]:
     """What in a model cannot be computed on shards of its sequences, each with a reason.
 
-    With `is_whole`, on a ring of one rank, batches stay as they are: there it is only how labels are counted.
+    With `is_whole`, on a ring of one rank, batches stay as they are: there it is masks, and how labels are counted.
+    With `is_own_mean` nobody counts them there, and any loss will do.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -100,7 +115,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False) -> list[str]:
     by_reason: dict[str, str] = {}  # by reason, since a model and its body have most in common
     for pretrained in (module_taking_batches(model) if is_whole else model).modules():
         if _is_pretrained(pretrained):
-            reasons = _problems_of_labels(pretrained, is_whole)
+            reasons = [*_problems_of_labels(pretrained, is_whole, is_own_mean), *_problems_of_masks(pretrained)]
             if not is_whole:
                 reasons = [*_problems_of_config(pretrained.config), *reasons, *_problems_of_code(pretrained)]
             for reason in reasons:
@@ -125,11 +140,13 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
     return reasons
 
 
-def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool) -> list[str]:
+def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:
     """What a model makes of labels that are shifted already, or that are counted as if they were to be."""
     name, reasons = type(pretrained).__name__, []
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
+    if is_whole and is_own_mean:
+        return reasons
     head = re.search(r"For[A-Z]\w*$", name)  # as transformers finds losses; without one: a body, or an LMHead
     if head and head[0] not in _LOSSES:
         reasons.append(
@@ -145,6 +162,16 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool) -> list[str
     return reasons
 
 
+def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
+    """What a model adds to scores, on a ring of one rank as well."""
+    if not any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
+        return []
+    return [
+        "its attention makes a mask of the values of all keys (prepare_dynamic_mask), of which a ring's rank has its "
+        f'own alone, and attn_implementation="{ATTN_IMPLEMENTATION}" takes none; use another model'
+    ]
+
+
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
     """What a model computes otherwise than on whole sequences."""
     reasons = []
@@ -155,8 +182,9 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
         )
     if getattr(pretrained, "pooler", None) is not None:
         reasons.append("its pooler takes the first token of each rank's shard; make it with add_pooling_layer=False")
-    if getattr(pretrained, "_is_stateful", False):
-        reasons.append("it carries a state along the sequence; use a model of attention layers only")
+    scanning = _scanning(pretrained)
+    if scanning:
+        reasons.append(f"it carries a state along the sequence (in {scanning}); use a model of attention layers only")
     parameters = inspect.signature(type(pretrained).forward).parameters
     if "position_ids" not in parameters or any(map(_counts_positions, pretrained.modules())):
         reasons.append(
@@ -183,7 +211,7 @@ def _problems_of_config(config: Any) -> list[str]:
         reasons.append(
             "it attends to an encoder (add_cross_attention), whose masks a shard does not have; leave it out"
         )
-    others = [key for key in config.sub_configs if getattr(config, key, None) not in (None, text)]
+    others = [key for key in config.sub_configs if _is_part(getattr(config, key, None), text)]
     if others:
         reasons.append(f"it has parts besides the language model: {', '.join(others)}; train that by itself")
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_LAYER_TYPES))
@@ -209,6 +237,31 @@ def _problems_of_config(config: Any) -> list[str]:
             "rope_type, such as linear, yarn or llama3"
         )
     return reasons
+
+
+def _scanning(pretrained: PreTrainedModel) -> str:
+    """What carries a state along the sequence, in a family that may have such layers; empty where all layers attend.
+
+    What such layers have in common is a convolution over neighbouring tokens.
+    """
+    if not getattr(pretrained, "_is_stateful", False):
+        return ""
+    found = {
+        type(module).__name__
+        for module in pretrained.modules()
+        if any(isinstance(child, torch.nn.Conv1d) for child in module.children())
+    }
+    kinds = getattr(pretrained.config.get_text_config(), "layer_types", None)
+    if not found and not (kinds and set(kinds) <= set(_LAYER_TYPES)):
+        found = {type(pretrained).__name__}
+    return ", ".join(sorted(found))
+
+
+def _is_part(config: Any, text: Any) -> bool:
+    """Whether a configuration inside another one is of a model beside `text`, not of options of its layers."""
+    if config is None or config is text:
+        return False
+    return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 import types
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -607,10 +609,12 @@ def _masked_language_model(rank: int) -> None:
         transformers.ModernBertConfig(vocab_size=VOCAB, pad_token_id=0, **shape)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(replace(RUN, cp=1), 1))
+    deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(replace(RUN, cp=1, block={"loss": "token_mean"}), 1)
+    )
 
 
-def test_labels_are_not_shifted_for_another_loss_on_a_ring_of_one_either() -> None:
+def test_labels_are_not_counted_for_another_loss_on_a_ring_of_one_either() -> None:
     (line,) = _errors(_masked_language_model, 1)
     assert "ModernBertForMaskedLM cannot run on a ring: its loss is that of ForMaskedLM" in line
 
@@ -635,6 +639,19 @@ def test_versions_outside_the_tested_range_say_so(monkeypatch: pytest.MonkeyPatc
         adapter.warn_if_untested("deepspeed", ("0.18", "0.19"))
     expected = [f"deepspeed {found} is outside the tested range, 0.18 to 0.19"] if warns else []
     assert [str(each.message).split(":")[0] for each in said] == expected
+
+
+def test_a_configuration_that_is_read_here_is_read_as_strictly_as_by_deepspeed(tmp_path: Path) -> None:
+    """In a file or in base64; DeepSpeed, which is given what was read, sees no key twice."""
+    twice = '{"burst_attention": {"layout": "zigzag", "layout": "striped"}}'
+    path = tmp_path / "ds.json"
+    path.write_text(twice)
+    for config in (str(path), path, base64.urlsafe_b64encode(twice.encode()).decode()):
+        with pytest.raises(ValueError, match='has "layout" more than once in one block'):
+            adapter._configuration({"config": config})
+    for text in ("5", "[1]", "{"):
+        path.write_text(text)
+        assert adapter._configuration({"config": str(path)}) is None, "DeepSpeed says what is wrong with it"
 
 
 def test_helpers_before_initialize_say_what_is_missing() -> None:

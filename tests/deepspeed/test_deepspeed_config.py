@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from burst_plugin import Strategy
-from burst_plugin.deepspeed.config import BLOCK, Block, conflicts, near_misses, warn_of_near_misses
+from burst_plugin.cli import main
+from burst_plugin.deepspeed.config import (
+    BLOCK,
+    REFUSED,
+    Block,
+    RepeatedKeyError,
+    conflicts,
+    loads,
+    near_misses,
+    warn_of_near_misses,
+)
 
 EVERY_KEY = {
     "enabled": True,
@@ -51,6 +66,7 @@ def test_the_block_of_the_readme() -> None:
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),
         ("yes", "got 'yes', expected a block such as {\"enabled\": true}"),
         (True, "got True, expected a block"),
+        (None, "got None, expected a block"),
     ],
     ids=str,
 )
@@ -80,11 +96,109 @@ def test_sizes_that_do_not_fit(asked: int | str, world: int, others: list[int], 
 
 
 @pytest.mark.parametrize(
-    "name", ["burst_atention", "burst-attention", "BurstAttention", "burst_attn", "burstattention"]
+    "name", ["burst_atention", "burst-attention", "BurstAttention", "burst_attn", "burstattention", "burst", "Burst"]
 )
 def test_a_near_miss_of_the_blocks_name_warns(name: str) -> None:
     with pytest.warns(UserWarning, match=f'has "{name}", but no "burst_attention"'):
         warn_of_near_misses({name: EVERY_KEY, "zero_optimization": {}})
+
+
+@pytest.mark.parametrize("outer", ["zero_optimization", "activation_checkpointing", "optimizer.params"])
+@pytest.mark.parametrize("name", [BLOCK, "burst"])
+def test_a_block_inside_another_one_warns(outer: str, name: str) -> None:
+    config: dict[str, Any] = {name: EVERY_KEY}
+    for key in reversed(outer.split(".")):
+        config = {key: {"stage": 1, **config}}
+    with pytest.warns(UserWarning, match=f'has "{outer}.{name}", but no "burst_attention" at its top level'):
+        warn_of_near_misses(config)
+
+
+def test_what_is_said_twice_in_one_block_is_an_error() -> None:
+    for text in (
+        f'{{"{BLOCK}": {{"layout": "zigzag", "layout": "striped"}}}}',
+        f'{{"{BLOCK}": {{}}, "{BLOCK}": {{}}}}',
+    ):
+        with pytest.raises(RepeatedKeyError, match=r'has "(layout|burst_attention)" more than once in one block'):
+            loads(text)
+    assert loads('{"a": {"stage": 1}, "b": {"stage": 2}}') == {"a": {"stage": 1}, "b": {"stage": 2}}
+
+
+STRANGE: list[Any] = [5, -1, 2.5, True, "2", "x", [], [1], ["autosp"], {}, {"a": 1}]
+
+
+@pytest.mark.parametrize("path", [*REFUSED, "sequence_parallel_size"])
+def test_values_of_any_type_are_looked_at_without_a_fault(path: str) -> None:
+    """Those that DeepSpeed refuses itself included; and blocks that are none."""
+    keys = path.split(".")
+    for depth in range(1, len(keys) + 1):
+        for value in STRANGE:
+            config = value
+            for key in reversed(keys[:depth]):
+                config = {key: config}
+            for reason in conflicts(config, 2):
+                assert ": " in reason or "; expected a block" in reason
+
+
+@pytest.mark.parametrize(
+    "key", ["enabled", "context_parallel_size", "loss", *(each.name for each in fields(Strategy))]
+)
+def test_keys_of_any_type_are_errors_of_one_kind(key: str) -> None:
+    for value in STRANGE:
+        said = _said(lambda value=value: Block.of({BLOCK: {key: value}}))
+        assert not said or f'"{BLOCK}": {key}={value!r} is not valid' in said
+
+
+def _said(fn: Callable[[], Any]) -> str:
+    """The text of a ValueError; empty if there is none."""
+    try:
+        fn()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"compile": {"passes": 5}, %s}', "compile.passes=5 does not go together with burst_attention: give a list"),
+        ('{"compile": 5, %s}', "compile=5 is not valid; expected a block, {...}"),
+        ('{"tensor_parallel": {"autotp_size": "2"}, %s}', "tensor_parallel.autotp_size='2' does not go together"),
+        ('{"sequence_parallel_size": [2], %s}', "sequence_parallel_size=[2] (Ulysses) contradicts"),
+        ('{"burst_attention": null}', "got None, expected a block"),
+        ('{"burst_attention": {"layout": "zigzag", "layout": "striped"}}', 'has "layout" more than once'),
+        ("5", "got int, expected a DeepSpeed configuration"),
+        ("[" * 100_000, "give a file with a DeepSpeed configuration in JSON"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_burst_doctor_says_in_one_line_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text.replace("%s", f'"{BLOCK}": {{"context_parallel_size": 4}}'))
+    assert main(["doctor", "--deepspeed", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_burst_doctor_says_which_mean_is_asked_for_and_what_may_be_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({BLOCK: {"context_parallel_size": 4, "loss": "mean_of_ranks"}}))
+    assert main(["doctor", "--deepspeed", str(path)]) == 0
+    assert "burst attention is on, context_parallel_size=4, loss='mean_of_ranks'" in capsys.readouterr().out
+    path.write_text(json.dumps({"zero_optimization": {BLOCK: {"context_parallel_size": 4}}}))
+    assert main(["doctor", "--deepspeed", str(path)]) == 0
+    assert 'it has "zero_optimization.burst_attention": write "burst_attention" at the top' in capsys.readouterr().out
+
+
+def test_json_without_hjson_is_read_as_strictly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert loads('{"a": 1}') == {"a": 1}
+    with pytest.raises(RepeatedKeyError, match='has "a" more than once'):
+        loads('{"a": 1, "a": 2}')
 
 
 def test_other_names_do_not_warn() -> None:
@@ -130,6 +244,7 @@ def test_what_goes_together() -> None:
             "gradient_allreduce_op": "average",
             "sequence_parallel_size": 4,
             "tensor_parallel": {"autotp_size": 1},
+            "expert_parallel": None,
             "compile": {"deepcompile": False},
             "hybrid_engine": {"enabled": False},
             "zero_optimization": {

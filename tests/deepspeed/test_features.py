@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
+import burst_plugin.huggingface
 from burst_plugin.batch import SHARD_KEY
 from burst_plugin.deepspeed.groups import Unit
 from tests.support.deepspeed_run import (
@@ -38,6 +39,7 @@ from tests.support.deepspeed_run import (
     stop,
     worst,
 )
+from tests.support.families import families
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
@@ -86,6 +88,22 @@ def test_an_unmodified_loop_on_whole_batches(cp: int, compiled: bool) -> None:
         assert losses == pytest.approx(truth.losses, rel=1e-6)
         assert worst(changes, truth.changes)[0] <= 2e-5
         assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+def _prepared(model: Any) -> None:
+    """As if for a loop without DeepSpeed, before there is an engine that cuts batches."""
+    burst_plugin.huggingface.prepare(model)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_layers_that_hand_on_the_mask_alone(cp: int) -> None:
+    """With recomputation. The batch is cut in the forward, whichever hooks the model had before."""
+    run = Run(model=families()["nemotron"], cp=cp, stage=1, steps=2, config=NO_CLIPPING)
+    truth = reference(run, BATCHES)
+    run = replace(run, checkpointing=True, prepare=_prepared)
+    for losses, changes, _ in run_ranks(_plain_loop, cp, run):
+        assert losses == pytest.approx(truth.losses, rel=1e-6)
+        assert worst(changes, truth.changes)[0] <= 2e-5
 
 
 def _helpers(rank: int) -> tuple[torch.Tensor, list[int], int]:

@@ -31,10 +31,10 @@ from burst_plugin import Causal, ContextParallel, Documents, Tokens, key_padding
 from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
-from burst_plugin.huggingface.masks import MaskRecipe
-from burst_plugin.huggingface.models import use_burst
-from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, worst
-from tests.support.families import families
+from burst_plugin.huggingface.masks import MaskRecipe, shard_of_forward
+from burst_plugin.huggingface.models import problems, use_burst
+from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
+from tests.support.families import families, hybrids
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.huggingface
@@ -118,6 +118,107 @@ def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
     batch = draw(1, rows=1, length=29)[0]
     check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, layout="contiguous")
     check(["mistral", "gemma3"], 2, batch, layout="striped")
+
+
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # earlier ones name layers otherwise
+
+
+@pytest.mark.skipif(not NEWER, reason="layer types have other names before 5.24")
+def test_hybrid_families_run_where_all_their_layers_attend(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = hybrids()
+    for name, config in found.items():
+        monkeypatch.setitem(FAMILIES, name, config)
+    check(list(found), 2, BATCH)
+    check(list(found), 2, _packed((13, 1, 18)))
+    check(list(found), 2, _padded(length=27))
+
+
+@pytest.mark.skipif(not NEWER, reason="layer types have other names before 5.24")
+def test_hybrid_families_are_refused_for_the_layers_that_do_not_attend() -> None:
+    layers = {}
+    for name, config in hybrids(["linear_attention", "full_attention"]).items():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with pytest.raises(ValueError, match="layers of type linear_attention") as refused:
+            prepare(model)
+        (layers[name],) = re.findall(r"carries a state along the sequence \(in (\w+)\)", str(refused.value))
+    assert layers == {
+        "qwen3_next": "Qwen3NextGatedDeltaNet",
+        "qwen3_5": "Qwen3_5GatedDeltaNet",
+        "bamba": "BambaMixer",
+        "granitemoehybrid": "GraniteMoeHybridMambaLayer",
+    }
+    both = transformers.FalconH1Config(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"in FalconH1Mixer\)"):  # beside attention, in one layer
+        prepare(transformers.FalconH1ForCausalLM(both))
+
+
+# ------------------------------------------------------------------------------- layers that hand on the mask alone
+
+
+def _two_batches(rank: int, name: str, batches: list[Batch], reentrant: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two batches whose layers are recomputed after both have gone forward, as pipelines do."""
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size())
+    model = prepare(build(Run(model=FAMILIES[name])))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    losses = []
+    for batch in batches:
+        local = shard_batch(batch, cp)
+        labels = local.pop("shift_labels")
+        logits = model(**local, use_cache=False).logits
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+    with torch.no_grad():  # and a whole one between
+        model.eval()(BATCH["input_ids"])
+        model.train()
+    for loss in losses:
+        loss.backward()
+    grads = {each: p.grad for each, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return grads
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["nemotron", "stablelm"])
+def test_a_mask_carries_its_own_batch_into_recomputation(name: str, reentrant: bool) -> None:
+    """Two batches of one shape, of which one is packed: with the other's shard only gradients would be wrong."""
+    batches = [_packed((13, 1, 18)), draw(1, rows=1, length=32, seed=3)[0]]
+    parts = [_on_one_rank(name, batch, {}).grads for batch in batches]
+    truth = {each: parts[0][each] + parts[1][each] for each in parts[0]}
+    for grads in run_ranks(_two_batches, 2, name, batches, reentrant):
+        assert worst(grads, truth)[0] <= 1e-5
+
+
+def test_a_forward_that_fails_leaves_no_shard_behind() -> None:
+    """A mask that is made outside of any forward would find it."""
+    model = prepare(build(Run(model=FAMILIES["nemotron"])))
+    local = shard_batch(BATCH, ContextParallel())
+    hook = model.model.norm.register_forward_hook(_fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        model(**local, use_cache=False)
+    hook.remove()
+    assert shard_of_forward() is None
+    model.eval()(BATCH["input_ids"])
+
+
+def _fail(*args: Any) -> None:
+    raise RuntimeError("planted")
+
+
+class _DropsAll(torch.nn.Module):
+    """A layer that hands neither keyword arguments nor the mask to its attention."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any, position_embeddings: Any, **kwargs: Any
+    ) -> Any:
+        """See `LlamaDecoderLayer`."""
+        return self.layer(hidden_states, position_embeddings=position_embeddings)
 
 
 def test_an_encoder_with_windows_both_ways_equals_eager() -> None:
@@ -212,6 +313,44 @@ def test_packed_batches_are_dealt_out_evenly_or_it_is_said_that_they_are_not() -
     assert 'layout="auto"' in text
     assert first[0] > 1.3
     assert all(said == [] for *_, said in others)
+
+
+def _told(rank: int, batches: list[Batch], layout: str) -> list[str]:
+    """What is logged of models on two shards each."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.disable(logging.NOTSET)  # ranks are quiet otherwise
+    logging.getLogger("burst_plugin.huggingface").addHandler(handler)
+    cp = ContextParallel(dist.group.WORLD, layout=layout)
+    for name in ("llama", "gpt_oss", "gpt_oss"):
+        model = prepare(build(Run(model=FAMILIES[name])))
+        for batch in batches:
+            model(**{k: x for k, x in shard_batch(batch, cp).items() if k != "shift_labels"}, use_cache=False)
+    return said
+
+
+def test_models_whose_documents_meet_in_eager_attention_are_named_once() -> None:
+    """Not for batches without documents, nor those that hand positions to their mask."""
+    packed = _packed((13, 1, 18), (30, 2))
+    plain = {"input_ids": BATCH["input_ids"]}
+    first, second = run_ranks(_told, 2, [plain, packed, packed], "zigzag")
+    assert second == []
+    (text,) = first
+    assert "GptOssForCausalLM hands no position_ids to its mask" in text
+    assert run_ranks(_told, 2, [plain], "zigzag") == [[], []]
+    late = _packed((29, 3))  # of which the first rank has no bound, and the first half of a sequence
+    assert run_ranks(_told, 2, [late], "contiguous") == [[], []]
+
+
+def test_eager_attention_does_let_documents_meet() -> None:
+    """Else what is said of it would be wrong."""
+    batch = _packed((13, 1, 18))
+    for name, meet in (("llama", False), ("gpt_oss", True)):
+        model = build(Run(model=FAMILIES[name]))
+        inputs = {each: batch[each] for each in ("input_ids", "position_ids")}
+        error = (model(**inputs, use_cache=False).logits - _logits(model, batch)).detach().abs().max()
+        assert (float(error) > 0.1) == meet, name
 
 
 def test_packed_samples_with_padding() -> None:
@@ -383,16 +522,43 @@ def test_padding_needs_no_positions_of_its_own() -> None:
     model(**ring[0])
 
 
-@pytest.mark.parametrize("family", ["StableLm", "Nemotron"])
-def test_a_model_whose_layers_drop_keyword_arguments_is_told(family: str) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_a_model_whose_layers_hand_nothing_on_is_told(training: bool) -> None:
     """Its attention never hears of the ring, and in evaluation would attend to the shard alone."""
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2,
-    )  # fmt: skip
-    model = prepare(getattr(transformers, f"{family}ForCausalLM")(config)).eval()
-    with torch.no_grad(), pytest.raises(ValueError, match="its layers do not hand on the keyword arguments"):
-        model(**shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel()))
+    model = build(Run(model=llama(num_hidden_layers=1)))
+    model.model.layers[0] = _DropsAll(model.model.layers[0])
+    prepare(model).train(training)
+    local = shard_batch({"input_ids": BATCH["input_ids"]}, ContextParallel())
+    told = "LlamaAttention never heard of the shard" if training else "its layers hand their attention neither"
+    with torch.set_grad_enabled(training), pytest.raises(ValueError, match=told):
+        model(**local, use_cache=False)
+
+
+def test_a_mask_of_the_values_of_all_keys_is_refused() -> None:
+    """Doge's, of which a rank would know its own keys' alone; on a ring of one rank, too."""
+    config = transformers.DogeConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    model = transformers.DogeForCausalLM(config)
+    with pytest.raises(ValueError, match=r"DogeForCausalLM cannot run on a ring: its attention makes a mask of the"):
+        prepare(model)
+    (reason,) = problems(model, is_whole=True, is_own_mean=True)
+    assert "prepare_dynamic_mask" in reason
+
+
+def test_a_model_that_takes_its_mask_for_a_tensor_is_told() -> None:
+    recipe = MaskRecipe(mask_function=causal_mask_function)
+    with pytest.raises(
+        AttributeError, match="a model asks for dtype of its attention mask, as if that were a tensor"
+    ):
+        recipe.dtype  # noqa: B018
+    assert not hasattr(recipe, "shape")
+
+
+def test_options_of_layers_are_no_parts_of_a_model() -> None:
+    """MPT is refused for what it does, with its attention and with positions."""
+    config = transformers.MptConfig(d_model=32, n_heads=4, n_layers=1, max_seq_len=64, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="does not go through transformers' AttentionInterface") as refused:
+        prepare(transformers.MptForCausalLM(config))
+    assert "parts besides the language model" not in str(refused.value)
 
 
 def test_a_model_on_the_ring_can_be_copied_and_pickled() -> None:

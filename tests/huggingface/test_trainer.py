@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,23 @@ import pytest
 import torch
 from transformers import Trainer
 
+import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.trainer import install_trainer
-from tests.support.deepspeed_run import Run, llama, worst
+from tests.support.deepspeed_run import Run, draw, llama, worst
 from tests.support.families import families
 from tests.support.ranks import run_ranks
-from tests.support.trainer_run import Outcome, Setup, Supervised, SupervisedInChunks, save_model, train
+from tests.support.trainer_run import (
+    Outcome,
+    Rows,
+    Setup,
+    Supervised,
+    SupervisedInChunks,
+    arguments,
+    load,
+    save_model,
+    train,
+)
 
 pytestmark = pytest.mark.huggingface
 
@@ -202,3 +214,47 @@ def test_what_cannot_be_had_on_a_ring_is_refused(tmp_path: Path, options: dict[s
     setup = save_model(Setup(Run(cp=2, stage=2, model=llama(num_hidden_layers=1)), str(tmp_path)))
     with pytest.raises(RuntimeError, match=f"{name} is not supported with burst_attention"):
         run_ranks(_refused, 2, setup, options)
+
+
+def _other_mean(rank: int, setup: Setup, tells_accelerate: bool) -> list[float]:
+    """Losses that Trainer logged; without sp_size there are rings of one."""
+    burst.install()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    args = arguments(setup, deepspeed=True)
+    if not tells_accelerate:
+        args.parallelism_config = None
+    data = Rows(draw(1, rows=setup.rows, length=setup.length)[0])
+    trainer = Trainer(model=load(setup), args=args, train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_mean_that_trainer_does_not_make_is_refused(tmp_path: Path, cp: int) -> None:
+    """With rings each ring's own; on rings of one that over all tokens, if Trainer is told not to make it."""
+    loss = "mean_of_ranks" if cp > 1 else "token_mean"
+    options = {} if cp > 1 else {"average_tokens_across_devices": False}
+    model = llama(num_hidden_layers=1)
+    run = Run(cp=cp, stage=2, model=model, block={"loss": loss, "context_parallel_size": cp})
+    setup = save_model(Setup(run, str(tmp_path), options=options))
+    told = f'"loss": "{loss}" of burst_attention (is not supported with Trainer|needs average_tokens_across_devices)'
+    with pytest.raises(RuntimeError, match=told):
+        run_ranks(_other_mean, 2, setup, cp > 1, timeout_s=120.0)
+
+
+def test_trainer_on_rings_of_one_makes_the_means_that_it_makes_without(tmp_path: Path) -> None:
+    """Of unlike labels, by default one over the tokens of all ranks; else each rank's own."""
+    losses = {}
+    for averages in (True, False):
+        for block in (None, {"context_parallel_size": 1}, {"context_parallel_size": 1, "loss": "token_mean"}):
+            if not averages and block and "loss" in block:
+                continue  # refused, see above
+            config = {} if block is not None else {"burst_attention": {"enabled": False}}
+            run = Run(
+                cp=1, stage=2, accumulation=2, model=llama(num_hidden_layers=1), block=block or {}, config=config
+            )
+            setup = save_model(Setup(run, str(tmp_path), options={"average_tokens_across_devices": averages}))
+            losses[averages, str(block)] = run_ranks(_other_mean, 2, setup, False, timeout_s=120.0)[0]
+    for (averages, block), found in losses.items():
+        assert found == pytest.approx(losses[averages, "None"], rel=1e-5), block
+    assert losses[True, "None"] != pytest.approx(losses[False, "None"], rel=1e-4)

@@ -119,12 +119,14 @@ def configuration(run: Run, micro_batch_size: int) -> dict[str, Any]:
     }
 
 
-def start(run: Run, micro_batch_size: int) -> Any:
-    """The engine of a run; its model has been given `attn_implementation="burst"` by the plugin."""
+def start(run: Run, micro_batch_size: int, *, plain: bool = False) -> Any:
+    """The engine of a run; its model has been given `attn_implementation="burst"` by the plugin, unless `plain`."""
     burst.install()
     model = build(run)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     config = configuration(run, micro_batch_size)
+    if plain:
+        del config["burst_attention"]
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(trained, lr=run.lr), model_parameters=trained, config=config
     )
@@ -162,6 +164,26 @@ def train(run: Run, batches: Sequence[Batch]) -> Result:
     after = _parameters(engine)
     stop(engine)
     return Result(losses, grads, {name: after[name] - before[name] for name in after})
+
+
+def train_unmodified(run: Run, batches: Sequence[Batch], *, plain: bool = False) -> Result:
+    """A step on whole batches by a script that knows of no ring; with `plain` there is none, nor the block.
+
+    Losses are those that this rank saw, one for each micro-batch.
+    """
+    ring = 1 if plain else run.cp
+    rows = len(batches[0]["input_ids"]) * ring // dist.get_world_size()
+    engine = start(run, rows, plain=plain)
+    losses, grads = [], {}
+    for batch in batches[: run.accumulation]:
+        loss = engine(**_rows(batch, dist.get_rank() // ring, rows), use_cache=False).loss
+        engine.backward(loss)
+        losses.append(float(loss.detach()))
+        if engine.is_gradient_accumulation_boundary():
+            grads = _grads(engine)
+        engine.step()
+    stop(engine)
+    return Result(losses, grads, {})
 
 
 def reference(run: Run, batches: Sequence[Batch], *, attention: str = "eager") -> Result:

@@ -80,4 +80,44 @@ def families() -> dict[str, Any]:
             qk_nope_head_dim=8,
             v_head_dim=12,
         ),
+        "nemotron": t.NemotronConfig(**_SHAPE),  # whose layers hand nothing but the mask to their attention
+        "stablelm": t.StableLmConfig(**_SHAPE, qk_layernorm=True),  # nor do these
+        "dbrx": t.DbrxConfig(
+            vocab_size=VOCAB,
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=256,
+            attn_config={"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 1e4},
+            ffn_config={"hidden_size": 32, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+            initializer_range=0.15,
+            pad_token_id=0,
+        ),
+    }
+
+
+def hybrids(kinds: list[str] | None = None) -> dict[str, Any]:
+    """Families that may have recurrent layers; without any, unless `kinds` says so of the two layers."""
+    t, kinds = transformers, kinds or ["full_attention"] * 2
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "experts_implementation": "eager",
+    }
+    scanning = {"mamba_n_heads": 8, "mamba_d_head": 8}
+    attention = [number for number, kind in enumerate(kinds) if kind == "full_attention"]
+    return {
+        "qwen3_next": t.Qwen3NextConfig(**_SHAPE, **experts, head_dim=16, layer_types=kinds),
+        "qwen3_5": t.Qwen3_5TextConfig(**_SHAPE, head_dim=16, layer_types=kinds),
+        "bamba": t.BambaConfig(**_SHAPE, **scanning, attn_layer_indices=attention, attn_rotary_emb=8),
+        "granitemoehybrid": t.GraniteMoeHybridConfig(
+            **_SHAPE,
+            **scanning,
+            layer_types=kinds,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=16,
+        ),
     }

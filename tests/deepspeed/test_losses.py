@@ -1,0 +1,230 @@
+"""What becomes of the losses of several rings: one mean over the tokens of all, or each ring's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+
+import burst_plugin.deepspeed as burst
+from burst_plugin.batch import IGNORED_LABEL
+from burst_plugin.deepspeed.config import BLOCK, Block
+from burst_plugin.huggingface.models import problems
+from tests.support.deepspeed_run import (
+    VOCAB,
+    Batch,
+    Result,
+    Run,
+    build,
+    configuration,
+    draw,
+    start,
+    stop,
+    train_unmodified,
+    worst,
+)
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+STAGES = range(4)
+GRADS = 1e-5  # relative
+RINGS = 2
+RUN = Run(accumulation=2, config={"gradient_clipping": 0.0})
+
+
+def _uneven() -> list[Batch]:
+    """Two micro-batches of two rows, one for each ring, whose labels are many, few, some, and few."""
+    batches = draw(2)
+    for batch, kept in zip(batches, (10, 9), strict=True):
+        batch["labels"][1, kept:] = IGNORED_LABEL
+    return batches
+
+
+BATCHES = _uneven()
+
+
+def _count(rows: Batch) -> int:
+    return int((rows["labels"][:, 1:] != IGNORED_LABEL).sum())
+
+
+def _reference(loss: str) -> tuple[list[list[float]], dict[str, torch.Tensor]]:
+    """Losses by ring and micro-batch, and gradients, from the definition on one rank."""
+    model = build(RUN)
+    values: list[list[float]] = [[], []]
+    for batch in BATCHES:
+        rings = [{name: x[ring : ring + 1] for name, x in batch.items()} for ring in range(RINGS)]
+        total = sum(map(_count, rings))
+        sums = [model(**rows, num_items_in_batch=1, use_cache=False).loss for rows in rings]
+        means = [each / _count(rows) for each, rows in zip(sums, rings, strict=True)]
+        both = sum(sums) / total if loss == "token_mean" else sum(means) / RINGS
+        (both / RUN.accumulation).backward()
+        for ring in range(RINGS):
+            values[ring].append(float((both if loss == "token_mean" else means[ring]).detach()))
+    return values, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _several(rank: int, runs: Sequence[Run], plain: bool) -> list[Result]:
+    return [train_unmodified(run, BATCHES, plain=plain) for run in runs]
+
+
+def _check(runs: Sequence[Run], ranks: int, loss: str, *, plain: bool = False) -> None:
+    values, grads = _reference(loss)
+    found = run_ranks(_several, ranks, runs, plain, timeout_s=120.0)
+    for rank, results in enumerate(found):
+        for run, result in zip(runs, results, strict=True):
+            about = f"{rank=} {run.stage=} {run.cp=} {run.block=}"
+            assert result.losses == pytest.approx(values[rank * RINGS // ranks], rel=1e-6), about
+            error, name = worst(result.grads, grads)
+            assert error <= GRADS, (about, name)
+
+
+def test_the_two_means_are_far_apart() -> None:
+    """Of labels as uneven as these; else the tests below could not tell them."""
+    counts = [[_count({"labels": batch["labels"][ring : ring + 1]}) for ring in range(RINGS)] for batch in BATCHES]
+    assert all(many > 2 * few > 0 for many, few in counts)
+    one, other = (_reference(loss)[1] for loss in ("token_mean", "mean_of_ranks"))
+    assert worst(one, other)[0] > 0.05
+
+
+@pytest.mark.parametrize(
+    ("asked", "loss"),
+    [({}, "token_mean"), ({"loss": "token_mean"}, "token_mean"), ({"loss": "mean_of_ranks"}, "mean_of_ranks")],
+    ids=str,
+)
+def test_two_rings(asked: dict[str, Any], loss: str) -> None:
+    _check([replace(RUN, cp=2, stage=stage, block=asked) for stage in STAGES], 4, loss)
+
+
+@pytest.mark.parametrize(
+    ("asked", "loss"),
+    [
+        ({}, "mean_of_ranks"),
+        ({"loss": "auto"}, "mean_of_ranks"),
+        ({"loss": "mean_of_ranks"}, "mean_of_ranks"),
+        ({"loss": "token_mean"}, "token_mean"),
+    ],
+    ids=str,
+)
+def test_rings_of_one(asked: dict[str, Any], loss: str) -> None:
+    _check([replace(RUN, cp=1, stage=stage, block=asked) for stage in STAGES], 2, loss)
+
+
+def test_mean_of_ranks_is_what_deepspeed_gives_without_rings() -> None:
+    _check([replace(RUN, stage=stage) for stage in STAGES], 2, "mean_of_ranks", plain=True)
+
+
+def _without_labels(rank: int, run: Run) -> list[float]:
+    """Where the second ring has no labels at all."""
+    batch = {name: x.clone() for name, x in BATCHES[0].items()}
+    batch["labels"][1] = IGNORED_LABEL
+    return train_unmodified(replace(run, accumulation=1), [batch]).losses
+
+
+def test_a_ring_without_labels_counts_as_zero() -> None:
+    run = replace(RUN, cp=2, block={"loss": "mean_of_ranks"})
+    first, _, third, fourth = run_ranks(_without_labels, 4, run)
+    assert first[0] > 1.0
+    assert third == fourth == [0.0]
+
+
+# ----------------------------------------------------------------------------------- rings of one leave losses alone
+
+
+def _encoder() -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(vocab_size=VOCAB, pad_token_id=0, initializer_range=0.15, **shape)
+    return transformers.ModernBertForMaskedLM(config).train()
+
+
+def _classifier() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_labels=3, pad_token_id=0, initializer_range=0.15,
+    )  # fmt: skip
+    return transformers.LlamaForSequenceClassification(config).train()
+
+
+KINDS = {
+    "masked": (_encoder, BATCHES[0]),
+    "classes": (_classifier, {"input_ids": BATCHES[0]["input_ids"], "labels": torch.tensor([2, 0])}),
+}
+
+
+def _other_losses(rank: int, kind: str) -> list[tuple[float, float]]:
+    """Of the engine and of the model alone: the loss in training and in evaluation, and a gradient's norm."""
+    make, batch = KINDS[kind]
+    alone = make()
+    truth = alone(**batch).loss
+    truth.backward()
+    (name, parameter), *_ = alone.named_parameters()
+    burst.install()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(Run(cp=1, config=RUN.config), 2)
+    )
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    grad = deepspeed.utils.safe_get_full_grad(dict(model.named_parameters())[name]).clone()
+    evaluated = float(burst.eval_batch(batch, engine))
+    engine.eval()
+    engine.backward(engine(**batch).loss)  # as anybody may without the plugin
+    stop(engine)
+    error = float((grad - parameter.grad).norm() / parameter.grad.norm())
+    expected = float(truth.detach())
+    return [(float(loss.detach()), expected), (evaluated, expected), (error + 1.0, 1.0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_loss_of_a_model_is_left_alone(kind: str) -> None:
+    """Masked tokens, and classes of whole sequences, whose labels are not those of tokens."""
+    for found in run_ranks(_other_losses, 2, kind):
+        for got, expected in found:
+            assert got == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_mean_over_all_tokens_is_refused_for_other_losses() -> None:
+    assert problems(_encoder(), is_whole=True, is_own_mean=True) == []
+    (reason,) = problems(_encoder(), is_whole=True)
+    assert "its loss is that of ForMaskedLM, but labels are counted as ForCausalLM" in reason
+
+
+def _router(rank: int) -> float:
+    """A loss with something beside it, which stays in."""
+    engine = start(Run(cp=1, config=RUN.config), 2)
+    return float(engine(**BATCHES[0], output_router_logits=True).loss)
+
+
+def test_rings_of_one_take_what_rings_refuse() -> None:
+    assert run_ranks(_router, 1)[0] > 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- the option
+
+
+def test_what_the_block_takes() -> None:
+    assert Block.of({BLOCK: {"loss": "mean_of_ranks"}}).loss_of(4) == "mean_of_ranks"
+    assert Block.of({BLOCK: {"loss": "token_mean"}}).loss_of(1) == "token_mean"
+    assert [Block.of({BLOCK: {}}).loss_of(size) for size in (1, 2)] == ["mean_of_ranks", "token_mean"]
+    for wrong in ("mean", None, ["token_mean"], True):
+        with pytest.raises(ValueError, match=r"loss=.* is not valid; use one of: token_mean, mean_of_ranks, auto"):
+            Block.of({BLOCK: {"loss": wrong}})
+
+
+def _unlike(rank: int) -> str:
+    loss = ("token_mean", "mean_of_ranks")[rank]
+    with pytest.raises(ValueError, match="all ranks must have the same") as refused:
+        start(Run(cp=2, block={"loss": loss}), 2)
+    return str(refused.value)
+
+
+def test_ranks_that_ask_for_unlike_means_are_told() -> None:
+    assert len(set(run_ranks(_unlike, 2))) == 1
