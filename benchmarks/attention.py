@@ -38,7 +38,7 @@ from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.loopback import launch_local
 from benchmarks.ranks import values
 from benchmarks.results import under_torchrun
-from burst_plugin.layout import even_length
+from burst_plugin.sequence.layout import even_length
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESS_BYTES = 400 * 10**6  # of a rank that has computed nothing yet

@@ -20,13 +20,13 @@ from benchmarks.one_rank import Gradients, Whole, fastest
 from benchmarks.silent import SilentTransport, silenced
 from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
 from burst_plugin.attention import backward_program, forward_program
-from burst_plugin.choices import prepare
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.executor import lockstep
+from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.kernels import Queries
-from burst_plugin.layout import Tokens
-from burst_plugin.member import Member
-from burst_plugin.request import Inputs, Outputs, Request
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.request import Inputs, Outputs, Request
+from burst_plugin.sequence.layout import Tokens
 
 __all__ = ["SILENT", "Measured", "Ready", "group_rank", "virtual_rank"]
 

@@ -31,10 +31,10 @@ from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
 from benchmarks.netns import EmulatedCluster
-from burst_plugin.planner import Links, Price, pass_price
-from burst_plugin.sides import DIRECTIONS, Direction
+from burst_plugin.planning.planner import Links, Price, pass_price
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
+from burst_plugin.types import DIRECTIONS, Direction
 
 RANK_BYTES = 400 << 20  # of one forked rank, but for its tensors: libraries, and gloo's connections
 BLOCK_BYTES = 1 << 20

@@ -23,9 +23,9 @@ from benchmarks.contenders.burst import Burst
 from benchmarks.memory import keep_freed_memory
 from benchmarks.netns import interface_bytes
 from benchmarks.trials import TRIALS, chosen, hopeful
-from burst_plugin.planner import Links, plans
-from burst_plugin.sides import DIRECTIONS
+from burst_plugin.planning.planner import Links, plans
 from burst_plugin.topology import Topology
+from burst_plugin.types import DIRECTIONS
 
 __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 

@@ -15,7 +15,7 @@ from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.scores import Scores
-from burst_plugin.tiles import CAUSAL, FULL
+from burst_plugin.types import CAUSAL, FULL
 
 _NOT_FAR = 1.5  # times the time of the fastest
 

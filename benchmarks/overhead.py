@@ -38,13 +38,13 @@ from benchmarks.results import Watch, save
 from benchmarks.tiny import ConstantKernel, CountedTensors
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.attention import backward_program, forward_program
-from burst_plugin.call import Call
-from burst_plugin.choices import prepare
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.executor import lockstep
+from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.kernels import Kernel, Queries
-from burst_plugin.request import Inputs, Request
-from burst_plugin.sides import DIRECTIONS
+from burst_plugin.ring.call import Call
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.types import DIRECTIONS
 
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from burst_plugin.member import Member
-from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Memory
+from burst_plugin.comm.buffers import LABEL_BYTES, Buffer, BufferPool, Memory
+from burst_plugin.comm.transport import Message, Pending, Transport, Waited
+from burst_plugin.ring.rank_state import Member
 from burst_plugin.topology import Traffic
-from burst_plugin.transport import Message, Pending, Transport, Waited
 
 __all__ = ["SilentTransport", "silenced"]
 

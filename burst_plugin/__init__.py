@@ -5,19 +5,7 @@
 
 Importing this package imports torch and nothing else, and has no side effect.
 
-What happens in a call, and where:
-
-    attention.burst_attention
-      request, choices -> call      arguments checked, every choice made, once for calls that are alike
-      context, agreement            ranks compare what they are about to do; communicators are made
-      ulysses                       heads go to their ranks (ulysses_degree > 1), and outputs come back
-      attention.run_pass            the loop, a visit per step:
-        executor.RingPass             waits, posts, hands over the block that is here
-          schedule -> transfers         who visits what when, for all ranks, as data
-          needs, routes -> itinerary    what mask and layout leave of that for this rank; its messages
-          transport, packing            how bytes move, and in which buffers
-        passes, tile_work, kernels    work on the tiles of the visit (layout, mask -> region -> tiles)
-        sums, softmax                 add up what tiles and other ranks contribute
+docs/architecture.md shows the rooms of the package, and the way of q through them.
 """
 
 from __future__ import annotations
@@ -26,9 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import shard_batch
+from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
-from burst_plugin.layout import Tokens
-from burst_plugin.mask import (
+from burst_plugin.schedule.rings import direct, flat_ring, two_level_ring
+from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import (
     BlockMask,
     Causal,
     CausalBottomRight,
@@ -41,12 +33,8 @@ from burst_plugin.mask import (
     SlidingWindow,
     key_padding,
 )
-from burst_plugin.schedule import direct, flat_ring, two_level_ring
-from burst_plugin.scores import Scores
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.transfers import Schedule, ScheduleError, Transfer
-from burst_plugin.transport import RingError
 
 if TYPE_CHECKING:
     from burst_plugin.virtual import VirtualRing

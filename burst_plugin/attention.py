@@ -1,7 +1,7 @@
 """Attention over a sequence that is spread over the ranks of a ring: the one loop, and the autograd function.
 
 In every visit one side, queries or keys and values, is at home and the other has travelled. What a pass reads
-and sums up on either side is in `burst_plugin.passes`; which side travels is data.
+and sums up on either side is in `burst_plugin.compute.passes`; which side travels is data.
 
 Sources: RingAttention (arXiv 2310.01889) for travelling keys and values; BurstAttention (2403.09347,
 algorithm 2) for travelling queries in the backward pass.
@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, TypeVar, 
 import torch
 from torch import Tensor
 
-from burst_plugin.agreement import prepared_together
-from burst_plugin.call import Call, CallKind
+from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.checks import shown
-from burst_plugin.choices import prepare
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.comm.consistency import prepared_together
+from burst_plugin.comm.differences import TensorValues
+from burst_plugin.compute.accumulators import OwnSums
+from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
+from burst_plugin.compute.passes import Part, Tensors, backward_parts, forward_parts
+from burst_plugin.compute.tile_attention import bias_grad
 from burst_plugin.context import ContextParallel
-from burst_plugin.differences import TensorValues
-from burst_plugin.executor import Visit, lockstep
 from burst_plugin.kernels import Queries
-from burst_plugin.layout import Tokens
-from burst_plugin.mask import Causal, Mask
-from burst_plugin.passes import Part, Tensors, backward_parts, forward_parts
-from burst_plugin.places import CallId
-from burst_plugin.recomputation import unseen_by_selective_checkpoints
-from burst_plugin.request import Inputs, Outputs, Request
+from burst_plugin.ring.call import Call, CallKind
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.executor import Visit, lockstep
+from burst_plugin.ring.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
-from burst_plugin.sides import OTHER_SIDE, Direction, Side
-from burst_plugin.softmax import add_sink, row_factor, sink_grad
-from burst_plugin.sums import OwnSums
-from burst_plugin.tile_work import bias_grad
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.types import OTHER_SIDE, Direction, Side
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
@@ -316,7 +316,7 @@ def burst_attention(
         k: [B, S_local, Hkv, D]; Hq must be a multiple of Hkv. Other tokens than those of q make cross attention.
         v: [B, S_local, Hkv, Dv].
         cp: the context-parallel group; its layout says which tokens the rows are (`cp.shard`, `cp.positions`).
-        mask: any of `burst_plugin.mask`, combined with `&`; in positions of the whole sequence.
+        mask: any of `burst_plugin.sequence.masks`, combined with `&`; in positions of the whole sequence.
         softmax_scale: what scores are multiplied by, `D ** -0.5` if None; the same as `scores=Scores(scale=...)`.
         scores: scale, softcap, ALiBi slopes, dropout.
         sink: [Hq], floating point: a logit per head that takes part in every softmax and has no value, as in
@@ -354,9 +354,9 @@ def burst_attention(
     inputs = Inputs(q, k, v, sink, bias)
     request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse, softmax_scale)
     if torch.compiler.is_compiling():
-        from burst_plugin.compiled import opaque_attention  # which imports the compiler
+        from burst_plugin.ring.compiled import opaque  # which imports the compiler
 
-        outputs = opaque_attention(inputs, request, cp, tag)
+        outputs = opaque(ring_attention, inputs, request, cp, tag)
     else:
         outputs = ring_attention(inputs, request, cp, tag)
     wanted = (True, return_lse, return_max_logits)

@@ -23,11 +23,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from burst_plugin.agreement import prepared_together
 from burst_plugin.checks import shown, whole_number
+from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
-from burst_plugin.layout import Tokens, even_length
-from burst_plugin.mask import Causal, Documents, Mask, PerRow, key_padding
+from burst_plugin.sequence.layout import Tokens, even_length
+from burst_plugin.sequence.masks import Causal, Documents, Mask, PerRow, key_padding
 from burst_plugin.strategy import AUTO
 
 __all__ = ["IGNORED_LABEL", "SHARD_KEY", "SequenceShard", "as_given", "check_shard", "shard_batch", "shifted"]

@@ -20,23 +20,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from burst_plugin.agreement import DISAGREE, Agreement, prepared_together
-from burst_plugin.balance import choose_tokens, imbalance
 from burst_plugin.checks import as_listed, shown, whole_number
-from burst_plugin.communicators import Communicators, barrier, group_device, is_alive, launches_batches
-from burst_plugin.distributed_transport import DistributedTransport
-from burst_plugin.layout import Tokens, positions, token_count
-from burst_plugin.mask import Mask
-from burst_plugin.member import Member
-from burst_plugin.packing import LABEL_BYTES
-from burst_plugin.places import CallId, by_rank, call_name
-from burst_plugin.profile import Profile
-from burst_plugin.request import as_tokens, check_mask, token_dim
-from burst_plugin.routes import Attending, RouteTable
+from burst_plugin.comm.buffers import LABEL_BYTES
+from burst_plugin.comm.call_identity import CallId, by_rank, call_name
+from burst_plugin.comm.consistency import DISAGREE, Agreement, prepared_together
+from burst_plugin.comm.failure_watch import Board, FailureWatch
+from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.comm.transport import Channel, Message, RingError
+from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.load_balance import choose_tokens, imbalance
+from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.request import as_tokens, check_mask, token_dim
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.sequence.layout import Tokens, positions, token_count
+from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic, node_id
-from burst_plugin.transport import Channel, Message, RingError
-from burst_plugin.watch import Board, FailureWatch
 
 __all__ = ["ContextParallel"]
 

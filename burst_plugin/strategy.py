@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from burst_plugin.checks import as_number, as_whole, shown
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS, Kernel
-from burst_plugin.layout import LAYOUTS
-from burst_plugin.schedule import SCHEDULES, default_schedule_name
-from burst_plugin.shapes import Shapes, hop_bytes
-from burst_plugin.sides import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
+from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
+from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
 __all__ = ["AUTO", "CHECKS", "Strategy", "choose_traveller"]
 
@@ -38,8 +38,8 @@ class Strategy:
     calls. Must divide the number of key/value heads of a rank. A number, or a pair: forward and backward. `planner`
     says what it gives.
     ulysses_degree: ranks, consecutive and inside one node if it can be, that exchange heads before and after the ring
-    (`burst_plugin.ulysses`): the ring then has as many times fewer ranks, with longer blocks of fewer heads, and all
-    of them together need no ring at all. Must divide the number of query heads of a rank, and the number of key/value
+    (`ring.ulysses`): the ring then has as many times fewer ranks, with longer blocks of fewer heads, and all of them
+    together need no ring at all. Must divide the number of query heads of a rank, and the number of key/value
     heads or be a multiple of it: then several ranks work with the same one.
     check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
     or auto: always on CPUs, where sparse is refused, and sparse on GPUs, where comparing stalls the host. Backward

@@ -14,20 +14,20 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.attention import attention_of_ranks
-from burst_plugin.call import Call
 from burst_plugin.checks import shown, whole_number
-from burst_plugin.choices import prepare
-from burst_plugin.in_process import HostileNetwork, InProcessNetwork
-from burst_plugin.layout import Tokens
-from burst_plugin.mask import Causal, Mask
-from burst_plugin.member import Member
-from burst_plugin.places import CallId
-from burst_plugin.profile import Profile
-from burst_plugin.recomputation import unseen_by_selective_checkpoints
-from burst_plugin.request import Inputs, Request, check_extras, check_kinds, check_tensors
-from burst_plugin.routes import RouteTable
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
+from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.call import Call
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors
+from burst_plugin.ring.routes import RouteTable
 from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
@@ -37,8 +37,8 @@ __all__ = ["VirtualRing"]
 class VirtualRing:
     """`topology.ranks` ranks in this process, with the options of `strategy`.
 
-    The network between them is hostile on purpose (`burst_plugin.in_process`); `seed` sets its order of messages. To
-    measure time instead, give a `network` of plain copies (`burst_plugin.copies`).
+    The network between them is hostile on purpose (`comm.in_process`); `seed` sets its order of messages. To measure
+    time instead, give a `network` of plain copies (`comm.copies`).
     """
 
     def __init__(

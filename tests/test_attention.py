@@ -9,9 +9,9 @@ import torch
 
 from burst_plugin import Causal, Full, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.layout import LAYOUTS
-from burst_plugin.mask import Mask
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence.layout import LAYOUTS
+from burst_plugin.sequence.masks import Mask
 from tests.support.reference import Problem, Result, errors, reference
 
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (2, 4), (3, 2)]

@@ -21,18 +21,18 @@ from burst_plugin import (
     Strategy,
     Tokens,
     Topology,
-    balance,
-    chunks,
-    needs,
 )
-from burst_plugin.balance import choose_tokens, imbalance, work_by_rank
-from burst_plugin.chunks import dealt
-from burst_plugin.layout import LAYOUTS, positions, token_count
-from burst_plugin.region import work_by_token
-from burst_plugin.routes import Attending, RouteTable
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.sides import SIDES, Side
-from burst_plugin.tiles import key_rows
+from burst_plugin.ring import load_balance as balance
+from burst_plugin.ring.load_balance import choose_tokens, imbalance, work_by_rank
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence import chunks
+from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence.chunks import dealt
+from burst_plugin.sequence.layout import LAYOUTS, positions, token_count
+from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.sequence.tiles import key_rows
+from burst_plugin.types import SIDES, Side
 from tests.support.reference import painted
 
 

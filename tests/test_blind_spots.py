@@ -27,14 +27,14 @@ from burst_plugin import (
     Transfer,
     VirtualRing,
     burst_attention,
-    choices,
     context,
     flat_ring,
 )
-from burst_plugin.distributed_transport import _reason
+from burst_plugin.comm.torch_distributed import _reason
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import TorchCpuKernel
-from burst_plugin.region import Region
-from burst_plugin.shapes import Shapes, hop_bytes
+from burst_plugin.ring import choices
+from burst_plugin.sequence.regions import Region
 from burst_plugin.strategy import choose_traveller
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
-from burst_plugin.buffer_count import Held, as_many_buffers, most_held
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.packing import Buffer, BufferPool
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.comm.buffers import Buffer, BufferPool
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.planning.buffer_count import Held, as_many_buffers, most_held
+from burst_plugin.schedule.rings import SCHEDULES
 from tests.support.reference import Problem
 
 TOPOLOGIES = [Topology(n, w) for n, w in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (4, 2), (3, 3), (4, 4), (8, 8))]

@@ -23,14 +23,14 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
-from burst_plugin.call import Call, Extras
-from burst_plugin.choices import _features, prepare
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.tile_attention import TileWork
 from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.places import CallId
-from burst_plugin.request import Inputs, Request
-from burst_plugin.shapes import Shapes
-from burst_plugin.tile_work import TileWork
+from burst_plugin.ring.call import Call, Extras
+from burst_plugin.ring.choices import _features, prepare
+from burst_plugin.ring.request import Inputs, Request
 from tests.support.reference import Problem, Result, errors, reference
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
@@ -221,7 +221,7 @@ def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyP
         asked.append(case.new_tiles)
         return KERNELS["reference"]
 
-    monkeypatch.setattr("burst_plugin.choices.choose_kernel", choose)
+    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", choose)
     ring = VirtualRing(Topology(1, 1))
     for length in [*range(1, 9), *range(1, 12)]:
         ring.attention(*(torch.zeros(1, length, 1, 4) for _ in range(3)))

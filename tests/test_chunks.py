@@ -9,11 +9,12 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from burst_plugin import Causal, Documents, Tokens, Topology, chunks
-from burst_plugin.chunks import dealt
-from burst_plugin.layout import in_chunks
-from burst_plugin.region import work_by_token
-from burst_plugin.sides import SIDES
+from burst_plugin import Causal, Documents, Tokens, Topology
+from burst_plugin.sequence import chunks
+from burst_plugin.sequence.chunks import dealt
+from burst_plugin.sequence.layout import in_chunks
+from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.types import SIDES
 
 
 def drawn(seed: int, number: int, tokens: int, mean: float) -> tuple[int, ...]:

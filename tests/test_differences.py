@@ -26,9 +26,9 @@ from burst_plugin import (
     SlidingWindow,
     burst_attention,
 )
-from burst_plugin.agreement import EXCHANGE_BYTES, Agreement, _decode, _encode
-from burst_plugin.differences import TensorValues, differences
-from burst_plugin.region import Region
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, Agreement, _decode, _encode
+from burst_plugin.comm.differences import TensorValues, differences
+from burst_plugin.sequence.regions import Region
 from tests.support.ranks import as_on_gpus, run_ranks
 
 STARTS = tuple(range(0, 40 * 1001, 40))

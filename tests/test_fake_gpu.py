@@ -30,8 +30,8 @@ from burst_plugin import (
     burst_attention,
     key_padding,
 )
-from burst_plugin.call import Call
-from burst_plugin.copies import CopyNetwork
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.ring.call import Call
 from tests.support.fake_gpu import GPU, Launches, fake_gpu
 
 SEQ = 512

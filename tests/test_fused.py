@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from burst_plugin import softmax
+from burst_plugin.compute import online_softmax as softmax
 from tests.support.fused_cases import check_all
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,8 @@ def test_the_kernels_are_right_on_a_gpu() -> None:
 def test_they_are_tried_out_in_the_types_that_they_meet(tmp_path: Path) -> None:
     """Whatever type a script makes the default one."""
     code = (
-        "import torch; from burst_plugin import fused; torch.set_default_dtype(torch.bfloat16); seen = []\n"
+        "import torch; from burst_plugin.compute import triton_softmax as fused\n"
+        "torch.set_default_dtype(torch.bfloat16); seen = []\n"
         "fused._launch = lambda kernel, size, xs, *more, **_: seen.append([str(x.dtype) for x in [*xs, *more][:5]])\n"
         "fused.try_out(torch.device('cpu')); print(seen[0])"
     )
@@ -121,10 +122,13 @@ def test_what_cannot_be_fused_is_not(caplog: pytest.LogCaptureFixture) -> None:
     assert softmax._fused(there, there.double().as_subclass(_OnGpu)) is None
     assert softmax._fused(there, plain) is None
     assert not caplog.records
-    for hidden, said in ({"burst_plugin.fused": None}, "fused"), ({"triton": None}, "triton"):
+    for hidden, said in (
+        ({"burst_plugin.compute.triton_softmax": None}, "triton_softmax"),
+        ({"triton": None}, "triton"),
+    ):
         softmax._fused_on.cache_clear()
         caplog.clear()
-        sys.modules.pop("burst_plugin.fused", None)
+        sys.modules.pop("burst_plugin.compute.triton_softmax", None)
         with mock.patch.dict(sys.modules, hidden):  # type: ignore[arg-type]
             assert softmax._fused(there) is softmax._fused(there) is None
         (record,) = caplog.records
@@ -138,7 +142,7 @@ def test_what_memory_ran_out_for_is_tried_again() -> None:
     fused = mock.Mock()
     fused.try_out.side_effect = [torch.OutOfMemoryError(), None]
     softmax._fused_on.cache_clear()
-    with mock.patch.dict(sys.modules, {"burst_plugin.fused": fused}):
+    with mock.patch.dict(sys.modules, {"burst_plugin.compute.triton_softmax": fused}):
         with pytest.raises(torch.OutOfMemoryError):
             softmax._fused(there)
         assert softmax._fused(there) is fused

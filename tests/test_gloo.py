@@ -34,13 +34,13 @@ from burst_plugin import (
     shard_batch,
     two_level_ring,
 )
-from burst_plugin.agreement import EXCHANGE_BYTES, Agreement
-from burst_plugin.call import Call
-from burst_plugin.communicators import warm_up
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, Agreement
+from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.layout import Tokens
-from burst_plugin.profile import Event
-from burst_plugin.schedule import SCHEDULES
+from burst_plugin.profiling.recorder import Event
+from burst_plugin.ring.call import Call
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence.layout import Tokens
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -117,7 +117,7 @@ def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[st
     everyone = ContextParallel(dist.group.WORLD, hierarchy=levels)
     assert everyone.topology == burst_plugin.Topology(2, 2)
     worst: dict[str, float] = {}
-    with mock.patch("burst_plugin.communicators.warm_up", side_effect=warm_up) as warmed:
+    with mock.patch("burst_plugin.comm.process_groups.warm_up", side_effect=warm_up) as warmed:
         for cp in (pair, everyone, pair, everyone):
             for name, error in errors(_train_step(cp, problem), truth).items():
                 worst[name] = max(error, worst.get(name, 0.0))

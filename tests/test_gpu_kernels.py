@@ -35,7 +35,7 @@ from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.trial import problem_of
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, errors, reference, relative
 from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
 from tests.test_kernels import BANDS, FEATURE_CASES, run
@@ -175,7 +175,7 @@ def test_the_wish_for_determinism_arrives(
     problem = Problem.draw(16, (2, 2))
     inputs = [x.clone().requires_grad_() for x in problem[:3]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
+        patch.setattr("burst_plugin.ring.choices.choose_kernel", lambda name, case: kernel)
         out, _ = ring.attention(*inputs, mask=Causal())
     out.backward(problem.dout)
     assert {call["deterministic"] for call in calls} == {strategy or switch}
@@ -259,7 +259,7 @@ def test_more_than_can_be_addressed_is_worked_on_in_slices(
 @every_kernel
 def test_a_ring_of_them_is_exact(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles as the ring makes them: windows whole or in pieces, squares reversed."""
-    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", lambda name, case: kernel)
     problem = Problem.draw(64, (4, 2), 8, torch.float64)
     for mask, backward in product((Causal(), SlidingWindow(7, 3), SlidingWindow(30)), ("q", "kv")):
         ring = VirtualRing(Topology(2, 2), Strategy(backward=backward))
@@ -342,7 +342,7 @@ def test_a_bias_without_a_gradient_gets_none(kernel: Kernel, band: Band) -> None
 @pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
 def test_a_ring_with_a_bias_is_exact(kernel: Kernel, lowest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows in pieces, which cannot share a bias as a batch, and queries that a block has no key for."""
-    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", lambda name, case: kernel)
     problem = Problem.draw(64, (4, 2), 8, torch.float64).with_bias((1, 4))
     assert problem.bias is not None
     problem.bias[:, :, 40:50, :32] = lowest
@@ -359,7 +359,7 @@ def test_a_ring_with_a_bias_is_exact(kernel: Kernel, lowest: float, monkeypatch:
 @every_biased
 def test_batch_rows_with_masks_of_their_own_share_a_bias(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradient comes from tiles of two rows and from tiles of one, in one type."""
-    monkeypatch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
+    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", lambda name, case: kernel)
     two = Problem.draw(32, (4, 2), 8, torch.bfloat16)
     problem = Problem(*(torch.cat([x, x[:1]]) for x in two[:4])).with_bias((1, 4))
     inputs = [x.clone().requires_grad_() for x in (*problem[:3], problem.bias) if x is not None]
@@ -617,7 +617,7 @@ def test_masks_that_come_with_the_batch_may_bring_new_tiles(
         asked.append(case)
         return REFERENCE
 
-    monkeypatch.setattr("burst_plugin.choices.choose_kernel", choose)
+    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", choose)
     VirtualRing(Topology(1, 2)).attention(*Problem.draw(8, (2, 2))[:3], mask=mask)
     assert {case.new_tiles for case in asked} == {new}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Strategy, Topology, VirtualRing
-from burst_plugin.copies import CopyNetwork
+from burst_plugin.comm.copies import CopyNetwork
 from tests.support.reference import Problem, Result, errors, reference
 
 BOUND = 2e-2  # of bfloat16, whose products of probabilities GPUs round

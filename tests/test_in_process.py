@@ -24,15 +24,15 @@ from burst_plugin import (
     Traffic,
     VirtualRing,
     direct,
-    needs,
 )
-from burst_plugin.executor import RingPass, lockstep
-from burst_plugin.in_process import HostileNetwork, InProcessTransport
-from burst_plugin.mask import Causal
-from burst_plugin.packing import LABEL_BYTES, Buffer, BufferPool, Packing
-from burst_plugin.routes import Attending
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.transport import Channel, Message
+from burst_plugin.comm.buffers import LABEL_BYTES, Buffer, BufferPool, Packing
+from burst_plugin.comm.in_process import HostileNetwork, InProcessTransport
+from burst_plugin.comm.transport import Channel, Message
+from burst_plugin.ring.executor import RingPass, lockstep
+from burst_plugin.ring.routes import Attending
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence.masks import Causal
 from tests.support.reference import Problem, Result, errors, reference, relative
 
 CHANNEL = Channel(Traffic.GATHER, Link.INTRA)

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import ContextParallel, RingError, burst_attention, watch
+from burst_plugin import ContextParallel, RingError, burst_attention
+from burst_plugin.comm import failure_watch as watch
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 
 STEPS, LAYERS, AT_FAULT = 4, 3, 3

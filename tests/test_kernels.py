@@ -16,7 +16,7 @@ from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.ragged import lengths_of
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
 
 BOUNDS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from burst_plugin import Tokens
-from burst_plugin.layout import LAYOUTS, Layout, Run, cut_runs, even_length, in_chunks, positions, token_count
+from burst_plugin.sequence.layout import (
+    LAYOUTS,
+    Layout,
+    Run,
+    cut_runs,
+    even_length,
+    in_chunks,
+    positions,
+    token_count,
+)
 
 
 def dealt(layout: Layout | str, ranks: int, tokens: Tokens) -> list[list[int]]:

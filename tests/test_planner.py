@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from burst_plugin import Link, Topology, VirtualRing, flat_ring, two_level_ring
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.planner import buffer_bytes, least_seconds, left_out, pass_price, plans, visit_seconds
-from burst_plugin.price import Price, price, price_by_name
-from burst_plugin.schedule import SCHEDULES, sample
-from burst_plugin.shapes import Shapes, hop_bytes
-from burst_plugin.sides import DIRECTIONS, Direction
-from burst_plugin.simulation import Links, Load, Run, simulate
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.compute.shapes import Shapes, hop_bytes
+from burst_plugin.planning.planner import buffer_bytes, least_seconds, left_out, pass_price, plans, visit_seconds
+from burst_plugin.planning.price import Price, price, price_by_name
+from burst_plugin.planning.simulator import Links, Load, Run, simulate
+from burst_plugin.schedule.rings import SCHEDULES, sample
+from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.strategy import Strategy
-from burst_plugin.transfers import Schedule
+from burst_plugin.types import DIRECTIONS, Direction
 from tests.support.reference import Problem
 
 FAST = 1e12
@@ -115,7 +115,7 @@ def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int,
         schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
         for load, links in LOADS:
             load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
-            with mock.patch("burst_plugin.price.simulate", noted):
+            with mock.patch("burst_plugin.planning.price.simulate", noted):
                 found = price_by_name(name, topology, parts, load, links)
             assert_same(found, price(schedule, load, links))
     assert sizes.count(topology.nodes) < 8, "of 16, most are worked out from fewer nodes"

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.executor import RingPass, Visit
-from burst_plugin.profile import Event, Profile, RingProfile, Summary
-from burst_plugin.profile_report import save_chrome_trace
-from burst_plugin.tile_work import TileWork
+from burst_plugin.comm.transport import Channel, Message
+from burst_plugin.compute.tile_attention import TileWork
+from burst_plugin.profiling.recorder import Event, Profile, RingProfile, Summary
+from burst_plugin.profiling.report import save_chrome_trace
+from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, Message
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem
 

@@ -31,19 +31,18 @@ from burst_plugin import (
     Topology,
     VirtualRing,
     key_padding,
-    needs,
-    sums,
 )
-from burst_plugin.buffer_count import most_held
+from burst_plugin.comm.buffers import Packing
+from burst_plugin.compute import accumulators as sums
 from burst_plugin.kernels import KERNELS, Case
-from burst_plugin.layout import LAYOUTS, Layout, in_chunks
-from burst_plugin.packing import Packing
-from burst_plugin.region import work_by_token
-from burst_plugin.routes import Attending, Pairs
-from burst_plugin.row_ranges import merged
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.sides import SIDES, Side
-from burst_plugin.tiles import Regions, tiles_of
+from burst_plugin.planning.buffer_count import most_held
+from burst_plugin.ring.routes import Attending, Pairs
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence.layout import LAYOUTS, Layout, in_chunks
+from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.sequence.tiles import Regions, tiles_of
+from burst_plugin.types import SIDES, Side, merged
 from tests.support.reference import NAMES, Problem, Result, errors, reference
 
 SOAK = int(os.environ.get("BURST_SOAK", "0"))

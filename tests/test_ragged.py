@@ -23,17 +23,18 @@ from burst_plugin import (
     VirtualRing,
     burst_attention,
 )
-from burst_plugin.call import CallKind
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import flash as flash_module
 from burst_plugin.kernels.protocol import Grads
 from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one, lengths_of
-from burst_plugin.layout import LAYOUTS
+from burst_plugin.ring.call import CallKind
 from burst_plugin.scores import Scores
-from burst_plugin.shapes import Shapes
-from burst_plugin.spans import SpanTable
-from burst_plugin.tile_cuts import together
-from burst_plugin.tiles import CAUSAL, FULL, Band, Regions, Tile, tiles_of
+from burst_plugin.sequence.layout import LAYOUTS
+from burst_plugin.sequence.tile_splitting import together
+from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
+from burst_plugin.types import CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 from tests.support.stand_ins import INSTALL, Calls
 
@@ -268,7 +269,7 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
     problem = Problem.draw(tokens.length, (4, 2), 8, torch.float64)
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr("burst_plugin.choices.choose_kernel", lambda name, case: kernel)
+        patch.setattr("burst_plugin.ring.choices.choose_kernel", lambda name, case: kernel)
         inputs = [x.clone().requires_grad_() for x in problem[:3]]
         out, _ = VirtualRing(Topology(2, 2), strategy).attention(*inputs, mask=mask, tokens=tokens)
         grads = torch.autograd.grad(out, inputs, problem.dout)

@@ -18,13 +18,13 @@ from burst_plugin import (
     VirtualRing,
     attention,
     burst_attention,
-    communicators,
     context,
     shard_batch,
-    watch,
 )
-from burst_plugin.agreement import error_text
-from burst_plugin.communicators import new_group_like
+from burst_plugin.comm import failure_watch as watch
+from burst_plugin.comm import process_groups as communicators
+from burst_plugin.comm.consistency import error_text
+from burst_plugin.comm.process_groups import new_group_like
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from burst_plugin.softmax import add_, add_sink, merge_, project, row_delta, row_factor, sink_grad
+from burst_plugin.compute.online_softmax import add_, add_sink, merge_, project, row_delta, row_factor, sink_grad
 
 
 def _attention(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

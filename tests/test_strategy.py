@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from burst_plugin import Strategy, Topology
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.shapes import Shapes, hop_bytes
 from burst_plugin.strategy import choose_traveller
 
 MHA = Shapes(1, 1, 1, 32, 32, 128, 128, torch.bfloat16)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_plugin.softmax import add_
-from burst_plugin.sums import OwnSums, PlainSums, SoftmaxSums, TileSums
-from burst_plugin.tiles import Tile
+from burst_plugin.compute.accumulators import OwnSums, PlainSums, SoftmaxSums, TileSums
+from burst_plugin.compute.online_softmax import add_
+from burst_plugin.sequence.tiles import Tile
 
 ROWS = 8
 
@@ -109,8 +109,8 @@ def test_narrow_contributions_are_not_widened_one_by_one(monkeypatch: pytest.Mon
         taken.append((len(parts), filled))
         add_(total, parts, filled)
 
-    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 4)
-    monkeypatch.setattr("burst_plugin.sums.add_", recorded)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 4)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.add_", recorded)
     own = own_sums(1)
     for _ in range(8):
         own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [torch.ones(2, ROWS, 3, 4, dtype=torch.bfloat16)])
@@ -125,7 +125,7 @@ def test_sums_of_narrow_contributions_may_stay_narrow(
     others: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where none has to be widened for that: a single one, and those that are rounded as they are summed up."""
-    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: at_once)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: at_once)
     for rounded in (False, True):
         own = own_sums(1)
         for _ in range(others):
@@ -156,7 +156,7 @@ def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
 @pytest.mark.parametrize("make", [plain, softmax])
 def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that saves memory traffic; those to one batch row, and what other ranks sent, wait for nobody."""
-    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
     found, expected = make(), make()
     runs = [(0, ROWS), (4, ROWS), (0, 4), (2, 6), (0, ROWS), (0, 4)]
     given = [parts_of(expected, stop - start) for start, stop in runs]
@@ -164,9 +164,9 @@ def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: py
     for number, (run, parts) in enumerate(zip(runs, given, strict=True)):
         found.add(Tile(*run, 0, 1), "q", parts)
         assert len(found._waiting) == number % 3 + 1
-        monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 1)
+        monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 1)
         expected.add(Tile(*run, 0, 1), "q", parts)
-        monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+        monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
     assert all(torch.equal(x, y) for x, y in zip(flat(given), flat(copies), strict=True)), "they are the kernel's"
     for got, wanted in zip(found.tensors, expected.tensors, strict=True):
         torch.testing.assert_close(got, wanted)
@@ -174,7 +174,7 @@ def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: py
 
 @pytest.mark.parametrize("make", [plain, softmax])
 def test_who_waits_goes_in_before_what_cannot_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burst_plugin.sums.at_once", lambda part: 3)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
     sums, arrived = make(), make()
     whole, of_batch, sent = (parts_of(sums, ROWS) for _ in range(3))
     arrived.join(make(), None)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
-from burst_plugin.layout import LAYOUTS, Run, positions
-from burst_plugin.region import Region, allowed
-from burst_plugin.row_ranges import merged, union
-from burst_plugin.tile_cuts import cut, in_turns
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band, Regions, Tile, tiles_of
+from burst_plugin.sequence.layout import LAYOUTS, Run, positions
+from burst_plugin.sequence.regions import Region, allowed
+from burst_plugin.sequence.tile_splitting import cut, in_turns
+from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, merged, union
 
 MOST = 65535  # pieces of a tile
 

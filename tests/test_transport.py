@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import communicators
-from burst_plugin.communicators import group_device
-from burst_plugin.distributed_transport import DistributedTransport
+from burst_plugin.comm import process_groups as communicators
+from burst_plugin.comm.process_groups import group_device
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, Message
 
 GATHER, REDUCE = (Channel(traffic, Link.INTRA) for traffic in Traffic)
 

@@ -30,15 +30,15 @@ from burst_plugin import (
     burst_attention,
     key_padding,
 )
-from burst_plugin.choices import prepare
-from burst_plugin.executor import lockstep
-from burst_plugin.in_process import HostileNetwork
-from burst_plugin.layout import LAYOUTS, Run, positions
-from burst_plugin.packing import Packing
-from burst_plugin.request import Inputs, Request
-from burst_plugin.teams import Team, team_block
-from burst_plugin.transport import Channel
-from burst_plugin.ulysses import HeadExchange
+from burst_plugin.comm.buffers import Packing
+from burst_plugin.comm.in_process import HostileNetwork
+from burst_plugin.comm.transport import Channel
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.ring.ulysses import HeadExchange
+from burst_plugin.ring.ulysses_groups import Team, team_block
+from burst_plugin.sequence.layout import LAYOUTS, Run, positions
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference, reference_lse, relative
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from burst_plugin.places import Progress
-from burst_plugin.watch import FIRST_FAILURE, Board, FailureWatch
+from burst_plugin.comm.call_identity import Progress
+from burst_plugin.comm.failure_watch import FIRST_FAILURE, Board, FailureWatch
 
 
 def _threads() -> list[threading.Thread]:

@@ -16,7 +16,7 @@ from benchmarks.contenders.protocol import Case, Slept
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels import Grads, How, Kernel, Queries, choose_kernel
 from burst_plugin.scores import Scores
-from burst_plugin.tiles import CAUSAL, FULL
+from burst_plugin.types import CAUSAL, FULL
 
 __all__ = ["SleepingKernel", "kernel_for", "tile", "typed", "write"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.ranks import launch
-from burst_plugin.layout import LAYOUTS, Tokens, positions
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 
 __all__ = ["Attend", "PeerSession", "import_problem", "layout_rows"]
 

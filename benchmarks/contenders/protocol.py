@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin import Causal, Documents, Full, Mask
-from burst_plugin.shapes import Shapes
+from burst_plugin.compute.shapes import Shapes
 
 __all__ = ["Case", "Contender", "Session", "Slept"]
 

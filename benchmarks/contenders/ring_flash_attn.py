@@ -22,7 +22,7 @@ from benchmarks.contenders.flash_attn_stand_in import StandIn
 from benchmarks.contenders.kernels import kernel_for
 from benchmarks.contenders.peer import Attend, PeerSession, import_problem, layout_rows
 from benchmarks.contenders.protocol import Case, Contender, Slept
-from burst_plugin.layout import LAYOUTS, Tokens, positions
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 
 __all__ = ["RingFlashAttn", "refuse_ring"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.contenders.kernels import tile
 from burst_plugin.kernels import Grads, How, Kernel, Lengths, Queries
 from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one
-from burst_plugin.tiles import CAUSAL
+from burst_plugin.types import CAUSAL
 
 __all__ = ["backward", "forward", "how_of"]
 

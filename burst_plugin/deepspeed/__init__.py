@@ -8,6 +8,7 @@ Importing this package imports no DeepSpeed; `install()` does.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,17 @@ def install() -> Adapter:
     Raises:
         ImportError: deepspeed is not installed.
     """
-    from burst_plugin.deepspeed.adapter import install_adapter
+    from burst_plugin.deepspeed.adapter import install_adapter, installed
 
-    return install_adapter()
+    earlier = installed()
+    if earlier is not None:
+        return earlier
+    adapter = install_adapter()
+    if all(map(importlib.util.find_spec, ("transformers", "accelerate"))):
+        from burst_plugin.deepspeed.trainer import install_trainer
+
+        adapter.report += install_trainer(adapter)
+    return adapter
 
 
 def session(engine: Any = None) -> Session:

@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from burst_plugin.agreement import prepared_together, raise_if_unlike, statement
+from burst_plugin.comm.consistency import prepared_together, raise_if_unlike, statement
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import (
     BLOCK,
@@ -43,8 +43,8 @@ from burst_plugin.deepspeed.groups import (
     sequence_parallel_size,
 )
 from burst_plugin.deepspeed.loaders import ShardedLoader
+from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.strategy import AUTO
-from burst_plugin.wrapping import announce, wrap
 
 __all__ = ["Adapter", "RequestedSize", "install_adapter", "installed"]
 
@@ -143,10 +143,6 @@ def install_adapter() -> Adapter:
         from burst_plugin import huggingface
 
         adapter.report.append(huggingface.register())
-        if importlib.util.find_spec("accelerate") is not None:
-            from burst_plugin.deepspeed.trainer import install_trainer
-
-            adapter.report += install_trainer(adapter)
     warn_if_untested("deepspeed", _TESTED)
     return adapter
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, as_given, check_shard, shard_batch, shifted
-from burst_plugin.communicators import group_device
+from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
-from burst_plugin.member import Member
+from burst_plugin.ring.rank_state import Member
 
 __all__ = ["Session"]
 

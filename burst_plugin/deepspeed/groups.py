@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from burst_plugin.communicators import new_group_like
+from burst_plugin.comm.process_groups import new_group_like
 
 __all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
 

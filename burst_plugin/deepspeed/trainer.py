@@ -22,7 +22,7 @@ from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Bloc
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
-from burst_plugin.wrapping import wrap
+from burst_plugin.frameworks.wrapping import wrap
 
 __all__ = ["install_trainer"]
 

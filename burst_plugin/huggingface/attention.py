@@ -12,10 +12,10 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
+from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe, shard_of_forward
-from burst_plugin.mask import Causal, Full, Keys, Mask, SlidingWindow
 from burst_plugin.scores import Scores
-from burst_plugin.wrapping import wrap
+from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
 __all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "register_attention"]
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.batch import SequenceShard
-from burst_plugin.mask import Causal, Documents, Full, Mask, PerRow, SlidingWindow
-from burst_plugin.region import Both
+from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
+from burst_plugin.sequence.regions import Both
 
 __all__ = ["MaskRecipe", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
 

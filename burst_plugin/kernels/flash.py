@@ -31,7 +31,7 @@ from burst_plugin.kernels.ragged import (
     is_right,
 )
 from burst_plugin.kernels.shaping import fit, round_up
-from burst_plugin.tiles import FULL, Band
+from burst_plugin.types import FULL, Band
 
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.scores import Scores
-from burst_plugin.tiles import Band
+from burst_plugin.types import Band
 
 __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Lengths", "Queries"]
 

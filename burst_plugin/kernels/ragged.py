@@ -19,7 +19,7 @@ from torch import Tensor
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Lengths, Queries
 from burst_plugin.kernels.trial import ALIKE, RESULTS, difference
 from burst_plugin.scores import Scores
-from burst_plugin.tiles import CAUSAL, FULL
+from burst_plugin.types import CAUSAL, FULL
 
 __all__ = [
     "DQ_ROWS",

@@ -11,7 +11,7 @@ from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
 from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one
-from burst_plugin.tiles import FULL
+from burst_plugin.types import FULL
 
 __all__ = ["ReferenceKernel", "largest_scores"]
 

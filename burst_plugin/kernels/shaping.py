@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Queries
-from burst_plugin.tiles import CAUSAL
+from burst_plugin.types import CAUSAL
 
 __all__ = ["backward_reversed", "expand_heads", "fit", "forward_reversed", "round_up", "sum_heads"]
 

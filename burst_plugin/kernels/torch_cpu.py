@@ -15,7 +15,7 @@ from torch import Tensor
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL
+from burst_plugin.types import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCpuKernel", "flash_backward"]
 

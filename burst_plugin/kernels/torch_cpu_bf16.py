@@ -22,7 +22,7 @@ from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, sum_heads
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel, flash_backward
-from burst_plugin.tiles import ANTICAUSAL, FULL, Band
+from burst_plugin.types import ANTICAUSAL, FULL, Band
 
 __all__ = ["TorchCpuBf16Kernel"]
 

@@ -27,7 +27,7 @@ from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, fit, forward_reversed, round_up
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.kernels.trial import problem_of
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL
+from burst_plugin.types import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCudnnKernel"]
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Queries
 from burst_plugin.kernels.shaping import backward_reversed, expand_heads, fit, forward_reversed, round_up, sum_heads
-from burst_plugin.tiles import ANTICAUSAL, CAUSAL, FULL, Band
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 
 __all__ = ["TorchEfficientKernel"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_plugin.kernels.protocol import Case, How, Kernel, Queries
 from burst_plugin.scores import Scores
-from burst_plugin.tiles import CAUSAL, FULL
+from burst_plugin.types import CAUSAL, FULL
 
 __all__ = ["ALIKE", "RESULTS", "difference", "problem_of"]
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.megatron.arguments import (
     add_arguments,
     burst_is_possible,
@@ -34,7 +35,6 @@ from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
 from burst_plugin.strategy import Strategy
-from burst_plugin.wrapping import announce, wrap
 
 __all__ = ["Adapter", "install_adapter"]
 

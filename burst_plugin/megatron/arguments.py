@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
 from burst_plugin.megatron.releases import Version, parse_version
-from burst_plugin.rules import Rule, broken_rules, off, one_of
-from burst_plugin.schedule import SCHEDULES
-from burst_plugin.sides import SIDES
+from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import AUTO, CHECKS, Strategy
+from burst_plugin.types import SIDES
 
 __all__ = [
     "FLAGS",

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.megatron.releases import newer_and_irrelevant
-from burst_plugin.rules import Rule, broken_rules, off, one_of
 
 __all__ = [
     "HONOURED",

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.layout import Tokens
-from burst_plugin.mask import Mask
 from burst_plugin.megatron import masks
 from burst_plugin.megatron.arguments import flag_problems, parsed_strategy, warn_of_quantizers
 from burst_plugin.megatron.config import is_hybrid, problems, spreads_sequences, unknown_fields
 from burst_plugin.megatron.packed import check_known, packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
 
 __all__ = ["BurstCoreAttention", "ChosenCoreAttention"]

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from burst_plugin.wrapping import wrap
+from burst_plugin.frameworks.wrapping import wrap
 
 _REPORT = "_burst_plugin_cpu_report"  # kept on torch.cuda, beside what it tells of
 _CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def prepare(directory: Path) -> list[str]:
 
     for checkout in (directory, directory.parent):  # scripts lie in its root, or in tools/
         if cpu_scripts.is_checkout(checkout):
-            return cpu_scripts.enable_training_scripts(checkout)
+            return [*enable(), *cpu_scripts.prepare_training_scripts(checkout)]
     return enable()
 
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import typing_extensions
 
-from burst_plugin.megatron import cpu
-
-__all__ = ["enable_training_scripts", "is_checkout"]
+__all__ = ["is_checkout", "prepare_training_scripts"]
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 # What compiles or warms up CUDA code: module -> function that does nothing here. Not every release has all of them.
@@ -28,8 +26,8 @@ def is_checkout(directory: Path) -> bool:
     return (directory / "megatron" / "training").is_dir()
 
 
-def enable_training_scripts(checkout: Path) -> list[str]:
-    """`cpu.enable()`, and what `pretrain_*.py` of a Megatron-LM checkout need besides.
+def prepare_training_scripts(checkout: Path) -> list[str]:
+    """Do what `pretrain_*.py` of a Megatron-LM checkout need besides `cpu.enable()`, and say what.
 
     All of megatron is the checkout's, but for the compiled dataset helpers of an installed megatron-core, which are
     used if the checkout's are not built. Tried with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and
@@ -37,11 +35,7 @@ def enable_training_scripts(checkout: Path) -> list[str]:
 
     Args:
         checkout: the directory that holds `pretrain_gpt.py` and `megatron/`.
-
-    Returns:
-        As `cpu.enable()`.
     """
-    lines = cpu.enable()
     if str(checkout) not in sys.path:
         sys.path.insert(0, str(checkout))
     if not hasattr(typing, "override"):  # Megatron-LM from 0.18 on is written for Python 3.12
@@ -53,7 +47,7 @@ def enable_training_scripts(checkout: Path) -> list[str]:
         present = {module: name for module, name in unneeded.items() if _exists(module)}
         for module, name in present.items():
             vars(importlib.import_module(module))[name] = _nothing
-    return [*lines, f"megatron: {', '.join(present.values())} do nothing"]
+    return [f"megatron: {', '.join(present.values())} do nothing"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.arguments import parsed_arguments
-from burst_plugin.wrapping import wrap
 
 __all__ = ["Identity", "follow_schedules"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from burst_plugin.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
-from burst_plugin.mask import Documents
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
+from burst_plugin.sequence.masks import Documents
 
 __all__ = ["check_known", "packed_documents", "packed_indices"]
 

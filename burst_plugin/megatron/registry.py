@@ -12,11 +12,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.mask import Mask
 from burst_plugin.megatron.arguments import parsed_strategy
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.masks import check_same
 from burst_plugin.megatron.seen import Seen
+from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
 
 __all__ = ["Registry"]

@@ -26,10 +26,10 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.packed import packed_indices
 from burst_plugin.megatron.releases import Version
-from burst_plugin.wrapping import wrap
 
 __all__ = ["REPAIRS", "Repair", "apply_repairs"]
 

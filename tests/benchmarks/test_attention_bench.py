@@ -32,12 +32,12 @@ from benchmarks.silent import SilentTransport
 from benchmarks.trials import TRIALS
 from burst_plugin import Strategy, Topology, VirtualRing
 from burst_plugin.attention import forward_program
-from burst_plugin.choices import prepare
-from burst_plugin.copies import CopyNetwork
-from burst_plugin.executor import lockstep
-from burst_plugin.request import Inputs, Request
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.comm.transport import Channel, Message
+from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.transport import Channel, Message
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

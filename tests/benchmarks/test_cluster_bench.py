@@ -23,8 +23,8 @@ from benchmarks.limits import RefusedError
 from benchmarks.netns import EmulatedCluster
 from benchmarks.results import load
 from burst_plugin import Strategy
-from burst_plugin.planner import Links
-from burst_plugin.sides import DIRECTIONS
+from burst_plugin.planning.planner import Links
+from burst_plugin.types import DIRECTIONS
 from tests.support.ranks import run_ranks
 
 SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)

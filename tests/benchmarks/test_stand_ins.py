@@ -21,7 +21,7 @@ from benchmarks.contenders.torch_context_parallel import _backward, _forward
 from benchmarks.contenders.yunchang import USP
 from burst_plugin import Causal, CausalBottomRight, Full, Mask, Scores
 from burst_plugin.kernels import Queries
-from burst_plugin.tiles import ANTICAUSAL, FULL
+from burst_plugin.types import ANTICAUSAL, FULL
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
 
 CASE = Case(1, 2, 64, 4, 2, 8, torch.bfloat16, causal=False, batch=2)

@@ -140,7 +140,7 @@ def _forward_with(rank: int, kind: str) -> list[str]:
     q = torch.randn(32, 1, 8, 8)
     k = torch.randn(32, 1, 4, 8)
     causal = torch.ones(64, 64, dtype=torch.bool).triu(1)
-    from burst_plugin.layout import LAYOUTS, Tokens, positions
+    from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 
     rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64)))
     assert core(q, k, k, causal[rows].view(1, 1, 32, 64)).shape == (32, 1, 64)

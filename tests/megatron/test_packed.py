@@ -9,10 +9,10 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from burst_plugin.layout import Tokens
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.packed import packed_documents
 from burst_plugin.megatron.seen import Seen
+from burst_plugin.sequence.layout import Tokens
 
 pytestmark = pytest.mark.megatron
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from burst_plugin import softmax
+from burst_plugin.compute import online_softmax as softmax
 
 __all__ = ["GPU", "Launches", "fake_gpu"]
 
@@ -26,7 +26,7 @@ CUDNN = 92000
 
 
 class Launches:
-    """In the place of `burst_plugin.fused`: checks what its kernels would be given, and counts the parts of sums."""
+    """In the place of `compute.triton_softmax`: checks what kernels would be given, and counts parts of sums."""
 
     AT_ONCE = 4
 

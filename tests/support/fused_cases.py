@@ -1,4 +1,4 @@
-"""The Triton kernels of `burst_plugin.fused` held against `burst_plugin.softmax` in float64, on any device.
+"""`compute.triton_softmax` held against `compute.online_softmax` in float64, on any device.
 
 In a process with TRITON_INTERPRET=1 they run on CPUs: `python -m tests.support.fused_cases`.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin import softmax
+from burst_plugin.compute import online_softmax as softmax
 
 __all__ = ["check_all"]
 
@@ -101,7 +101,7 @@ def check_all(device: str) -> int:
 
 def _check_merges(case: _Case) -> None:
     """Of one part, of several, and of more than go at once; into what holds values, and into what holds none."""
-    from burst_plugin import fused
+    from burst_plugin.compute import triton_softmax as fused
 
     assert fused.AT_ONCE == _AT_ONCE
     held = case.out.clone(), case.lse.clone()
@@ -124,7 +124,7 @@ def _check_merges(case: _Case) -> None:
 
 def _check_additions(case: _Case) -> None:
     """As of merges."""
-    from burst_plugin import fused
+    from burst_plugin.compute import triton_softmax as fused
 
     held, before = case.out.clone(), [x.clone() for x in case.surroundings]
     others = [case.other_out.roll(n, 1) if n else case.other_out for n in range(_AT_ONCE + 2)]
@@ -139,7 +139,7 @@ def _check_additions(case: _Case) -> None:
 
 def _check_rounding(case: _Case) -> None:
     """Of a sum and what still waits for it, into tensors of the type of what waits."""
-    from burst_plugin import fused
+    from burst_plugin.compute import triton_softmax as fused
 
     for count in (1, 2, _AT_ONCE):
         parts = [case[1:3]] + [case[3:5]] * count
@@ -165,7 +165,7 @@ def _check_surroundings(case: _Case, before: Sequence[Tensor]) -> None:
 
 
 def _check_delta_and_factor(case: _Case) -> None:
-    from burst_plugin import fused
+    from burst_plugin.compute import triton_softmax as fused
 
     dout = case.other_out
     for magnitude in (1.0, 1e-30) if dout.is_contiguous() and dout.dtype != torch.float16 else (1.0,):

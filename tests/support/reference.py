@@ -25,7 +25,7 @@ from burst_plugin import (
     SlidingWindow,
 )
 from burst_plugin.kernels.dropout import keep
-from burst_plugin.region import Both
+from burst_plugin.sequence.regions import Both
 
 __all__ = ["NAMES", "Problem", "Result", "errors", "painted", "reference", "reference_lse", "relative"]
 

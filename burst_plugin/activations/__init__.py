@@ -1,0 +1,1 @@
+"""Memory beside attention: what is kept for the backward pass, and what is computed again."""

@@ -1,0 +1,264 @@
+"""`burst plan`: which schedule, exchange of heads, parts and traveller suit a cluster, by the planner's prices."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.planner import (
+    MOST_SIMULATED,
+    Links,
+    Plan,
+    buffer_bytes,
+    least_seconds,
+    left_out,
+    plans,
+    visit_seconds,
+)
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology
+
+__all__ = ["add_arguments", "lines"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_BAR_WIDTH = 30
+
+# The bounds are far beyond any machine or model, so that what is outside is a slip of the keyboard or of the unit;
+# inside them every time that is computed is finite, and every loop ends soon.
+_MOST_NODES = 100_000
+_MOST_RANKS_PER_NODE = 1_024
+_MOST_TOKENS = 10**12
+_MOST_HEADS = 100_000
+_MOST_HEAD_DIM = 65_536
+_RATES = (1e-3, 1e6)
+
+_DESCRIPTION = """\
+Estimate what one attention layer takes, forward and backward, with each
+schedule on a cluster that you describe, and print the Strategy to use. Nothing
+is run and no GPU is needed. The estimate leaves out latency and kernel launches.
+"""
+_EXAMPLE = """\
+example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GPU
+  burst plan --nodes 2 --ranks-per-node 8 --seq 131072 --heads 32/8 \\
+    --tflops 500 --intra-gb-s 400 --inter-gb-s 40
+"""
+_LEGEND = """\
+over the bound: the time of both passes over {bound_ms} ms, the same for all rows. No plan is faster than that: every
+  rank has its share of the computing, each block has to be sent once to every other node, and once to every rank.
+  The bound is the longest of the three, for the exchange of heads and the side that travels for which it is shortest.
+ulysses: ranks that exchange heads before and after the ring, 1 for none. parts, travels: forward and backward.
+Rows: without an exchange, each schedule with 1 part and with its best number of parts; and the best plan for each
+  number of ranks that exchange heads. The fastest are on top; of plans equally far from the bound, the simplest."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+
+    def add(name: str, **options: object) -> None:
+        parser.add_argument(name, **options)  # type: ignore[arg-type]
+
+    add("--nodes", metavar="N", type=_whole("nodes", _MOST_NODES), required=True, help="number of nodes")
+    add(
+        "--ranks-per-node",
+        metavar="N",
+        type=_whole("ranks", _MOST_RANKS_PER_NODE),
+        required=True,
+        help="ranks of the context-parallel group on each node",
+    )
+    add(
+        "--seq",
+        metavar="TOKENS",
+        type=_whole("tokens", _MOST_TOKENS),
+        required=True,
+        help="length of the whole sequence",
+    )
+    add(
+        "--heads",
+        metavar="Q/KV",
+        type=_heads,
+        required=True,
+        help="query and key/value heads that a rank has, such as 32/8; with tensor parallelism, its share of them",
+    )
+    add(
+        "--head-dim",
+        metavar="DIM",
+        type=_whole("elements", _MOST_HEAD_DIM),
+        default=128,
+        help="size of a head (default: 128)",
+    )
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="type of q, k and v (default: bfloat16)")
+    add("--mask", choices=("causal", "full"), default="causal", help="attention mask (default: causal)")
+    add(
+        "--tflops",
+        metavar="TFLOPS",
+        type=_rate("TFLOPS, such as 500"),
+        required=True,
+        help="speed of the attention kernel in a forward pass, such as 500; backward is 2.5 times the work",
+    )
+    add(
+        "--intra-gb-s",
+        metavar="GB/S",
+        type=_rate("GB/s, such as 400"),
+        required=True,
+        help="rate at which a rank sends inside its node, such as 400, and receives at the same time",
+    )
+    add(
+        "--inter-gb-s",
+        metavar="GB/S",
+        type=_rate("GB/s, such as 40"),
+        required=True,
+        help="rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
+    )
+    add(
+        "--nic",
+        choices=("rank", "node"),
+        default="rank",
+        help="whether each rank has a NIC, or all ranks of a node share one (default: rank)",
+    )
+
+
+def _whole(unit: str, most: int) -> Callable[[str], int]:
+    """Return a type of option: a whole number of `unit` from 1 to `most`."""
+
+    def parse(text: str) -> int:
+        if not _is_whole(text, most):
+            raise argparse.ArgumentTypeError(f"got {_short(text)}, expected a whole number of {unit}, 1 to {most:,}")
+        return int(text)
+
+    return parse
+
+
+def _rate(unit: str) -> Callable[[str], float]:
+    """Return a type of option: a finite number of `unit` within `_RATES`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        least, most = _RATES
+        if not least <= value <= most:  # nor is nan
+            raise argparse.ArgumentTypeError(f"got {_short(text)}, expected {unit}, {least:g} to {most:,.0f}")
+        return value
+
+    return parse
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """Parse query heads / key/value heads."""
+    numbers = text.split("/")
+    if len(numbers) != 2 or not all(_is_whole(each, _MOST_HEADS) for each in numbers):
+        raise argparse.ArgumentTypeError(
+            f"got {_short(text)}, expected query heads / key/value heads, such as 32/8, each 1 to {_MOST_HEADS:,}"
+        )
+    q_heads, kv_heads = map(int, numbers)
+    if q_heads % kv_heads:
+        raise argparse.ArgumentTypeError(
+            f"got {text}, but {kv_heads} key/value heads do not divide {q_heads} query heads; write for example 32/8"
+        )
+    return q_heads, kv_heads
+
+
+def _is_whole(text: str, most: int) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= len(str(most)) and 1 <= int(text) <= most
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Return what the command prints. Raises ValueError for a sequence shorter than the number of ranks."""
+    topology = Topology(options.nodes, options.ranks_per_node)
+    if options.seq < topology.ranks:
+        raise ValueError(
+            f"--seq {options.seq} is fewer tokens than the {topology.ranks} ranks of --nodes {options.nodes} "
+            f"--ranks-per-node {options.ranks_per_node}, some of which would have none; use a longer sequence, or "
+            "fewer ranks"
+        )
+    (q_heads, kv_heads), dim = options.heads, options.head_dim
+    local = -(-options.seq // topology.ranks)
+    shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, _DTYPES[options.dtype])
+    links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
+    visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
+    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
+    bound_s = least_seconds(topology, shapes, visit_s, links)
+    yield (
+        f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
+        f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
+    )
+    yield (
+        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'travels':>11}{'forward ms':>12}{'backward ms':>13}"
+        f"{'over the bound':>16}"
+    )
+    for plan in _shown(best_first):
+        strategy = plan.strategy
+        yield (
+            f"{strategy.schedule:<16}{strategy.ulysses_degree:>8}{strategy.parts!s:>8}"
+            f"{', '.join(plan.travellers):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
+            f"{plan.step_s / bound_s:>15.2f}x"
+        )
+    for name in left_out(topology):
+        yield (
+            f"{name:<16} is left out without an exchange: it would take minutes to simulate the "
+            f"{topology.ranks_per_node} ranks of a node one by one, and at most {MOST_SIMULATED} are"
+        )
+    yield ""
+    yield _advice(best_first[0], buffer_bytes(best_first[0], topology, shapes))
+    yield ""
+    yield _LEGEND.format(bound_ms=_ms(bound_s))
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f}" if seconds < 1e5 else f"{1e3 * seconds:.3g}"
+
+
+def _shown(best_first: list[Plan]) -> Iterator[Plan]:
+    """The plans that get a row; the legend says which they are."""
+    best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(best_first)}
+    of_degree = {p.strategy.ulysses_degree: p for p in reversed(best_first)}
+    for plan in best_first:
+        strategy = plan.strategy
+        if strategy.ulysses_degree > 1:
+            is_shown = plan is of_degree[strategy.ulysses_degree]
+        else:
+            is_shown = strategy.parts == 1 or plan is best[1, strategy.schedule]
+        if is_shown:
+            yield plan
+
+
+def _advice(best: Plan, nbytes: float) -> str:
+    options = {name: getattr(best.strategy, name) for name in ("schedule", "parts")}
+    for name in ("forward", "backward", "ulysses_degree"):
+        value = getattr(best.strategy, name)
+        if value != getattr(Strategy(), name):
+            options[name] = value
+    return (
+        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {_why(best)}. "
+        f"Its communication buffers take about {nbytes / 2**30:.2f} GiB per rank, shared by all layers."
+    )
+
+
+def _why(best: Plan) -> str:
+    """What the time of a plan is made of."""
+    compute_s = best.forward.compute_s + best.backward.compute_s
+    if best.step_s <= 1.02 * compute_s:
+        return "computing hides all communication"
+    busy_s = {link: best.forward.link_s[link] + best.backward.link_s[link] for link in Link}
+    link = max(Link, key=busy_s.__getitem__)
+    where = "between nodes" if link is Link.INTER else "inside nodes"
+    return f"ranks wait for the links {where}, {100 * (1 - compute_s / best.step_s):.0f} % of the time"
+
+
+def _progress_bar(done: int, total: int) -> None:
+    """Draw the bar on standard error; wipe it off when all is done."""
+    filled = _BAR_WIDTH * done // total
+    bar = f"\rpricing [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}"
+    print(bar if done < total else f"\r{' ' * (len(bar) - 1)}\r", end="", file=sys.stderr, flush=True)

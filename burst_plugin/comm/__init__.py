@@ -1,0 +1,1 @@
+"""How bytes move: transports, process groups, buffers, and how ranks agree and watch each other."""

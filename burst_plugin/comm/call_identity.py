@@ -1,0 +1,91 @@
+"""Where a rank is in its training: which call of attention, which pass, what it waits for.
+
+Ranks compare it before a pass, messages carry it on CPUs, and ranks that wait tell each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from burst_plugin.types import Direction
+
+__all__ = ["CallId", "Progress", "by_rank", "call_name"]
+
+
+class CallId(NamedTuple):
+    """Which call of attention this is.
+
+    number: how many comparisons and calls this rank has come to; the same on every rank that is in step.
+    name: what the caller says of it, such as "step 7, layer 3".
+    is_compared: whether ranks compare this call, and so its backward pass.
+    """
+
+    number: int
+    name: str = ""
+    is_compared: bool = False
+
+    def __str__(self) -> str:
+        return f"call {self.number} ({self.name})" if self.name else f"call {self.number}"
+
+    def label(self, direction: Direction, kind: bytes) -> bytes:
+        """Return 16 bytes that tell a pass of this call from others; `kind` is the digest of what it computes."""
+        which = 2 * self.number + (direction == "backward")
+        named = blake2b(self.name.encode(), key=kind, digest_size=8).digest()
+        return named + which.to_bytes(8, "little")
+
+
+def call_name(step: str, tag: object) -> str:
+    """Return the name of a call from the training step and the caller's `tag`; a tuple's items are listed."""
+    items = tag if isinstance(tag, tuple) else (tag,)
+    return ", ".join(text for text in (step, *(str(item) for item in items if item is not None)) if text)
+
+
+class _KnowsItsStep(Protocol):
+    @property
+    def step(self) -> int: ...
+
+
+@dataclass
+class Progress:
+    """What a rank does right now on a ring; written by the thread that trains, read by the one that watches.
+
+    where: in words, such as "in the forward pass of call 13 (step 7, layer 2)".
+    call: that of the pass which is under way, if one is; `ring_pass` knows its step.
+    waiting: the rank that is waited for, and since when.
+    """
+
+    where: str = "before the first call"
+    call: CallId | None = None
+    ring_pass: _KnowsItsStep | None = None
+    waiting: tuple[int, float] | None = None
+
+    def begin_pass(self, direction: Direction, call: CallId) -> None:
+        """Note that this rank enters a pass."""
+        self.call, self.where = call, f"in the {direction} pass of {call}"
+
+    def end_pass(self, direction: Direction) -> None:
+        """Note that this rank has left the pass."""
+        self.where, self.call, self.ring_pass = f"after the {direction} pass of {self.call}", None, None
+
+    def wait_for(self, peer: int) -> None:
+        """Note that this rank begins to wait for a message to or from `peer`."""
+        self.waiting = (peer, monotonic())
+
+    def __str__(self) -> str:
+        ring_pass = self.ring_pass  # which the other thread may take away
+        return self.where if ring_pass is None else f"{self.where}, ring step {ring_pass.step}"
+
+
+def by_rank(texts: Mapping[int, str], ranks: int) -> str:
+    """Return texts with the ranks that they are of, the fewest ranks first; just the text if all say the same."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(str(rank))
+    if len(ranks_of) == 1 and len(texts) == ranks:
+        return next(iter(ranks_of))
+    named = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in named)

@@ -1,0 +1,221 @@
+"""How ranks compare their calls before attention data moves, in one exchange of fixed size."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from hashlib import blake2b
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.comm.call_identity import by_rank
+from burst_plugin.comm.differences import differences
+from burst_plugin.comm.failure_watch import Board
+from burst_plugin.comm.process_groups import group_device, launches_batches, timeout_of
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.comm.transport import Channel, Message, PeerLostError, lost_peer_error
+from burst_plugin.topology import Link, Traffic
+
+__all__ = [
+    "DISAGREE",
+    "EXCHANGE_BYTES",
+    "Agreement",
+    "error_text",
+    "prepared_together",
+    "raise_if_unlike",
+    "statement",
+]
+
+T = TypeVar("T")
+Agreed = TypeVar("Agreed")
+
+EXCHANGE_BYTES = 2048  # what each rank tells each other rank
+DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
+_DIGEST_BYTES = 16
+_CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
+_TAG = 20240  # of comparisons on the group of the whole world; nobody else's
+_PROBLEM = "problem: "
+_PLACE = "at: "
+
+
+class Agreement:
+    """The ranks of `group` in conversation; every method but `use` is collective.
+
+    Between processes on gloo it goes over the group of the whole world, so that ranks that are about to go around
+    unlike rings meet, and learn of it, instead of waiting for each other on two groups. Threads of a process, which
+    may each have a ring, keep to the ring's own group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
+        self.is_on_cpu = group_device(group).type == "cpu"
+        self._group, self._rank, self._ranks = group, rank, len(global_ranks)
+        self._in_one = launches_batches(group)
+        self._own = DistributedTransport({_CHANNEL: group}, global_ranks)
+        self._shared = self._own
+        if not self._in_one and (world := _gloo_world()) is not None:
+            timeout = timeout_of(group)
+            self._shared = DistributedTransport({_CHANNEL: world}, global_ranks, tag=_TAG, timeout=timeout)
+
+    @property
+    def group_name(self) -> str:
+        """The name of the ring's group, the same on all of its ranks and unlike those of other groups.
+
+        Nothing with NCCL: ranks may call a group that was split off another by unlike names there, and compare on
+        it alone.
+        """
+        return "" if self._in_one else str(self._group.group_name)
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
+        return group_device(self._group)
+
+    def compare(self, at: str, compared: Mapping[str, object], problem: str) -> None:
+        """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
+
+        `at` says what is about to be done; `compared` are values by name. Only where they differ behind what one
+        exchange can hold are there more, which find the place.
+        """
+        when = f"the comparison before {at}"
+        lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
+        said = self.exchange(statement(lines, problem), when)
+        raise_if_apart(said)
+        compares = all(text.startswith(_PLACE) for text in said)  # others would not come again
+        if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
+            found = differences(compared, partial(self.exchange, when=when))
+            if found:
+                raise ValueError(DISAGREE + found)
+        raise_if_unlike(said, DISAGREE)
+
+    def exchange(self, text: str, when: str) -> list[str]:
+        """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
+
+        Between all pairs, so that the rank that is lost can be named: RingError. With NCCL, which cannot tell, and
+        holds megabytes for every pair that is connected, in one all-gather.
+        """
+        encoded = _encode(text)
+        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        everyone = self._gathered(mine) if self._in_one else self._between_pairs(mine, when)
+        ours = _decode(encoded)  # what most say, if not all
+        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+
+    def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
+        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(everyone, mine.to(self.device), group=self._group)
+        return everyone.cpu().view(self._ranks, -1).unbind()
+
+    def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
+        mine = mine.to(self.device)
+        everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
+        peers = [rank for rank in range(self._ranks) if rank != self._rank]
+        sends = [Message(rank, _CHANNEL, mine) for rank in peers]
+        recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
+        is_main = threading.current_thread() is threading.main_thread()
+        transport = self._shared if is_main else self._own
+        try:
+            for pending in transport.post(sends, recvs):
+                pending.wait()
+        except PeerLostError as lost:
+            raise lost_peer_error(transport, self._rank, when, lost) from lost
+        return [each.cpu() for each in everyone]
+
+    def use(self, board: Board) -> None:
+        """From now on say on `board` whom this rank waits for, and, if it is the first to miss another, whom."""
+        self._own.board = self._shared.board = board
+
+
+def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
+    """What this rank prepares, once all ranks have, and what they agreed on.
+
+    Args:
+        prepare: of this rank alone; may raise.
+        agree: collective, with what was prepared, or None and the problem with it; raises ValueError on every rank if
+            any has one.
+
+    Raises:
+        ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
+    """
+    prepared, problem, cause = None, "", None
+    try:
+        prepared = prepare()
+    except Exception as error:  # whatever it is, the other ranks have to hear of it
+        problem, cause = error_text(error), error
+    try:
+        agreed = agree(prepared, problem)
+    except ValueError as error:
+        raise error from cause or error.__cause__
+    assert prepared is not None, "agree raises if any rank has a problem"
+    return prepared, agreed
+
+
+def error_text(error: BaseException) -> str:
+    """An error as other ranks are told of it."""
+    return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
+
+
+def statement(ours: Sequence[str], problem: str) -> str:
+    """What a rank says: its `problem`, or else what has to be the same on all, line by line."""
+    return _PROBLEM + problem if problem else "\n".join(ours)
+
+
+def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
+    """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
+    problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
+    if problems:
+        raise ValueError(by_rank(problems, len(said)))
+    if len(set(said)) > 1:
+        same = set.intersection(*(set(text.splitlines()) for text in said))
+        unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
+        raise ValueError(disagree + by_rank(dict(enumerate(unlike)), len(said)))
+
+
+def raise_if_apart(said: Sequence[str]) -> None:
+    """Raise ValueError if ranks say that they are about to do unlike things, or go around unlike rings."""
+    places = {}
+    for rank, text in enumerate(said):
+        lines = text.splitlines()
+        if not lines or not lines[0].startswith(_PLACE):
+            return  # a problem, which is told as such
+        places[rank] = lines[0].removeprefix(_PLACE), next((x for x in lines if x.startswith("ring=")), "")
+    if len(set(places.values())) > 1:
+        rings = {ring for _, ring in places.values()}
+        texts = {
+            rank: f"before {at}" + (f" of the ring {ring.removeprefix('ring=')}" if len(rings) > 1 else "")
+            for rank, (at, ring) in places.items()
+        }
+        raise ValueError(
+            f"ranks are at different places: {by_rank(texts, len(said))}; some rank skipped a call, a backward pass "
+            "or a whole step, or made one twice, or it uses its rings in another order"
+        )
+
+
+def _gloo_world() -> dist.ProcessGroup | None:
+    """Return the group of the whole world, if it moves what CPUs hold by gloo."""
+    world = dist.group.WORLD
+    try:
+        return world if world is not None and world._get_backend(torch.device("cpu")).name() == "gloo" else None
+    except RuntimeError:  # it has no backend for CPUs
+        return None
+
+
+def _encode(text: str) -> bytes:
+    data = text.encode()
+    room = EXCHANGE_BYTES - _DIGEST_BYTES
+    return data[:room].ljust(room, b"\0") + blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _decode(data: bytes) -> str:
+    """The text; followed by its digest if it was cut, so that texts that differ behind the cut still do."""
+    text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
+    whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
+    return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
+
+
+def _is_cut(text: str) -> bool:
+    """Whether `_decode` gave a text that was too long."""
+    return len(text.encode()) > EXCHANGE_BYTES - _DIGEST_BYTES

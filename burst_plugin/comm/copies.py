@@ -1,0 +1,53 @@
+"""All ranks in one process at full speed: every message is one copy in memory, on GPUs beside the work.
+
+For timing what a ring does besides its kernels, on one machine without a network:
+
+    ring = burst_plugin.VirtualRing(topology, network=CopyNetwork(topology.ranks, device))
+
+On a GPU the copies run on a stream of the receiving rank, ordered by events after what the sender and the receiver
+have done before they post; waiting orders the current stream behind the copy and never stalls the host. On a CPU a
+message is copied where its second end is posted. Where a fault has to show, use `in_process.HostileNetwork` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from burst_plugin.comm.in_process import InProcessNetwork, Parcel
+
+__all__ = ["CopyNetwork"]
+
+
+class CopyNetwork(InProcessNetwork):
+    """Copies as soon as both ends of a message are posted. Tensors are on `device`."""
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(ranks)
+        self._device = device
+        streams = range(ranks) if device.type == "cuda" else ()
+        # Before kernels that are queued already, as the streams of NCCL's communicators.
+        self._streams = [torch.cuda.Stream(device, priority=-1) for _ in streams]  # type: ignore[no-untyped-call]
+
+    def _posted(self, parcel: Parcel) -> None:
+        if not self._streams:
+            if parcel.is_whole:
+                parcel.deliver()
+            return
+        parcel.events.append(torch.cuda.current_stream(self._device).record_event())
+        if parcel.is_whole:
+            stream = self._streams[parcel.route[1]]
+            with torch.cuda.stream(stream):
+                for event in parcel.events:
+                    stream.wait_event(event)
+                parcel.deliver()
+                parcel.events.append(stream.record_event())
+
+    def collect(self, parcels: Sequence[Parcel]) -> None:
+        """See `InProcessNetwork.collect`."""
+        for parcel in parcels:
+            if not parcel.is_whole:
+                parcel.deliver()  # which says what is missing
+            if parcel.events:
+                torch.cuda.current_stream(self._device).wait_event(parcel.events[-1])

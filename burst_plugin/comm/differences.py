@@ -1,0 +1,122 @@
+"""Where values that ranks compare differ, if they are too long for one exchange.
+
+Ranks that know that they differ go on telling each other of smaller and smaller pieces, by digests:
+
+    mask                        differs; of its parts, which are fields,
+    mask: Documents.cu_seqlens  does; of its entries those from 806 on,
+        entry 812               which is 40960 on some ranks and 40992 on others
+
+Everything that a rank decides follows from what all have told, so that all decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+from burst_plugin.comm.call_identity import by_rank
+
+__all__ = ["TensorValues", "differences"]
+
+Tell = Callable[[str], Sequence[str]]  # collective: what every rank tells, in rank order
+
+_SHORT = 160  # characters of a value that are shown, and of a piece of a text
+_AT_ONCE = 96  # digests that fit into an exchange
+
+
+class TensorValues(Sequence[float]):
+    """The numbers of a tensor [N], read only when they are asked for: on GPUs that waits for all that is queued."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @cached_property
+    def _numbers(self) -> tuple[float, ...]:
+        return tuple(self._tensor.tolist())
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._numbers[index]
+
+    def __repr__(self) -> str:
+        return f"{self._tensor.dtype} {self._numbers}"
+
+
+def differences(compared: Mapping[str, object], tell: Tell) -> str:
+    """Return where `compared`, values by name, differs between ranks; "" if they have other names. Collective."""
+    ours = [f"{name} {_digest(str(value))}" for name, value in compared.items()]
+    told = [text.splitlines() for text in tell("\n".join(ours))]
+    if any([line.rpartition(" ")[0] for line in lines] != [*compared] for lines in told):
+        return ""
+    unlike = [name for name, *lines in zip(compared, *told, strict=True) if len(set(lines)) > 1]
+    return "; ".join(_where(name, compared[name], tell) for name in unlike)
+
+
+def _where(path: str, value: object, tell: Tell) -> str:
+    """Return what differs first in a value that is not the same on all ranks, and what each has there. Collective."""
+    at = ""
+    while True:
+        parts, label = _opened(value)
+        told = [text.split("\n", 3) for text in tell("\n".join(_described(value, len(parts))))]
+        kinds, cut, lengths, texts = zip(*told, strict=True)
+        place = None
+        if len(set(kinds)) == 1 and "cut" in cut:
+            place = _first_unlike(parts, max(map(int, lengths)), tell)
+        if place is None:
+            return f"{path} differs{at}: {by_rank(dict(enumerate(texts)), len(texts))}"
+        if is_dataclass(value):
+            path, at = path + at + label(place), ""
+        else:
+            path, at = path + at, label(place)
+        value = parts[place] if place < len(parts) else _End(f"nothing, there are {len(parts)}")
+
+
+def _first_unlike(parts: Sequence[object], length: int, tell: Tell) -> int | None:
+    """Return which part differs first between ranks, of which one has `length`; None if none does. Collective."""
+    start, stop = 0, length
+    while True:
+        step = max(1, -(-(stop - start) // _AT_ONCE))
+        starts = range(start, stop, step)
+        told = [text.split() for text in tell(" ".join(_digest(repr(parts[at : at + step])) for at in starts))]
+        unlike = [at for at, digests in zip(starts, zip(*told, strict=True), strict=True) if len(set(digests)) > 1]
+        if not unlike:
+            return None
+        if step == 1:
+            return unlike[0]
+        start, stop = unlike[0], min(unlike[0] + step, stop)
+
+
+class _End(str):
+    """Stands where other ranks have one entry more."""
+
+    __slots__ = ()
+
+
+def _opened(value: object) -> tuple[Sequence[object], Callable[[int], str]]:
+    """Return what a value is made of, fields, entries or pieces of its text, and what each is called."""
+    if is_dataclass(value):
+        names, kind = [field.name for field in fields(value) if field.repr], type(value).__name__
+        return [getattr(value, name) for name in names], lambda place: f": {kind}.{names[place]}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return value, lambda place: f" at entry {place}"
+    text = str(value)
+    pieces = [text[at : at + _SHORT] for at in range(0, len(text), _SHORT)]
+    return pieces, lambda place: f" at character {place * _SHORT}"
+
+
+def _described(value: object, length: int) -> tuple[str, str, str, str]:
+    """Return what ranks tell of a value: its type, whether its text is cut, how many parts it has, and the text."""
+    text = str(value)
+    shown = text if len(text) <= _SHORT else f"{text[:_SHORT]} ..."
+    return type(value).__name__, "whole" if shown == text else "cut", str(length), shown
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,132 @@
+"""Why ranks wait: what the ranks of a ring leave for each other in a store, and a thread that reads it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from time import monotonic
+
+from torch._C._distributed_c10d import Store
+
+from burst_plugin.comm.call_identity import Progress, by_rank
+
+__all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
+
+FIRST_FAILURE = "first_failure"  # the key in a ring's store
+_WAITS = "ranks_that_wait"
+_PERIOD_S = 10.0
+_SHORT_S = 5.0  # waits that are not worth a word in the store
+
+_LOG = logging.getLogger(__name__)
+
+
+class Board:
+    """The store of a ring, as its ranks use it: who failed first, and where everybody is while somebody waits.
+
+    names: what to call every rank besides its number in the group: its global rank and its host.
+    late_after: seconds of waiting after which a rank says so in the log.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, names: Sequence[str], progress: Progress, late_after: float = 60.0
+    ) -> None:
+        self.store, self.rank, self.progress, self.late_after = store, rank, progress, late_after
+        self._names = names
+        self._is_counted = False  # among the ranks that wait
+        self._reported: object = None  # the wait that the log has a line of
+
+    def name_of(self, rank: int) -> str:
+        """Return a rank's global rank and host in brackets."""
+        return f" ({self._names[rank]})" if rank < len(self._names) else ""
+
+    def report_failure(self, text: str) -> str:
+        """Record why this rank gives up, and return why the first rank did."""
+        try:
+            first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
+        except RuntimeError:  # the store went with the rank that hosted it
+            return text
+        return first.decode()
+
+    def publish(self) -> None:
+        """Say where this rank is, if any rank has been waiting for some seconds; log a wait that is long."""
+        waiting = self.progress.waiting
+        waited = 0.0 if waiting is None else monotonic() - waiting[1]
+        counts = waited >= min(_SHORT_S, self.late_after)
+        if counts != self._is_counted:
+            self.store.add(_WAITS, 1 if counts else -1)
+            self._is_counted = counts
+        if self.store.add(_WAITS, 0) > 0:
+            self.store.set(_place_key(self.rank), str(self.progress))
+        if waiting is not None and waited >= self.late_after and waiting != self._reported:
+            self._reported = waiting
+            peer = waiting[0]
+            there = self.places().get(peer, "at a place that it has not told yet")
+            _LOG.warning(
+                "rank %d%s has waited %.0f s for rank %d%s, %s; that one is %s",
+                *(self.rank, self.name_of(self.rank), waited, peer, self.name_of(peer), self.progress, there),
+            )
+
+    def places(self) -> dict[int, str]:
+        """Return where every rank last said it was; this one's is up to date."""
+        found = {self.rank: str(self.progress)}
+        try:
+            for rank in range(len(self._names)):
+                if rank != self.rank and self.store.check([_place_key(rank)]):
+                    found[rank] = self.store.get(_place_key(rank)).decode()
+        except RuntimeError:  # the store went with the rank that hosted it
+            pass
+        return found
+
+    def unlike_places(self) -> str:
+        """Return where ranks are, if they are not all at one place; else nothing."""
+        places = self.places()
+        if len(places) < 2 or len({text.split(", ring step")[0] for text in places.values()}) == 1:
+            return ""
+        return f"ranks are at different places: {by_rank(places, len(self._names))}"
+
+
+def _place_key(rank: int) -> str:
+    return f"place/{rank}"
+
+
+class FailureWatch:
+    """Logs, within seconds, that another rank has given up, and why; until it is closed or collected.
+
+    Ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more; gloo's only until the
+    process of the other rank ends, which may live on. What NCCL says then names neither the rank nor its reason.
+    Ending the processes is left to the time-out and the launcher. Meanwhile the board is kept up to date.
+    """
+
+    def __init__(self, board: Board, period_s: float | None = None) -> None:
+        self._closed, self._seen = threading.Event(), threading.Event()
+        period_s = min(period_s or _PERIOD_S, board.late_after)
+        arguments = (board, period_s, self._closed, self._seen)
+        threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
+
+    def some_gave_up(self) -> bool:
+        """Whether a rank is known to have given up; asks nobody."""
+        return self._seen.is_set()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closed.set()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _watch(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
+    own = f"rank {board.rank} "
+    while not closed.wait(period_s):
+        try:
+            board.publish()
+            if not board.store.check([FIRST_FAILURE]):
+                continue
+            text = board.store.get(FIRST_FAILURE).decode()
+            seen.set()
+        except RuntimeError:  # the store went with the rank that hosted it
+            return
+        if not text.startswith(own):
+            _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own, text)
+        return

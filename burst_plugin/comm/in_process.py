@@ -1,0 +1,154 @@
+"""All ranks in one process: what networks between them have in common, and one that delays and reorders.
+
+In a `HostileNetwork` a sender's buffer is read as late as it may be, messages arrive in random order, and what is
+released is filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import Buffer, BufferPool
+from burst_plugin.comm.transport import Channel, Message, Pending, Transport, Waited
+
+__all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel"]
+
+_NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
+
+_Route = tuple[int, int, Channel]  # from rank to rank
+
+
+@dataclass(eq=False)
+class Parcel:
+    """One message: posted by its sender, by its receiver, or both. `events`: for networks whose copies need them."""
+
+    route: _Route
+    source: Tensor | None = None
+    target: Tensor | None = None
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether both ends are posted."""
+        return self.source is not None and self.target is not None
+
+    def deliver(self) -> None:
+        """Copy. RuntimeError if an end was never posted, or if the two are of different lengths."""
+        if self.source is None or self.target is None:
+            missing = "sent" if self.source is None else "received"
+            raise RuntimeError(f"deadlock: rank {self.route[0]} -> rank {self.route[1]}: never {missing}")
+        sent, expected = self.source.numel(), self.target.numel()
+        if sent != expected:
+            raise RuntimeError(
+                f"{sent} bytes sent, {expected} expected: rank {self.route[0]} -> rank {self.route[1]}"
+            )
+        self.target.copy_(self.source, non_blocking=True)
+
+
+class InProcessNetwork(ABC):
+    """The wires between `ranks` ranks of this process; kinds of it differ in when a message is copied."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._half: dict[_Route, deque[Parcel]] = {}  # of which one end is posted, oldest first
+
+    def transports(self) -> list[InProcessTransport]:
+        """One end per rank."""
+        return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
+
+    def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
+        """Post one end of a message; ends meet in the order in which they were posted."""
+        queue = self._half.setdefault(route, deque())
+        if queue and (queue[0].source is None) != (source is None):
+            parcel = queue.popleft()
+            parcel.source, parcel.target = (parcel.source, target) if source is None else (source, parcel.target)
+        else:
+            parcel = Parcel(route, source, target)
+            queue.append(parcel)
+        self._posted(parcel)
+        return parcel
+
+    @abstractmethod
+    def _posted(self, parcel: Parcel) -> None:
+        """An end of this message has been posted."""
+
+    @abstractmethod
+    def collect(self, parcels: Sequence[Parcel]) -> None:
+        """These messages are waited for: they have to be there when this returns. RuntimeError if one cannot be."""
+
+    def _pool(self) -> BufferPool:
+        return BufferPool()
+
+
+class InProcessTransport(Transport):
+    """One rank's end of an `InProcessNetwork`."""
+
+    def __init__(self, network: InProcessNetwork, rank: int, pool: BufferPool) -> None:
+        super().__init__(pool)
+        self._network, self._rank = network, rank
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        put, rank = self._network.put, self._rank
+        parcels = [put((m.peer, rank, m.channel), None, m.data) for m in recvs]
+        parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
+        return [_InProcessPending((*recvs, *sends), self._network, parcels)]
+
+
+@dataclass
+class _InProcessPending:
+    messages: Sequence[Message]
+    network: InProcessNetwork
+    parcels: Sequence[Parcel]
+
+    def wait(self, waited: Waited | None = None) -> None:
+        self.network.collect(self.parcels)
+        if waited is not None:
+            waited(self.messages)
+
+
+class HostileNetwork(InProcessNetwork):
+    """Copies when a message is waited for, and sometimes another one before it; `seed` sets in which order."""
+
+    def __init__(self, ranks: int, seed: int = 0) -> None:
+        super().__init__(ranks)
+        self._random = random.Random(seed)
+        self._under_way: list[Parcel] = []
+
+    def _posted(self, parcel: Parcel) -> None:
+        if parcel.is_whole:
+            self._under_way.append(parcel)
+
+    def collect(self, parcels: Sequence[Parcel]) -> None:
+        """See `InProcessNetwork.collect`."""
+        for parcel in self._random.sample(parcels, len(parcels)):
+            if self._under_way and self._random.random() < 0.5:
+                self._deliver(self._random.choice(self._under_way))
+            if parcel in self._under_way or not parcel.is_whole:
+                self._deliver(parcel)
+
+    def _deliver(self, parcel: Parcel) -> None:
+        parcel.deliver()
+        self._under_way.remove(parcel)
+
+    def _pool(self) -> BufferPool:
+        return _PoolOfNaN()
+
+
+class _PoolOfNaN(BufferPool):
+    """Lends buffers full of NaN, and leaves NaN behind."""
+
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
+        buffer = super().lease(nbytes, device)
+        buffer.data.fill_(_NAN_BYTE)
+        return buffer
+
+    def release(self, buffer: Buffer) -> None:
+        buffer.data.fill_(_NAN_BYTE)
+        super().release(buffer)

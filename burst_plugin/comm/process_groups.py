@@ -1,0 +1,172 @@
+"""The communicators of a ring: process groups, by what they carry over which link.
+
+There is one for each of (gather | reduce) x (intra | inter) where a schedule needs them apart. Groups that frameworks
+have already are used for gather traffic; the others are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from burst_plugin.comm.transport import Channel
+from burst_plugin.topology import Link, Traffic
+
+__all__ = [
+    "Communicators",
+    "barrier",
+    "group_device",
+    "is_alive",
+    "launches_batches",
+    "new_group_like",
+    "timeout_of",
+    "warm_up",
+]
+
+
+class Communicators(dict[Channel, dist.ProcessGroup]):
+    """The process group of every channel that is connected; `given` are those that there were, `created` ours."""
+
+    def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int]) -> None:
+        self._given, self._global_ranks = given, global_ranks
+        self.created: list[dist.ProcessGroup] = []
+        self._attempts = 0
+
+    @property
+    def whole(self) -> dist.ProcessGroup:
+        """The group of all ranks."""
+        return self._given[0]
+
+    def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
+        """Add the channels of either link, between these ranks of the group; all of them call this together.
+
+        `mark`, the same on all ranks, tells the groups that are made from those of other rings.
+        """
+        known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
+        for group in self._given:
+            there = dist.get_process_group_ranks(group)
+            known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
+        self._attempts += 1  # which group names tell: one that failed has left half of its groups, by their names
+        whole, used = self.whole, {self.whole, *self.values()}
+        channels: dict[Channel, dist.ProcessGroup] = {}
+        for traffic in Traffic:
+            for link in Link:
+                key = (traffic, members[link])
+                if key not in known:
+                    global_ranks = [self._global_ranks[rank] for rank in members[link]]
+                    name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
+                    known[key] = new_group_like(whole, global_ranks, name)
+                    self.created.append(known[key])
+                elif known[key] not in used:  # a given one, which may be new
+                    warm_up(known[key])
+                used.add(known[key])
+                channels[Channel(traffic, link, by_link)] = known[key]
+        self.update(channels)  # all of them or, if one could not be made, none
+
+    def destroy(self) -> None:
+        """Forget all channels, and destroy the groups that were made here; collective."""
+        self.clear()
+        while self.created:
+            group = self.created.pop()
+            if is_alive(group):
+                dist.destroy_process_group(group)
+
+
+def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+    """A new communicator over `global_ranks`, with the backend, time-out and options of `group`.
+
+    Called by exactly those ranks, in the same order on each, with a `name` that is theirs alone. It is warmed up.
+    """
+    device = group_device(group)
+    original = group._get_backend(device)
+    backend, existing = original.name(), original.options  # the group may have another one for other devices
+    options = None
+    if backend == "nccl":  # a copy: torch writes into what it is given
+        # A message and the next kernel wait for the same event: high priority lets the message start first.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
+    with _created_by_members_alone(name):
+        created: dist.ProcessGroup = dist.new_group(
+            list(global_ranks),
+            timeout=existing._timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
+    warm_up(created)
+    return created
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a message of `group` is waited for."""
+    timeout: timedelta = group._get_backend(group_device(group)).options._timeout
+    return timeout
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed the group, or all groups, yet."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of a group: an all-reduce, since `dist.barrier` has to guess a device."""
+    dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
+
+
+def warm_up(group: dist.ProcessGroup) -> None:
+    """Set up a communicator that may be new; all of its ranks call this together.
+
+    A first batch of point-to-point messages in which only some ranks take part is undefined in torch.
+    """
+    barrier(group)
+
+
+@contextmanager
+def _created_by_members_alone(name: str) -> Iterator[None]:
+    """Keep two things in torch's `new_group(use_local_synchronization=True)` from needing other ranks.
+
+    It names a group after its ranks and the number of groups that this rank is in, so that ranks in unlike numbers of
+    groups wait for each other under different names until the time-out. And where the world is bound to a device, it
+    splits the world's communicator, in which all ranks of the world would have to take part.
+    """
+    torch_private: Any = dist.distributed_c10d
+    world, original = torch_private._get_default_group(), torch_private._process_group_name
+    device = world.bound_device_id
+    torch_private._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        if device is not None:
+            world.bound_device_id = None
+        yield
+    finally:
+        torch_private._process_group_name = original
+        if device is not None:
+            world.bound_device_id = device
+
+
+def launches_batches(group: dist.ProcessGroup) -> bool:
+    """Whether the backend launches a batch of messages as one, as NCCL does."""
+    coalesces: bool = group._get_backend(group_device(group)).supports_coalescing
+    return coalesces
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """The device whose tensors `group` moves: the current GPU for NCCL, also beside gloo for CPUs, else the CPU.
+
+    ValueError if the group is bound to another GPU than the current one.
+    """
+    for device in group._device_types:
+        if device.type == "cuda" and group._get_backend(device).name() != "gloo":  # which says that it moves both
+            here, bound = torch.device("cuda", torch.cuda.current_device()), group.bound_device_id
+            if bound is not None and bound.type == "cuda" and bound != here:
+                raise ValueError(
+                    f"the process group is bound to {bound}, but the current device is {here}; call "
+                    f"torch.cuda.set_device({bound.index}) before the ring is made"
+                )
+            return here
+    return torch.device("cpu")

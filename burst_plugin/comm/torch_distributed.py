@@ -1,0 +1,154 @@
+"""The transport of a process group: torch.distributed, over NCCL, gloo, or whatever backend the groups have.
+
+All messages of a post on one communicator go out in one batch, receives before sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from burst_plugin.comm.call_identity import Progress
+from burst_plugin.comm.failure_watch import Board
+from burst_plugin.comm.process_groups import launches_batches
+from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, Transport, Waited
+
+__all__ = ["DistributedTransport"]
+
+
+@dataclass
+class _DistributedPending:
+    messages: Sequence[Message]  # kept, since gloo reads and writes them until waited for
+    works: list[dist.Work]
+    progress: Progress
+    timeout: timedelta | None = None  # instead of the group's own
+
+    def wait(self, waited: Waited | None = None) -> None:
+        one_by_one = len(self.works) == len(self.messages)
+        for number, work in enumerate(self.works):
+            messages = self.messages[number : number + 1] if one_by_one else self.messages
+            self.progress.wait_for(messages[0].peer)
+            try:
+                work.wait() if self.timeout is None else work.wait(self.timeout)
+            except torch.AcceleratorError:  # a fault of this rank's own GPU, noticed here
+                raise
+            except RuntimeError as error:
+                raise PeerLostError(messages[0].peer, _reason(error)) from error
+            if waited is not None:
+                waited(messages)
+        self.progress.waiting = None
+        self.messages, self.works = (), []  # which hold on to buffers and connections
+
+
+class _Communicator:
+    """A process group, as a ring posts to it.
+
+    Backends that launch a batch as one are handed it by `batch_isend_irecv`. For others that would post one message
+    after the other, with a dozen checks each: what it calls in the end is called here.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
+        self._group, self._global_ranks, self._tag = group, global_ranks, tag
+        self._launches_batches = launches_batches(group)
+        self._group_ranks: dict[int, int] = {}  # of peers met so far
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
+        """Receives before sends."""
+        if self._launches_batches:
+            both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
+            ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
+            return dist.batch_isend_irecv(ops)
+        works = [self._group.recv([m.data], self._rank_of(m.peer), self._tag) for m in recvs]
+        return works + [self._group.send([m.data], self._rank_of(m.peer), self._tag) for m in sends]
+
+    def _rank_of(self, peer: int) -> int:
+        rank = self._group_ranks.get(peer)
+        if rank is None:
+            rank = self._group_ranks[peer] = dist.get_group_rank(self._group, self._global_ranks[peer])
+        return rank
+
+
+class DistributedTransport(Transport):
+    """`communicators` maps every channel to a group; `global_ranks[r]` is the global rank of CP rank r.
+
+    Whom this rank waits for is noted in the progress of the `board`, if there is one. `tag` tells messages from those
+    of others on the same groups; `timeout` is what they get instead of the groups' own.
+    """
+
+    def __init__(
+        self,
+        communicators: Mapping[Channel, dist.ProcessGroup],
+        global_ranks: Sequence[int],
+        board: Board | None = None,
+        *,
+        tag: int = 0,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__(board=board)
+        self._tag, self._timeout = tag, timeout
+        self._progress = Progress()  # until there is a board
+        self._groups = communicators
+        self._global_ranks = global_ranks
+        self._communicators: dict[dist.ProcessGroup, _Communicator] = {}
+        self._by_channel: dict[Channel, _Communicator] = {}
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """Receives before sends.
+
+        Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
+        when they first meet, and holds up the host until both are there.
+        """
+        batches: dict[_Communicator, tuple[list[Message], list[Message]]] = {}
+        for number, posted in enumerate((recvs, sends)):
+            for message in posted:
+                communicator = self._by_channel.get(message.channel) or self._communicator(message.channel)
+                batch = batches.get(communicator)
+                if batch is None:
+                    batch = batches[communicator] = ([], [])
+                batch[number].append(message)
+        pending: list[Pending] = []
+        in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
+        for communicator, (to_receive, to_send) in in_order:
+            messages = to_receive + to_send
+            try:
+                works = communicator.post(to_send, to_receive)
+            except torch.AcceleratorError:
+                raise
+            except RuntimeError as error:
+                raise PeerLostError(messages[0].peer, _reason(error)) from error
+            pending.append(_DistributedPending(messages, works, self.progress, self._timeout))
+        return pending
+
+    @property
+    def progress(self) -> Progress:
+        """What this rank notes its waits in."""
+        return self._progress if self.board is None else self.board.progress
+
+    def _communicator(self, channel: Channel) -> _Communicator:
+        """The communicator of a channel, which may share it with others."""
+        group = self._groups[channel]
+        if group not in self._communicators:
+            self._communicators[group] = _Communicator(group, self._global_ranks, self._tag)
+        self._by_channel[channel] = self._communicators[group]
+        return self._by_channel[channel]
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        super().close()
+        self._communicators.clear()
+        self._by_channel.clear()
+
+
+def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:
+    """The first channel of a communicator's batch; no two communicators of a ring share one."""
+    return min(message.channel for messages in batch[1] for message in messages)
+
+
+def _reason(error: RuntimeError) -> str:
+    """The sentence of a backend's error that says what happened, without source file and advice."""
+    sentence = str(error).splitlines()[0].split("] ", 1)[-1]
+    return sentence.split(". This is typically", 1)[0]

@@ -1,0 +1,118 @@
+"""Transports: how bytes get from rank to rank. `post(sends, recvs)` starts, `Pending.wait()` finishes.
+
+Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of whatever reads
+or writes it. A new kind is a subclass of `Transport` with a `_start` of its own.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from burst_plugin.comm.buffers import BufferPool
+from burst_plugin.comm.failure_watch import Board
+from burst_plugin.topology import Link, Traffic
+
+__all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Transport", "Waited", "lost_peer_error"]
+
+
+class Channel(NamedTuple):
+    """What is carried, over which link; `by_link`: each link has communicators of its own."""
+
+    traffic: Traffic
+    link: Link
+    by_link: bool = False
+
+
+class Message(NamedTuple):
+    """`data` (uint8, one dim) to or from rank `peer` of the context-parallel group."""
+
+    peer: int
+    channel: Channel
+    data: Tensor
+
+
+class PeerLostError(RuntimeError):
+    """A transfer failed; `peer` is the rank at its other end."""
+
+    def __init__(self, peer: int, cause: str) -> None:
+        super().__init__(f"rank {peer}: {cause}")
+        self.peer = peer
+        self.cause = cause
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the peer, which may be alive, was waited for in vain."""
+        return "timed out" in self.cause.lower()
+
+
+Waited = Callable[[Sequence[Message]], None]
+
+
+class Pending(Protocol):
+    """Messages under way, receives first."""
+
+    messages: Sequence[Message]
+
+    def wait(self, waited: Waited | None = None) -> None:
+        """Order what the current stream does next after these messages. Raises PeerLostError.
+
+        `waited` is called with each message as soon as it is waited for, with several where they are only waited for
+        together.
+        """
+        ...
+
+
+class Transport(ABC):
+    """One rank's end of the wires. `pool` lends what messages are in; `sent_bytes` counts what was posted.
+
+    `board` is where ranks that give up say why, if there is such a place.
+    """
+
+    def __init__(self, pool: BufferPool | None = None, board: Board | None = None) -> None:
+        self.pool = pool or BufferPool()
+        self.board = board
+        self.sent_bytes: Counter[Channel] = Counter()
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """Start these messages, as one batch per communicator, and count what is sent."""
+        for message in sends:
+            self.sent_bytes[message.channel] += message.data.numel()
+        return self._start(sends, recvs)
+
+    @abstractmethod
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        """See `post`."""
+
+    def close(self) -> None:
+        """Let go of buffers and wires; nothing is under way any more."""
+        self.pool = BufferPool()
+
+    def report_failure(self, text: str) -> str:
+        """Record why this rank gives up, and return why the first rank did; its own reason, if none is known."""
+        return text if self.board is None else self.board.report_failure(text)
+
+
+class RingError(RuntimeError):
+    """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
+
+
+def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
+    """Return what `rank` raises when it misses a peer, and record it for others.
+
+    The text leads with what the first rank recorded. Where nothing came in time, all ranks may live and wait for each
+    other, so that the one that is missed need not be the one at fault: then it says where each of them is.
+    """
+    board = transport.board
+    missed, here = ("", "") if board is None else (board.name_of(lost.peer), board.name_of(rank))
+    at = where if board is None or board.progress.call is None else f"{where} of {board.progress.call}"
+    group = f"the context-parallel group{missed}"
+    text = f"rank {lost.peer} of {group} was missed at {at} by rank {rank}{here} ({lost.cause})"
+    if board is not None and lost.timed_out and (places := board.unlike_places()):
+        text = f"{places}; {text}"
+    first = transport.report_failure(text)
+    return RingError(text if first == text else f"{first}; then {text}")

@@ -1,0 +1,1 @@
+"""What is done with what a kernel returns: tiles, merging, accumulation."""

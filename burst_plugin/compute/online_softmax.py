@@ -1,0 +1,170 @@
+"""The numbers of attention in pieces: merging partial outputs, and the projection that lets stock kernels do
+a backward pass for queries whose output stayed at home.
+
+Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
+logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`, `add_`,
+`row_delta` and `row_factor` are one kernel each (`burst_plugin.compute.triton_softmax`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["add_", "add_sink", "at_once", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
+
+_LOG = logging.getLogger(__name__)
+_LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
+
+
+def at_once(part: Tensor) -> int:
+    """How many tensors like this one `merge_` and `add_` take while they pass over memory once.
+
+    More than one are worth waiting for: they are read once, and the sum is read and written once for all of them.
+    """
+    fused = _fused(part) if part.element_size() == 2 else None  # others would take as much room as the sum
+    return fused.AT_ONCE if fused else 1
+
+
+def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool = True) -> None:
+    """Merge attention over other keys, parts of (out, lse), into `out` [B, S, H, D] and `lse` [B, H, S], in place.
+
+    `lse' = logaddexp(a, b)`, outputs weighted by `exp(x - lse')`, which for two is the sigmoid of their difference;
+    rows where all are -inf stay 0 and -inf. If not `filled`, `out` and `lse` hold nothing yet.
+    Source: blockwise softmax, arXiv 2310.01889 section 3; in log form, flash-attention's lse.
+    """
+    if len(parts) + filled > 1 and (fused := _fused(out, parts[0][0])):
+        fused.merge_(out, lse, parts, filled)
+        return
+    for other_out, other_lse in parts:
+        if filled:
+            _merge_one(out, lse, other_out, other_lse)
+        else:
+            out.copy_(other_out)
+            lse.copy_(other_lse)
+        filled = True
+
+
+def _merge_one(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    other_lse = other_lse.contiguous()  # exp and log are not vectorised over strided rows
+    weight = torch.sigmoid_(other_lse - lse.clamp_min(torch.finfo(lse.dtype).min))  # -inf less -inf would be NaN
+    out.lerp_(other_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    torch.logaddexp(lse, other_lse, out=lse)
+
+
+def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
+    """Add tensors of the shape of `total` [B, S, H, D] to it, in place; if not `filled`, it holds nothing yet."""
+    if len(parts) + filled > 1 and (fused := _fused(total, parts[0])):
+        fused.add_(total, parts, filled)
+        return
+    for part in parts:
+        if filled:
+            total.add_(part)
+        else:
+            total.copy_(part)
+        filled = True
+
+
+def row_delta(out: Tensor, dout: Tensor) -> Tensor:
+    """`delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
+    if fused := _fused(out, dout):
+        delta: Tensor = fused.row_delta(out, dout)
+        return delta
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    delta = torch.linalg.vecdot(out.to(dtype), dout.to(dtype))  # CPUs are slow to multiply unlike types
+    return delta.transpose(1, 2)
+
+
+def row_factor(out: Tensor, dout: Tensor) -> Tensor:
+    """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
+
+    Clamped to the largest finite value, which only rows with negligible gradients reach.
+    """
+    if fused := _fused(out, dout):
+        factor: Tensor = fused.row_factor(out, dout)
+        return factor
+    wide = dout.to(torch.promote_types(dout.dtype, torch.float32))
+    norm = _row_norm(wide).transpose(1, 2)
+    most = torch.finfo(wide.dtype).max
+    return (row_delta(out, wide) / norm).div_(norm).clamp_(-most, most).to(wide.dtype)
+
+
+def project(dout: Tensor, factor: Tensor) -> Tensor:
+    """`dout * factor`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
+
+    It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `factor`.
+
+    A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
+    output on `dout`: `dout * delta / rowsum(dout**2)`, in which `row_factor` is what `dout` is multiplied by. By
+    Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
+    Source: design of this package.
+    """
+    factor = factor.transpose(1, 2).unsqueeze(-1)
+    if dout.is_cuda:  # which multiplies unlike types in one pass
+        return torch.mul(dout, factor, out=torch.empty_like(dout))
+    wide = dout.to(factor.dtype)
+    return wide * factor if wide is dout else wide.mul_(factor)
+
+
+def _row_norm(x: Tensor) -> Tensor:
+    """2-norms of the rows of x [B, S, H, D] as [B, S, H], in float32 or wider; no square under- or overflows.
+
+    1 for rows of zeros.
+    """
+    norm: Tensor
+    if x.is_cpu and x.dtype != torch.float64:  # a quarter of the time of float64; checking the range costs nothing
+        norm = torch.linalg.vector_norm(x, dim=-1)
+        if not norm.numel():
+            return norm
+        least, most = norm.aminmax()
+        if least.item() > _LEAST_SAFE_NORM and most.item() < 1 / _LEAST_SAFE_NORM:
+            return norm
+    if x.dtype == torch.float64:
+        largest = x.abs().amax(-1)
+        largest.masked_fill_(largest == 0, 1.0)
+        norm = torch.linalg.vector_norm(x / largest.unsqueeze(-1), dim=-1).mul_(largest)
+    else:
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return norm.masked_fill_(norm == 0, 1.0)
+
+
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of attention that may also choose `sink` [H], a logit per head with value 0.
+
+    Source: "attention is off by one" (sink = 0); gpt-oss, with a learnt logit (arXiv 2508.10925, section 2.2).
+    """
+    both = torch.logaddexp(lse, sink.to(lse.dtype).view(1, -1, 1))
+    share = torch.exp(lse - both.masked_fill(both == -torch.inf, torch.inf))
+    return out * share.transpose(1, 2).unsqueeze(-1), both
+
+
+def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
+    """Gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
+    share = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(lse == -torch.inf, torch.inf))
+    return -(share * row_delta(out, dout)).sum((0, 2))
+
+
+def _fused(*tensors: Tensor) -> Any:
+    """The kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
+    if not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
+        return None
+    return _fused_on(tensors[0].device)
+
+
+@cache
+def _fused_on(device: torch.device) -> Any:
+    try:
+        fused = importlib.import_module("burst_plugin.compute.triton_softmax")
+        fused.try_out(device)
+    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+        raise
+    except Exception as error:  # no triton, no compiler, a GPU that it does not know
+        _LOG.warning("outputs are merged by several kernels instead of one on %s: %s", device, error)
+        return None
+    return fused

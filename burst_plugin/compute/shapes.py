@@ -1,0 +1,90 @@
+"""The shapes of a call, and what follows from them: what each side of a visit reads and sums, and its bytes.
+
+    side   forward operands   forward sums   backward operands                backward sums
+    q      q                  out, lse       q, dout, factor per row, lse     dq
+    kv     k, v               -              k, v                             dk, dv
+
+In float16 out travels in place of the factor per row. Operands are in the type of the call, sums, lse and the factor
+per row in float32 or wider. Whatever travels is one of these rows: operands ahead (gather), sums behind (reduce).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from burst_plugin.types import Direction, Side, Spec
+
+__all__ = ["Shapes", "hop_bytes", "hop_bytes_by_traffic"]
+
+
+class Shapes(NamedTuple):
+    """The local shapes of a call: q [batch, q_len, q_heads, qk_dim], k and v [batch, kv_len, kv_heads, .]."""
+
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype
+
+    def of_part(self, parts: int) -> Shapes:
+        """The shapes of one part of the heads."""
+        return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
+
+    @property
+    def team_degrees(self) -> list[int]:
+        """How many ranks can share these heads between them."""
+        degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
+        return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
+
+    def of_team(self, degree: int) -> Shapes:
+        """The shapes of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
+        return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The type of everything that accumulates."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
+        """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
+
+        Queries travel backward with a factor per row in place of their output, except in float16 (`softmax.project`).
+        """
+        narrow, wide = self.dtype, self.sum_dtype
+        q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
+        out = dout = (self.batch, self.q_len, self.q_heads, self.v_dim)
+        row = (self.batch, self.q_heads, self.q_len)
+        k = (self.batch, self.kv_len, self.kv_heads, self.qk_dim)
+        v = (self.batch, self.kv_len, self.kv_heads, self.v_dim)
+        for_delta = (out, narrow) if self.sends_out else (row, wide)
+        table: dict[tuple[str, str], tuple[list[Spec], list[Spec]]] = {
+            ("forward", "q"): ([(q, narrow)], [(out, wide), (row, wide)]),
+            ("forward", "kv"): ([(k, narrow), (v, narrow)], []),
+            ("backward", "q"): ([(q, narrow), (dout, narrow), for_delta, (row, wide)], [(q, wide)]),
+            ("backward", "kv"): ([(k, narrow), (v, narrow)], [(k, wide), (v, wide)]),
+        }
+        return table[direction, side]
+
+    @property
+    def sends_out(self) -> bool:
+        """Whether travelling queries take their output along rather than a factor per row (`softmax.row_factor`)."""
+        return self.dtype is torch.float16
+
+
+def hop_bytes(shapes: Shapes, direction: Direction, traveller: Side) -> int:
+    """Bytes of gather and reduce per block and hop, without alignment."""
+    return sum(hop_bytes_by_traffic(shapes, direction, traveller))
+
+
+def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, traveller: Side) -> tuple[int, int]:
+    """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
+    gather, reduce = (
+        sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
+        for tensors in shapes.side(direction, traveller)
+    )
+    return gather, reduce

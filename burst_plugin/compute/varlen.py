@@ -1,0 +1,74 @@
+"""The rows of tiles with spans: taken together for a kernel, and put back among the rows between them.
+
+    rows of a visit    a a a . . b b c c . .       spans of a, b and c; `.`: rows that have no part in it
+    for the kernel     a a a b b c c               a copy, where there are rows between; else a view
+    and back           a a a 0 0 b b c c           from the first row to the last
+
+Rows are counted from the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.compute.rows import token_dim
+from burst_plugin.kernels import Lengths
+from burst_plugin.kernels.ragged import lengths_of, sent
+from burst_plugin.sequence.tiles import Tile
+
+__all__ = ["SpanRows", "SpanTable", "put_back", "taken"]
+
+
+class SpanRows(NamedTuple):
+    """What a tile with spans takes: the sequences, and which rows from its first one on; None is all of them."""
+
+    lengths: Lengths
+    q: Tensor | None
+    k: Tensor | None
+
+
+class SpanTable:
+    """The rows of tiles with spans, worked out once for each, for a number of batch rows on a device."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self._batch, self._device = batch, device
+        self._known: dict[Tile, SpanRows] = {}
+
+    def rows_of(self, tile: Tile) -> SpanRows:
+        """Those of `tile`."""
+        rows = self._known.get(tile)
+        if rows is None:
+            rows = self._known[tile] = self._found(tile)
+        return rows
+
+    def _found(self, tile: Tile) -> SpanRows:
+        batch = self._batch if tile.batch is None else tile.batch[1] - tile.batch[0]
+        q_spans, k_spans = [span[:2] for span in tile.spans], [span[2:] for span in tile.spans]
+        q, k = (tuple(stop - start for start, stop in spans) * batch for spans in (q_spans, k_spans))
+        return SpanRows(lengths_of(q, k, self._device), self._index(q_spans), self._index(k_spans))
+
+    def _index(self, spans: Sequence[tuple[int, int]]) -> Tensor | None:
+        """The rows of spans, int64, counted from the first one; None if there are no others between them."""
+        if all(one[1] == other[0] for one, other in pairwise(spans)):
+            return None
+        first = spans[0][0]
+        index = torch.cat([torch.arange(start - first, stop - first, device="cpu") for start, stop in spans])
+        return sent(index, self._device)
+
+
+def taken(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Token rows of [B, S, H, D] or [B, H, S]."""
+    return x if rows is None else x.index_select(token_dim(x), rows)
+
+
+def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -> Tensor:
+    """[B, T, H, D] as [B, count, H, D], or [B, H, T] as [B, H, count]: `nothing` elsewhere."""
+    if rows is None:
+        return x
+    dim = token_dim(x)
+    return x.new_full((*x.shape[:dim], count, *x.shape[dim + 1 :]), nothing).index_copy_(dim, rows, x)

@@ -1,0 +1,296 @@
+"""Ranks and messages of a schedule in motion on described links, second by second.
+
+Every rank works through its steps: waits for what is due, posts what is issued, computes. Messages between the same
+two ranks on one communicator go one after another; messages that share a NIC share its rate evenly. Nothing else is
+modelled: no latency, no launch times, no memory traffic.
+
+Ranks that do alike are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) of which only the
+first ranks are drawn: each of them then stands for those at the same place of all nodes, or rank 0 for every rank. A
+message goes from the rank that stands for its sender to the one that stands for its receiver.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.types import Direction, Side
+
+__all__ = ["Links", "Load", "Rhythm", "Run", "bytes_by_link", "simulate"]
+
+_ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
+_LONGEST_RHYTHM = 6  # nodes
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates per direction: of every rank inside its node, and between nodes, where `nic` says whose a NIC is.
+
+    Raises ValueError for rates that are not positive and finite, or a `nic` other than "rank" and "node".
+    """
+
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    nic: str = "rank"
+
+    def __post_init__(self) -> None:
+        for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"Links({name}={getattr(self, name)}) is not valid; use a positive, finite rate")
+        if self.nic not in ("rank", "node"):
+            raise ValueError(f'Links(nic={self.nic!r}) is not valid; use "rank" or "node"')
+
+    def bytes_per_s(self, link: Link) -> float:
+        """The rate of a link."""
+        return self.intra_bytes_per_s if link is Link.INTRA else self.inter_bytes_per_s
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one pass has to do: bytes per block and hop, and seconds of work per visit of a whole block."""
+
+    gather_bytes: float
+    reduce_bytes: float
+    visit_s: float
+
+    @classmethod
+    def of(cls, shapes: Shapes, direction: Direction, traveller: Side, visit_s: float) -> Load:
+        """The load of a "forward" or "backward" pass in which side `traveller`, "q" or "kv", travels."""
+        return cls(*hop_bytes_by_traffic(shapes, direction, traveller), visit_s)
+
+    def bytes_of(self, traffic: Traffic) -> float:
+        """Bytes of a hop."""
+        return self.gather_bytes if traffic is Traffic.GATHER else self.reduce_bytes
+
+
+class Rhythm(NamedTuple):
+    """After so many nodes, and seconds, ranks and messages are in the same state again.
+
+    That is: as far behind each other, with as much of each message left to send. As many nodes more then take as many
+    seconds more.
+    """
+
+    nodes: int
+    seconds: float
+
+
+class Run(NamedTuple):
+    """Seconds until the last rank is done, and the rhythm that the ranks found, if they did."""
+
+    time_s: float
+    rhythm: Rhythm | None
+
+
+def simulate(schedule: Schedule, load: Load, links: Links) -> Run:
+    """Run a schedule, or a sample of one, until the last rank is done."""
+    return _Simulation(schedule, load, links).run()
+
+
+def bytes_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
+    """Return by link the most bytes that any NIC sends."""
+    topology, drawn = schedule.topology, len(schedule.visits)
+    sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
+    for t in schedule.transfers:
+        sent[t.link][_nic_of(topology, links, t.link, t.src % drawn)] += load.bytes_of(t.traffic) / schedule.parts
+    return {
+        link: _ranks_alike_at_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
+        for link, by_nic in sent.items()
+    }
+
+
+def _nic_of(topology: Topology, links: Links, link: Link, rank: int) -> int:
+    """The NIC through which a rank sends over a link."""
+    return topology.node(rank) if link is Link.INTER and links.nic == "node" else rank
+
+
+def _ranks_alike_at_nic(schedule: Schedule, links: Links, link: Link) -> int:
+    """How many ranks use a NIC for each one that is drawn: those of a node where one rank stands for all of them."""
+    shared = link is Link.INTER and links.nic == "node"
+    return -(-schedule.topology.ranks_per_node // len(schedule.visits)) if shared else 1
+
+
+@dataclass(eq=False, slots=True)
+class _Message:
+    """A transfer under way: `ends` wait for it at step `due`; `nics` are where it leaves and where it arrives."""
+
+    issue: int
+    due: int
+    ends: tuple[int, ...]
+    stream: int
+    nics: tuple[int, int]
+    full_bytes_per_s: float
+    nbytes: float
+    left_bytes: float
+    posted: int = 0
+
+    @property
+    def is_there(self) -> bool:
+        return self.left_bytes == 0.0
+
+
+class _Simulation:
+    """Ranks and messages in motion."""
+
+    def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
+        self._ranks = range(len(schedule.visits))
+        self._work_s = [[share * load.visit_s for share in schedule.work(rank)] for rank in self._ranks]
+        self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
+        self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        for message in _messages(schedule, load, links):
+            for rank in message.ends:
+                self._issued[rank, message.issue].append(message)
+                self._awaited[rank, message.due].append(message)
+        self._at = [-1 for _ in self._ranks]  # the step of each rank
+        self._busy_until_s: dict[int, float] = {}
+        self._streams: dict[int, deque[_Message]] = {}
+        self._search = _RhythmSearch(schedule)
+
+    def run(self) -> Run:
+        """Go on from event to event: a rank has done its work of a step, or a message has arrived."""
+        now, free = 0.0, set(self._ranks)
+        while True:
+            for rank in sorted(free):
+                while self._proceed(rank, now):
+                    pass
+            if self._search.is_wanted(self._at):
+                self._search.note(self._state(now, self._search.next_step))
+            moving = [queue[0] for queue in self._streams.values()]
+            rates = _rates(moving)
+            arrivals = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
+            elapsed_s = min([*arrivals, *(end_s - now for end_s in self._busy_until_s.values())], default=math.inf)
+            if elapsed_s == math.inf:
+                assert all(step == self._steps - 1 for step in self._at), "nothing moves any more"
+                return Run(now, self._search.found)
+            now += elapsed_s
+            free = {rank for rank, end_s in self._busy_until_s.items() if end_s - now <= _ROUNDING * elapsed_s}
+            for rank in free:
+                del self._busy_until_s[rank]
+            for message, rate in zip(moving, rates, strict=True):
+                message.left_bytes -= rate * elapsed_s
+                if message.left_bytes <= _ROUNDING * message.nbytes:
+                    free.update(self._arrived(message))
+
+    def _proceed(self, rank: int, now: float) -> bool:
+        """Begin the next step of a rank if it can be begun."""
+        step = self._at[rank] + 1
+        if rank in self._busy_until_s or step == self._steps:
+            return False
+        if not all(message.is_there for message in self._awaited.get((rank, step), ())):
+            return False
+        self._at[rank] = step
+        for message in self._issued.get((rank, step), ()):
+            message.posted += 1
+            if message.posted == len(message.ends):
+                self._streams.setdefault(message.stream, deque()).append(message)
+        if step < len(self._work_s[rank]) and self._work_s[rank][step]:
+            self._busy_until_s[rank] = now + self._work_s[rank][step]
+        return True
+
+    def _arrived(self, message: _Message) -> Iterable[int]:
+        """Take a message off its stream. Returns the ranks that may have waited for it."""
+        message.left_bytes = 0.0
+        queue = self._streams[message.stream]
+        queue.popleft()
+        if not queue:
+            del self._streams[message.stream]
+        return message.ends
+
+    def _state(self, now: float, origin: int) -> _State:
+        """All that what follows depends on: steps counted from `origin`, shares left of messages, seconds of work."""
+        places: list[tuple[int, ...]] = []
+        shares: list[float] = []
+        for rank, at in enumerate(self._at):
+            under_way = [
+                message
+                for step in range(max(0, at - self._search.longest), at + 1)
+                for message in self._issued.get((rank, step), ())
+                if message.due > at
+            ]
+            places.append(
+                (at - origin, *(n for m in under_way for n in (m.issue - origin, m.due - origin, m.posted)))
+            )
+            shares += [message.left_bytes / message.nbytes for message in under_way]
+        ends_s = [self._busy_until_s.get(rank, now) - now for rank in self._ranks]
+        return _State(now, places, shares, ends_s)
+
+
+def _messages(schedule: Schedule, load: Load, links: Links) -> list[_Message]:
+    """The transfers as messages between the ranks that are drawn, in the order in which each step posts them."""
+    topology, drawn = schedule.topology, len(schedule.visits)
+    nodes, width = topology.nodes, topology.ranks_per_node
+    numbers: dict[Hashable, int] = {}
+    nbytes = {traffic: max(load.bytes_of(traffic) / schedule.parts, 1.0) for traffic in Traffic}
+    rates = {link: links.bytes_per_s(link) / _ranks_alike_at_nic(schedule, links, link) for link in Link}
+    messages = []
+    for t in sorted(schedule.transfers, key=lambda t: (t.due, t.traffic)):
+        src, dst = t.src % drawn, t.dst % drawn
+        distance = (t.dst // width - t.src // width) % nodes, (t.dst - t.src) % width
+        out = "out", t.link, _nic_of(topology, links, t.link, src)
+        into = "in", t.link, _nic_of(topology, links, t.link, dst)
+        stream, *nics = (
+            numbers.setdefault(key, len(numbers)) for key in ((t.traffic, t.link, src, distance), out, into)
+        )
+        ends = (src,) if src == dst else (src, dst)
+        size = nbytes[t.traffic]
+        messages.append(_Message(t.issue, t.due, ends, stream, (nics[0], nics[1]), rates[t.link], size, size))
+    return messages
+
+
+def _rates(moving: list[_Message]) -> list[float]:
+    """Bytes per second of messages that move: the even share of the NIC at either end, whichever is less."""
+    users = Counter(nic for message in moving for nic in message.nics)
+    return [m.full_bytes_per_s / max(users[m.nics[0]], users[m.nics[1]]) for m in moving]
+
+
+class _State(NamedTuple):
+    """The state of ranks and messages at `now`; see `_Simulation._state`."""
+
+    now: float
+    places: list[tuple[int, ...]]
+    shares: list[float]
+    ends_s: list[float]
+
+    def is_like(self, before: _State) -> bool:
+        """Whether it is the same as that of another time, but for rounding."""
+        if self.places != before.places:
+            return False
+        alike_s = _ROUNDING * (self.now - before.now)
+        return all(
+            abs(one - other) <= _ROUNDING for one, other in zip(self.shares, before.shares, strict=True)
+        ) and all(abs(one - other) <= alike_s for one, other in zip(self.ends_s, before.ends_s, strict=True))
+
+
+class _RhythmSearch:
+    """Looks for two nodes whose work begins in the same state, where the schedule repeats itself.
+
+    In the middle of a schedule the same steps come again for every node; only those of the first and the last
+    three differ (tests hold every schedule to that).
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._period = schedule.parts * schedule.topology.ranks_per_node  # steps of a node
+        self._stop = len(schedule.visits[0]) - 3 * self._period
+        self._before: deque[_State] = deque(maxlen=_LONGEST_RHYTHM)
+        self.longest = max((t.due - t.issue for t in schedule.transfers), default=0)
+        self.next_step = 3 * self._period
+        self.found: Rhythm | None = None
+
+    def is_wanted(self, at: list[int]) -> bool:
+        """Whether ranks, at these steps, have come where the state is to be noted."""
+        return self.found is None and self.next_step <= min(at) and max(at) < self._stop
+
+    def note(self, state: _State) -> None:
+        """Compare the state with those of some nodes before."""
+        self.next_step += self._period
+        for nodes, before in enumerate(reversed(self._before), start=1):
+            if state.is_like(before):
+                self.found = Rhythm(nodes, state.now - before.now)
+                return
+        self._before.append(state)

@@ -1,0 +1,195 @@
+"""From a rank's tensors and options to a call: all checked, every choice made, once for calls that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+
+import torch
+
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
+from burst_plugin.ring.call import Call, CallKind, Extras
+from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
+from burst_plugin.ring.routes import Attending
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens, token_count
+from burst_plugin.strategy import Strategy, choose_traveller
+from burst_plugin.types import DIRECTIONS, Direction, Side
+
+__all__ = ["prepare"]
+
+_KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
+_FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
+
+
+def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
+    """Check one rank's local tensors and make every choice; once for calls that are alike, kept in `known`.
+
+    Raises ValueError, before any communication.
+    """
+    check_kinds(inputs, request)
+    request = scaled(request)
+    scores = request.scores
+    seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
+    deterministic = _deterministic(member.strategy)
+    key = (
+        seedless,
+        deterministic,
+        switches(),
+        *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs),
+    )
+    call = known.get(key)
+    if call is None:
+        kind = _choose(member, inputs, seedless, deterministic)
+        call = Call(kind, kind.scores)
+        if len(known) >= _KNOWN_CALLS:
+            known.clear()
+        known[key] = call
+    if scores.seed:
+        call = Call(call.kind, replace(call.scores, seed=scores.seed))
+    return call
+
+
+def _choose(member: Member, inputs: Inputs, request: Request, deterministic: bool) -> CallKind:
+    """The kind of call that these arguments make."""
+    q, k, v = inputs[:3]
+    check_tensors(q, k, v)
+    local = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    tokens, longest = _tokens(member, local, request)
+    _check_heads(member.strategy, local)
+    _check_mask(request, local.batch)
+    degree = member.strategy.ulysses_degree
+    shapes = local.of_team(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
+    _check_parts(member.strategy, shapes)
+    attending = Attending(tokens["q"], tokens["kv"], request.mask)
+    member.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    check_extras(inputs, attending.kv.length)
+    extras = _extras(inputs, degree)
+    scores = request.scores.resolved(shapes.qk_dim, local.q_heads)
+    features = _features(shapes, scores, deterministic, extras)
+    return CallKind(
+        member=member,
+        shapes=shapes,
+        attending=attending,
+        scores=scores,
+        kernel=_kernel(member.strategy, q.device, shapes, features, new_tiles=_new_tiles(member, attending)),
+        travellers=_travellers(member.strategy, shapes, extras),
+        device=q.device,
+        extras=extras,
+        deterministic=deterministic,
+        max_logits=request.max_logits,
+        lse=request.lse,
+        ranks_per_kv_head=max(1, degree // local.kv_heads),
+    )
+
+
+def _tokens(member: Member, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
+    """By side: the whole sequence, and the most tokens of it that a rank of the ring holds."""
+    ranks, rank, table = member.topology.ranks, member.rank, member.route_table
+    degree, lengths = member.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
+    given = dict(zip(lengths, request.tokens, strict=True))
+    tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
+    longest = {}
+    for side, whole in tokens.items():
+        held = [token_count(runs) for runs in table.shards(whole)]
+        longest[side] = max(sum(held[first : first + degree]) for first in range(0, ranks, degree))
+        if lengths[side] != held[rank]:
+            raise ValueError(
+                f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {table.layout(whole).name!r}, but "
+                f"its {'queries have' if side == 'q' else 'keys have'} {lengths[side]}; cut tensors with "
+                "ContextParallel.shard, and pass the same tokens= to it and here"
+            )
+    return tokens, longest
+
+
+def _check_heads(strategy: Strategy, local: Shapes) -> None:
+    """Raise ValueError unless a team can share the heads between its ranks."""
+    if strategy.ulysses_degree not in local.team_degrees:
+        raise ValueError(
+            f"ulysses_degree={strategy.ulysses_degree} ranks cannot share the {local.q_heads} query heads and "
+            f"{local.kv_heads} key/value heads that are here; use one of {local.team_degrees}"
+        )
+
+
+def _check_parts(strategy: Strategy, shapes: Shapes) -> None:
+    """Raise ValueError unless the heads can be cut into parts."""
+    if any(shapes.kv_heads % strategy.parts_of(direction) for direction in DIRECTIONS):
+        valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
+        raise ValueError(
+            f"parts={strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use one "
+            f"of {valid}"
+        )
+
+
+def _check_mask(request: Request, batch: int) -> None:
+    """Raise ValueError unless the mask fits the batch and the scores."""
+    rows = request.mask.rows
+    if rows not in (None, batch):
+        raise ValueError(
+            f"the mask is for {rows} batch rows, but q, k, v have {batch}; make it of all rows of this batch, or of "
+            "none, for a mask that they share"
+        )
+    if request.mask.shifts and request.scores.alibi_slopes is not None:
+        raise ValueError(
+            "alibi_slopes need positions that count alike for queries and keys, but the mask's documents have keys "
+            "that begin elsewhere; add the slopes as a bias"
+        )
+
+
+def _extras(inputs: Inputs, degree: int) -> Extras:
+    bias = inputs.bias
+    if bias is None:
+        return Extras(sink=inputs.sink is not None)
+    exchanged = f"bias of {bias.shape[0]} batch rows in {bias.dtype}" if degree > 1 else ""
+    return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged)
+
+
+def _new_tiles(member: Member, attending: Attending) -> bool:
+    """Whether batches may bring tiles of new shapes: by their masks, or by lengths, where many were unlike."""
+    if len(member.lengths) <= _FEW_LENGTHS:
+        member.lengths.add((attending.q.length, attending.kv.length))
+    return not attending.mask.is_fixed or len(member.lengths) > _FEW_LENGTHS
+
+
+def _kernel(
+    strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
+) -> Kernel:
+    """The one asked for, or the fastest that can."""
+    heads, dims = (shapes.q_heads, shapes.kv_heads), (shapes.qk_dim, shapes.v_dim)
+    return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
+
+
+def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
+    """What a kernel needs to be able to do, by its name in `kernels.FEATURES`."""
+    wanted = {
+        "head dims": shapes.qk_dim != shapes.v_dim,
+        "softcap": scores.softcap is not None,
+        "alibi": scores.alibi_slopes is not None,
+        "bias": extras.bias,
+        "dropout": scores.dropout > 0,
+        "deterministic": deterministic,
+    }
+    return frozenset(name for name, needed in wanted.items() if needed)
+
+
+def _deterministic(strategy: Strategy) -> bool:
+    """Asked for here, or by PyTorch's switch for the process."""
+    switch = (
+        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return strategy.deterministic or switch
+
+
+def _travellers(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
+    """By direction: which side travels. A bias belongs to the queries, which stay at home with it."""
+    if not extras.bias:
+        return {direction: choose_traveller(strategy, direction, shapes) for direction in DIRECTIONS}
+    for direction in DIRECTIONS:
+        if getattr(strategy, direction) == "q":
+            raise ValueError(
+                f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
+                f"take all of them along; use {direction}='kv' or 'auto'"
+            )
+    return dict.fromkeys(DIRECTIONS, "kv")

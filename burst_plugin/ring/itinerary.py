@@ -1,0 +1,77 @@
+"""A rank's way through a schedule: its steps, and every message of it with all that is looked up for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+from burst_plugin.comm.buffers import Packing
+from burst_plugin.comm.transport import Channel
+from burst_plugin.schedule.schedule import RankSchedule, Step, Transfer
+from burst_plugin.topology import Traffic
+from burst_plugin.types import Rows
+
+__all__ = ["Batch", "Itinerary", "Post"]
+
+
+class Post(NamedTuple):
+    """A message of a rank, with all that is looked up for it."""
+
+    transfer: Transfer
+    peer: int  # as the transport knows it
+    channel: Channel
+    packing: Packing
+
+
+class Batch(NamedTuple):
+    """Messages of one step that are due together."""
+
+    due: int
+    sends: tuple[Post, ...]
+    recvs: tuple[Post, ...]
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """A rank's schedule and its messages, made once for all passes that are alike.
+
+    `peers` says by what number a transport knows each rank of the schedule, and `packing` how operands (gather) or
+    sums (reduce) of these rows of a block are laid out.
+    """
+
+    schedule: RankSchedule
+    peers: Sequence[int]
+    packing: Callable[[Traffic, int, Rows | None], Packing]
+
+    @cached_property
+    def batches(self) -> tuple[tuple[Batch, ...], ...]:
+        """By step: its messages, those that are due together in one batch."""
+        return tuple(self._of_step(step) for step in self.schedule.steps)
+
+    def _of_step(self, step: Step) -> tuple[Batch, ...]:
+        schedule, by_due = self.schedule, dict[int, tuple[list[Post], list[Post]]]()
+        for t in step.issue:
+            sends = t.src == schedule.rank
+            posts = by_due.setdefault(t.due, ([], []))[0 if sends else 1]
+            channel = Channel(t.traffic, t.link, schedule.by_link)
+            peer = self.peers[t.dst if sends else t.src]
+            posts.append(Post(t, peer, channel, self.packing(t.traffic, t.block, t.rows)))
+        return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in by_due.items())
+
+    @cached_property
+    def rows(self) -> dict[int, Rows | None]:
+        """See `RankSchedule.rows`."""
+        return self.schedule.rows
+
+    @cached_property
+    def sent_bytes(self) -> Counter[Channel]:
+        """What a pass sends."""
+        sent: Counter[Channel] = Counter()
+        for batch in chain.from_iterable(self.batches):
+            for post in batch.sends:
+                sent[post.channel] += post.packing.nbytes
+        return sent

@@ -1,0 +1,238 @@
+"""One rank's place in a ring, and what it notes of its calls.
+
+A `ContextParallel` is a member and process groups; a `VirtualRing` is all members of a ring in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from burst_plugin.comm.call_identity import CallId, Progress
+from burst_plugin.comm.consistency import Agreement
+from burst_plugin.comm.transport import Channel, Transport
+from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.routes import RouteTable
+from burst_plugin.ring.ulysses_groups import Team
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.types import Direction
+
+__all__ = ["Member"]
+
+
+@dataclass
+class Member:
+    """A rank of the context-parallel group, the ring it is in, and its transports: of the ring, and of its team.
+
+    `agreement` is how it compares its calls with those of the other ranks, where these are other processes.
+    """
+
+    rank: int
+    topology: Topology
+    strategy: Strategy
+    transport: Transport
+    team_transport: Transport
+    route_table: RouteTable
+    agreement: Agreement | None = None
+    profile: Profile | None = None
+    choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
+    calls_made: int = 0
+    lengths: set[tuple[int, int]] = field(default_factory=set)  # (queries, keys) of sequences, the first few
+    training_step: str = ""  # that the next calls belong to, if the caller says so
+    progress: Progress = field(default_factory=Progress)
+    passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
+    expected_bytes: Counter[Channel] = field(default_factory=Counter)
+    ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
+    is_closed: bool = False
+    _busy: threading.Lock = field(default_factory=threading.Lock)
+    _stream: object = None
+    _broken: str = ""  # why a pass was left half way, or a call refused by this rank alone
+
+    @cached_property
+    def team(self) -> Team:
+        """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
+        degree = self.strategy.ulysses_degree
+        first, place = self.rank - self.rank % degree, self.rank % degree
+        return Team(self.topology, range(first, first + degree), place)
+
+    @property
+    def ring_rank(self) -> int:
+        """The number of this rank in its ring: that of its team."""
+        return self.rank // self.strategy.ulysses_degree
+
+    @property
+    def ring_peers(self) -> range:
+        """The ranks of its ring."""
+        degree = self.strategy.ulysses_degree
+        return range(self.rank % degree, self.topology.ranks, degree)
+
+    def link_peers(self, by_link: bool) -> dict[Link, tuple[int, ...]]:
+        """The ranks that this one's communicators are shared with: all of its ring, or those at the end of a link."""
+        ring = self.ring_peers
+        if not by_link:
+            return dict.fromkeys(Link, tuple(ring))
+        teams = self.topology.of_teams(self.strategy.ulysses_degree)
+        places = {Link.INTRA: teams.node_peers(self.ring_rank), Link.INTER: teams.counterparts(self.ring_rank)}
+        return {link: tuple(ring[place] for place in there) for link, there in places.items()}
+
+    def note_call(self, choices: dict[str, str]) -> None:
+        """An attention call is about to be made."""
+        self.choices = choices
+        self.calls_made += 1
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """See `ContextParallel.traffic`."""
+        return _by_name(self.transport.sent_bytes + self.team_transport.sent_bytes)
+
+    def expected_traffic(self) -> dict[str, dict[str, int]]:
+        """See `ContextParallel.expected_traffic`."""
+        return _by_name(self.expected_bytes)
+
+    def reset_traffic(self) -> None:
+        """See `ContextParallel.reset_traffic`."""
+        for counter in (self.transport.sent_bytes, self.team_transport.sent_bytes, self.expected_bytes):
+            counter.clear()
+
+    @contextmanager
+    def exclusive(self, device: torch.device) -> Iterator[None]:
+        """One pass at a time and, on GPUs, all on one stream: nothing else has been tested.
+
+        A pass that raises leaves messages under way that a later one would take for its own: RuntimeError from then
+        on. The other ranks are told why when they miss this one.
+        """
+        self.check_usable(device)
+        with self.alone():
+            try:
+                if device.type == "cuda":
+                    self._check_stream(device)
+                yield
+            except BaseException as error:
+                self.give_up(error)
+                raise
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other thread of this process sends messages of this ring meanwhile.
+
+        RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
+        """
+        if not self._busy.acquire(blocking=False):
+            error = RuntimeError(
+                "burst attention was entered, or ranks were to compare a batch, while another of its passes was "
+                "running on the same group; run microbatches one after another, cut batches in the thread that "
+                "trains, or give each thread a process group and a ContextParallel of its own"
+            )
+            self.give_up(error)
+            raise error
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
+        """Compare with the other ranks where this one is, and `signature`, what has to be equal, by name; collective.
+
+        Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
+        """
+        if self.agreement is None:  # one rank, or all in this process
+            if problem:
+                raise ValueError(problem)
+            return
+        passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
+        ring = f"{self.ring_id or 'new'} on group {self.agreement.group_name}"
+        options = {"topology": self.topology, **self.strategy.compared()}
+        compared = {"ring": ring, "order of passes so far": passes, **signature, **options}
+        self.progress.where = f"before {at}"
+        with self.alone():
+            self.agreement.compare(at, compared, problem)
+
+    def compare_backward(self, call: CallId) -> None:
+        """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.
+
+        A rank that left one out would meet them with its next call instead.
+        """
+        if call.is_compared:
+            self.compare(f"the backward pass of {call}", {})
+
+    def begin_pass(self, direction: Direction, call: CallId) -> None:
+        """Remember that this pass of that call is the next one of this rank.
+
+        Ranks that make passes in unlike orders may send messages of the same sizes. On CPUs the labels of messages
+        show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
+        """
+        self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
+        self.progress.begin_pass(direction, call)
+
+    def check_usable(self, device: torch.device) -> None:
+        """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
+        self.check_open()
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
+        if self.is_closed:
+            raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
+        if self._broken:
+            raise RuntimeError(
+                f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
+                "their way; restart the processes, or, on CPUs, make a new process group and a ContextParallel of it"
+            )
+
+    def close(self) -> None:
+        """No pass comes any more. RuntimeError in the middle of one."""
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(
+                "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
+            )
+        self.is_closed = True
+        self.transport.close()
+        self.team_transport.close()
+        self._busy.release()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a pass was left half way, or a call refused by this rank alone."""
+        return bool(self._broken)
+
+    def give_up(self, error: BaseException) -> None:
+        """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
+        if self.topology.ranks > 1:
+            self._broken = f"{type(error).__name__}: {error}"
+            self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
+
+    @contextmanager
+    def profiled(self, profile: Profile) -> Iterator[Profile]:
+        """Passes are noted in `profile` until the end of the block. RuntimeError if they are already."""
+        if self.profile is not None:
+            raise RuntimeError("this ring is being profiled already; leave that `with` block before entering another")
+        self.profile = profile
+        try:
+            yield profile
+        finally:
+            self.profile = None
+            profile.close()
+
+    def _check_stream(self, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
+        self._stream = self._stream or stream
+        if stream != self._stream:
+            raise RuntimeError(
+                f"burst attention ran on {self._stream} before and now on {stream}; run all passes of one "
+                "context-parallel group on one CUDA stream"
+            )
+
+
+def _by_name(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
+    """Bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
+    by_link = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
+    for channel, nbytes in sent_bytes.items():
+        by_link[channel.link.value][channel.traffic.value] += nbytes
+    return by_link

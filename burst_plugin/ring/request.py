@@ -1,0 +1,198 @@
+"""What is asked for: a rank's tensors, and the options of a call; checked one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from burst_plugin.checks import as_whole, shown, unreadable
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Mask
+
+__all__ = [
+    "Inputs",
+    "Outputs",
+    "Request",
+    "as_tokens",
+    "check_extras",
+    "check_kinds",
+    "check_mask",
+    "check_tensors",
+    "scaled",
+    "token_dim",
+]
+
+
+class Inputs(NamedTuple):
+    """A rank's tensors, see `burst_attention`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None = None
+    bias: Tensor | None = None
+
+
+class Outputs(NamedTuple):
+    """out [B, S, Hq, Dv], lse [B, Hq, S] and, if asked for, the largest scores [Hq] of what this rank worked on.
+
+    Where heads are exchanged, lse too is there only if it is asked for.
+    """
+
+    out: Tensor
+    lse: Tensor | None
+    max_logits: Tensor | None = None
+
+
+class Request(NamedTuple):
+    """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys.
+
+    `scale` is one given beside `scores`; see `scaled`.
+    """
+
+    mask: Mask = Causal()
+    scores: Scores = Scores()
+    tokens: tuple[Tokens | None, Tokens | None] = (None, None)
+    max_logits: bool = False
+    lse: bool = False
+    scale: float | None = None
+
+
+def check_kinds(inputs: Inputs, request: Request) -> None:
+    """Raise ValueError for an argument that is of another kind altogether, of which nothing else can be asked."""
+    for name, x in zip(Inputs._fields, inputs, strict=True):
+        if x is None and name in Inputs._field_defaults:
+            continue
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} is {shown(x)}, not a tensor; pass what this rank holds as a torch.Tensor")
+        elsewhere = x.is_meta and name in Inputs._field_defaults  # than q, k, v: `check_extras` says so
+        if unreadable(x) and not elsewhere:
+            raise ValueError(f"{name} is a tensor {unreadable(x)}")
+    check_mask(request.mask)
+    if not isinstance(request.scores, Scores):
+        raise ValueError(f"scores={shown(request.scores)} is not a Scores; write Scores(scale=..., softcap=...)")
+    tokens = request.tokens
+    if len(tokens) != 2 or not all(isinstance(x, Tokens | None) for x in tokens):
+        got = tokens[0] if len(tokens) == 2 and tokens[0] is tokens[1] else tokens
+        raise ValueError(
+            f"tokens={shown(got)} is not valid; use Tokens(length), or, for cross attention, a pair of them as a "
+            "tuple: those of the queries, and those of the keys"
+        )
+    for name, flag in (("return_lse", request.lse), ("return_max_logits", request.max_logits)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}={shown(flag)} is not valid; use True or False")
+
+
+def check_mask(mask: object) -> None:
+    """Raise ValueError for what is no mask."""
+    if isinstance(mask, Mask):
+        return
+    if isinstance(mask, type) and issubclass(mask, Mask):
+        raise ValueError(f"mask is the class {mask.__name__}; pass an object of it, {mask.__name__}(...)")
+    if isinstance(mask, Tensor):
+        raise ValueError(
+            f"mask is {shown(mask)}, not a mask; key_padding(valid) makes one of a bool tensor [batch, all keys], "
+            "BlockMask.of(allowed, block) of one [query blocks, key blocks]; Causal(), SlidingWindow(left) and "
+            "Documents(cu_seqlens) need none"
+        )
+    raise ValueError(f"mask={shown(mask)} is not a mask; use one of burst_plugin.sequence.masks, such as Causal()")
+
+
+def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
+    """A sequence that is given whole or, where that is allowed, by its length. ValueError for anything else."""
+    if isinstance(tokens, Tokens):
+        return tokens
+    if or_length:
+        return Tokens(tokens)
+    raise ValueError(
+        f"tokens={shown(tokens)} is not valid; use Tokens(length), with the length of the whole sequence"
+    )
+
+
+def token_dim(name: str, x: object, dim: object) -> int:
+    """Which dimension of `x` is meant, counted from 0. ValueError for one that it does not have, or for no tensor."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
+    if unreadable(x) and not x.is_meta:
+        raise ValueError(f"{name} is a tensor {unreadable(x)}")
+    whole = as_whole(dim)
+    if whole is None or not -x.ndim <= whole < x.ndim:
+        raise ValueError(
+            f"dim={shown(dim)} is not a dimension of {name} {list(x.shape)}; use that of tokens, such as dim=1"
+        )
+    return whole % x.ndim
+
+
+def scaled(request: Request) -> Request:
+    """`request` with the scale that is given by itself in its scores. ValueError if they have one of their own."""
+    if request.scale is None:
+        return request
+    if request.scores.scale is not None:
+        raise ValueError(
+            f"got softmax_scale={shown(request.scale)} and scores with scale={request.scores.scale}, which mean the "
+            "same; give one"
+        )
+    return request._replace(scores=replace(request.scores, scale=request.scale), scale=None)
+
+
+def check_extras(inputs: Inputs, kv_length: int) -> None:
+    """Raise ValueError unless sink and bias fit; `kv_length` is that of the whole sequence of keys."""
+    q, heads = inputs.q, inputs.q.shape[2]
+    for name, extra in (("sink", inputs.sink), ("bias", inputs.bias)):
+        if extra is None:
+            continue
+        check_local(name, extra)
+        if extra.device != q.device:
+            raise ValueError(f"{name} is on {extra.device}, but q, k, v are on {q.device}; move it there")
+    if inputs.sink is not None and (inputs.sink.shape != (heads,) or not inputs.sink.is_floating_point()):
+        raise ValueError(
+            f"sink must be floating point [{heads}], one logit per query head, got {inputs.sink.dtype} "
+            f"{list(inputs.sink.shape)}"
+        )
+    bias = inputs.bias
+    if bias is None:
+        return
+    expected = (q.shape[0], heads, q.shape[1], kv_length)
+    shape = tuple(bias.shape)
+    shared = tuple(1 if n == 1 else m for n, m in zip(shape[:2], expected, strict=False)) + expected[2:]
+    if shape != shared or not bias.is_floating_point():
+        raise ValueError(
+            f"bias must be floating point [1 or batch, 1 or query heads, local queries, all keys], here "
+            f"{list(expected)}, got {bias.dtype} {list(bias.shape)}"
+        )
+
+
+def check_local(name: str, x: Tensor) -> None:
+    """Raise ValueError for a DTensor, whose shape is not that of what a rank holds."""
+    if hasattr(x, "to_local"):
+        raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless a rank's q, k, v can attend."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_local(name, x)
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(f"expected q, k, v of shape [batch, local tokens, heads, head dim], got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q, k, v do not fit together: {shapes}; batches must be equal, k and v must have the same tokens and "
+            "heads, q and k the same head dim"
+        )
+    if 0 in (q.shape[0], *q.shape[2:], *k.shape[2:], *v.shape[2:]):
+        raise ValueError(f"tensors without batch, heads or head dim cannot attend: {shapes}; leave such a call out")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads are not a multiple of {k.shape[2]} key/value heads; repeat key/value heads or "
+            "change the number of query heads"
+        )
+    kinds = {(str(x.dtype), str(x.device)) for x in (q, k, v)}
+    if len(kinds) > 1 or not q.is_floating_point():
+        raise ValueError(
+            f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}; cast or move them with "
+            "x.to(...)"
+        )

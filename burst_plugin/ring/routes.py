@@ -1,0 +1,240 @@
+"""What a mask and a layout make of a schedule: the visits of a rank, their tiles, and what is sent.
+
+All of it follows from data that every rank has, so that all ranks choose alike; it is worked out once per kind
+of call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from burst_plugin.ring.ulysses_groups import TeamBlock, team_block
+from burst_plugin.schedule.rings import SCHEDULES, SPARSE
+from burst_plugin.schedule.schedule import RankSchedule, Schedule
+from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
+from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.required_rows import NeededRows, find_needs
+from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
+from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.topology import Topology
+from burst_plugin.types import OTHER_SIDE, SIDES, Side
+
+__all__ = ["Attending", "Pairs", "Route", "RouteTable"]
+
+_KNOWN = 64  # kinds of calls to remember; lengths may vary without end
+
+
+class Attending(NamedTuple):
+    """Which tokens attend to which: the sequence of the queries, that of the keys, and the mask between them."""
+
+    q: Tokens
+    kv: Tokens
+    mask: Mask
+
+    def of(self, side: Side) -> Tokens:
+        """The sequence of side "q" or "kv"."""
+        return self.q if side == "q" else self.kv
+
+
+class Pairs:
+    """The tiles of every pair of ranks; `runs[side][rank]` is what each holds."""
+
+    def __init__(self, attending: Attending, runs: Mapping[str, Sequence[tuple[Run, ...]]]) -> None:
+        lengths, mask = (attending.q.length, attending.kv.length), attending.mask
+        self._regions: list[tuple[tuple[int, int] | None, Regions]] = []  # with the batch rows that they are for
+        if mask.rows is None:
+            self._regions = [(None, Regions(mask.regions(*lengths)))]
+        start = 0
+        for of_row, alike in groupby(mask.of_row(row) for row in range(mask.rows or 0)):
+            stop = start + len(list(alike))
+            self._regions.append(((start, stop), Regions(of_row.regions(*lengths))))
+            start = stop
+        self.runs = runs
+        check_strides(run for shards in runs.values() for held in shards for run in held)
+        self._needs: dict[Side, NeededRows | None] = {}
+        self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
+
+    def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+        """The work of these queries on these keys."""
+        if not q_runs or not k_runs:
+            return ()
+        return tuple(
+            tile if batch is None else tile._replace(batch=batch)
+            for batch, regions in self._regions
+            for tile in tiles_of(regions, q_runs, k_runs)
+        )
+
+    def of_visit(self, traveller: Side, owner: int, rank: int) -> tuple[Tile, ...]:
+        """The work of side `traveller` of rank `owner` with the other side of rank `rank`."""
+        return self.of_ranks(owner, rank) if traveller == "q" else self.of_ranks(rank, owner)
+
+    def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
+        """The work of rank q's queries on rank k's keys."""
+        if (q, k) not in self._of_ranks:
+            self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
+        return self._of_ranks[q, k]
+
+    def needs(self, traveller: Side) -> NeededRows | None:
+        """The rows of every block of side `traveller` that every rank works on; None if blocks go to all."""
+        if traveller not in self._needs:
+            regions = [of_rows if traveller == "kv" else of_rows.transposed for _, of_rows in self._regions]
+            self._needs[traveller] = find_needs(regions, self.runs[OTHER_SIDE[traveller]], self.runs[traveller])
+        return self._needs[traveller]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One rank's part of one pass: what it visits and sends, and the tiles of its visits, by owner."""
+
+    schedule: RankSchedule
+    tiles: Mapping[int, tuple[Tile, ...]]
+    runs: Mapping[Side, Mapping[int, tuple[Run, ...]]]  # by side and owner: the tokens that meet in the visit
+
+
+class RouteTable:
+    """The routes under one topology and strategy; ranks of one process may share them.
+
+    With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold. Only
+    `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
+    """
+
+    def __init__(self, topology: Topology, strategy: Strategy) -> None:
+        self._cp_topology, self._strategy = topology, strategy
+        self._ring_topology = topology.of_teams(strategy.ulysses_degree)
+        self._pairs: dict[Attending, Pairs] = {}
+        self._teams: dict[Tokens, list[TeamBlock]] = {}
+        self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
+        self._dense: dict[bool, Schedule] = {}
+        self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
+
+    @property
+    def cp_ranks(self) -> int:
+        """Number of ranks of the context-parallel group."""
+        return self._cp_topology.ranks
+
+    @property
+    def ring_ranks(self) -> int:
+        """Number of ranks of the ring."""
+        return self._ring_topology.ranks
+
+    @property
+    def ring_topology(self) -> Topology:
+        """Nodes and ranks of the ring."""
+        return self._ring_topology
+
+    @property
+    def schedule_name(self) -> str:
+        """The name of the schedule, for masks that leave most of the work."""
+        return self._strategy.schedule_for(self._ring_topology)
+
+    def layout(self, tokens: Tokens) -> Layout:
+        """The rule by which these tokens are dealt out; ValueError if nothing says which, or for unlike ranks."""
+        if tokens.holders is not None:
+            ranks = len(set(tokens.holders))
+            if ranks != self.cp_ranks:
+                raise ValueError(
+                    f"Tokens(holders={shortened(tokens.holders)}) deals out to {ranks} ranks, but the "
+                    f"context-parallel group has {self.cp_ranks}"
+                )
+            return in_chunks(tokens.holders)
+        name = tokens.layout or self._strategy.layout
+        if name == AUTO:
+            raise ValueError(
+                "layout='auto' depends on the mask: let tokens = cp.tokens(length, mask), or what shard_batch has "
+                "chosen, batch['burst'].tokens, and pass tokens= to shard, positions and burst_attention; or name a "
+                "layout"
+            )
+        return LAYOUTS[name]
+
+    def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
+        """What every rank of the context-parallel group holds of a sequence."""
+        layout, ranks = self.layout(tokens), self._cp_topology.ranks
+        return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
+
+    def team_blocks(self, tokens: Tokens) -> list[TeamBlock]:
+        """What every team holds."""
+        if tokens not in self._teams:
+            if len(self._teams) >= _KNOWN:
+                self._teams.clear()
+            shards, degree = self.shards(tokens), self._strategy.ulysses_degree
+            self._teams[tokens] = [
+                team_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
+            ]
+        return self._teams[tokens]
+
+    def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
+        """What every rank of the ring holds: the block of its team."""
+        return [team.runs for team in self.team_blocks(tokens)]
+
+    def pairs(self, attending: Attending) -> Pairs:
+        """The tiles of every pair of ranks."""
+        if attending not in self._pairs:
+            if len(self._pairs) >= _KNOWN:
+                for known in (self._pairs, self._schedules, self._routes):
+                    known.clear()
+            self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
+        return self._pairs[attending]
+
+    def route(self, ring_rank: int, attending: Attending, traveller: Side, reduces: bool, parts: int = 1) -> Route:
+        """One rank's route of a pass in which side `traveller` travels, and sums come home if it `reduces`."""
+        pairs = self.pairs(attending)
+        key = (ring_rank, attending, traveller, reduces, parts)
+        if key not in self._routes:
+            schedule = self._schedule(attending, traveller, reduces).in_parts(parts).of_rank(ring_rank)
+            home = OTHER_SIDE[traveller]
+            owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
+            rows_of = schedule.rows
+            runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), traveller: {}}
+            tiles = {}
+            for owner in owners:
+                rows, block = (
+                    rows_of.get(owner),
+                    pairs.runs[traveller][owner],
+                )  # part 0 of a block has its owner's number
+                runs[traveller][owner] = block if rows is None else cut_runs(block, rows)
+                if rows is None:
+                    tiles[owner] = pairs.of_visit(traveller, owner, ring_rank)
+                else:
+                    tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
+            self._routes[key] = Route(schedule, tiles, runs)
+        return self._routes[key]
+
+    def dense(self, reduces: bool) -> Schedule:
+        """The schedule in which every rank visits every block."""
+        if reduces not in self._dense:
+            self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
+        return self._dense[reduces]
+
+    def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
+        """The most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
+        lengths = [token_count(held) for held in self.runs(attending.kv)]
+        return self._schedule(attending, "kv", False).most_rows_moved(lengths)
+
+    def rows_visited(self, attending: Attending) -> list[int]:
+        """By rank of the ring: how many rows of keys its queries are worked on with, in all its visits."""
+        pairs = self.pairs(attending)
+        needs = pairs.needs("kv")
+        if needs is None:
+            return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
+        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in needs]
+
+    def _schedule(self, attending: Attending, traveller: Side, reduces: bool) -> Schedule:
+        """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
+        pairs, key = self.pairs(attending), (attending, traveller, reduces)
+        needs = pairs.needs(traveller)
+        if needs is None:
+            return self.dense(reduces)
+        if key not in self._schedules:
+            lengths = [token_count(held) for held in pairs.runs[traveller]]
+            names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
+            candidates = [
+                SCHEDULES[name](self._ring_topology, reduces, needs)
+                if name in SPARSE
+                else self.dense(reduces).pruned(needs)
+                for name in names
+            ]
+            self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
+        return self._schedules[key]

@@ -1,0 +1,299 @@
+"""Heads exchanged inside teams of ranks, so that a ring of teams is left: Ulysses and ring, "2D attention".
+
+`ulysses_degree` consecutive ranks are a *team*. Before the ring each of them gives its tokens of some heads to those
+who work on these heads, and has the tokens of the whole team for its own share of the heads; afterwards outputs take
+the way back. Rank j of every team goes around a ring with the ranks j of the others.
+
+8 tokens over 4 ranks in zigzag, degree 2, heads a b; two rings, of ranks 0 2 (head a) and 1 3 (head b):
+
+                 before           after
+    team 0  rank 0   0 7   a b        0 1 6 7   a        rows are sorted by position, and neighbours joined: a team's
+            rank 1   1 6   a b        0 1 6 7   b        block in zigzag is what one rank of two would hold, and a
+    team 1  rank 2   2 5   a b        2 3 4 5   a        whole group's is the sequence: one ring of one rank
+            rank 3   3 4   a b        2 3 4 5   b
+
+What goes to where it is read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
+it is (degree - 1) / degree of q, k, v and out, once, whatever the number of ranks, but not hidden behind work.
+
+Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719) and LoongTrain's 2D attention
+(2406.18485, section 4.2) for ring and exchange together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import Buffer, Packing
+from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
+from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.request import Inputs, Outputs
+from burst_plugin.ring.ulysses_groups import Team, TeamBlock
+from burst_plugin.topology import Traffic
+from burst_plugin.types import Side, Spec
+
+__all__ = ["HeadExchange"]
+
+
+@dataclass(frozen=True)
+class _Piece(ABC):
+    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, h, D].
+
+    Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
+    (`members_per_head`), the same ones.
+    """
+
+    local: Tensor
+    joint: Tensor
+    block: TeamBlock
+    members_per_head: int
+    traffic: ClassVar[Traffic]
+
+    def local_heads(self, member: int) -> Tensor:
+        """The heads of a member, of the local rows."""
+        heads = self.joint.shape[2]
+        return self.local.narrow(2, member // self.members_per_head * heads, heads)
+
+    def spec(self, member: int) -> Spec:
+        """Shape and type of a message with the rows of a member."""
+        batch, _, heads, dim = self.joint.shape
+        return (batch, self.block.counts[member], heads, dim), self.joint.dtype
+
+    @property
+    @abstractmethod
+    def result(self) -> Tensor:
+        """The side that the exchange fills."""
+
+    @abstractmethod
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """Which of the two has its rows in the message."""
+
+    @abstractmethod
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """Fill the message to a member."""
+
+    @abstractmethod
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """Put a member's message in its place."""
+
+    @abstractmethod
+    def stay(self, place: int) -> None:
+        """Put what this rank, the member at `place`, has for itself in its place."""
+
+
+class _ToHeads(_Piece):
+    """A message has the sender's rows of the receiver's heads."""
+
+    traffic = Traffic.GATHER
+
+    @property
+    def result(self) -> Tensor:
+        """See `_Piece.result`."""
+        return self.joint
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """See `_Piece.whose_rows`."""
+        return sender
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """See `_Piece.leave`."""
+        message.copy_(self.local_heads(receiver))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """See `_Piece.arrive`."""
+        for local, joint, length in self.block.spans[sender]:
+            self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
+
+    def stay(self, place: int) -> None:
+        """See `_Piece.stay`."""
+        self.arrive(place, self.local_heads(place))
+
+
+class _Home(_Piece):
+    """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
+
+    traffic = Traffic.REDUCE
+
+    @property
+    def result(self) -> Tensor:
+        """See `_Piece.result`."""
+        return self.local
+
+    def whose_rows(self, sender: int, receiver: int) -> int:
+        """See `_Piece.whose_rows`."""
+        return receiver
+
+    def leave(self, receiver: int, message: Tensor) -> None:
+        """See `_Piece.leave`."""
+        for local, joint, length in self.block.spans[receiver]:
+            message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
+
+    def arrive(self, sender: int, message: Tensor) -> None:
+        """See `_Piece.arrive`."""
+        mine = self.local_heads(sender)
+        if self.members_per_head > 1:
+            mine.add_(message)
+        else:
+            mine.copy_(message)
+
+    def stay(self, place: int) -> None:
+        """See `_Piece.stay`."""
+        self.leave(place, self.local_heads(place))
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """One rank's part in the exchange of its team, in one pass.
+
+    `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (see
+    `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
+    is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
+    """
+
+    team: Team
+    transport: Transport
+    blocks: Mapping[str, TeamBlock]
+    expected_bytes: Counter[Channel]
+    packing: Callable[[tuple[Spec, ...]], Packing]
+    label: Tensor | None = None
+    profile: Profile | None = None
+    ranks_per_kv_head: int = 1
+
+    def run(
+        self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
+    ) -> Generator[None, None, list[Tensor]]:
+        """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the team together.
+
+        To heads: [B, S_local, H, D] becomes [B, S_team, H / degree, D], the team's rows of this rank's share. Back:
+        the other way round, and what members have of a head that they share is added up. Yields once, while messages
+        are under way, for ranks that take turns.
+        """
+        log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
+        transport = self.transport if log is None else log.watch(self.transport)
+        pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
+        packings = [self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.team.degree)]
+        try:
+            with nullcontext() if log is None else log.timed("move"):
+                leased, under_way = self._begin(transport, pieces, packings)
+            yield
+            with nullcontext() if log is None else log.timed("move"):
+                for pending in under_way:
+                    pending.wait()
+                self._finish(transport, pieces, packings, leased)
+        except PeerLostError as lost:
+            rank = self.team.peers[self.team.place]
+            raise lost_peer_error(transport, rank, "the exchange of heads", lost) from lost
+        return [piece.result for piece in pieces]
+
+    def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
+        """What the ring is given: the team's rows of this rank's share of the heads."""
+        team = self.team
+        if team.degree == 1:
+            return inputs
+        tensors = [inputs.q, inputs.k, inputs.v]
+        sides: list[Side] = ["q", "kv", "kv"]
+        if inputs.bias is not None:
+            rows = inputs.bias.transpose(1, 2)  # one that heads share goes to each of them
+            tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, team.degree, -1))
+            sides.append("q")
+        q, k, v, *bias = yield from self.run(True, tensors, sides)
+        sink = None if inputs.sink is None else inputs.sink[team.heads_of(inputs.q.shape[2])]
+        return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
+
+    def outputs_home(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
+        """What the ring gave, for this rank's rows of all heads; lse if it is asked for."""
+        team = self.team
+        if team.degree == 1:
+            return outs
+        tensors = [outs.out]
+        if with_lse and outs.lse is not None:
+            tensors.append(outs.lse.transpose(1, 2).unsqueeze(3))
+        out, *lse = yield from self.run(False, tensors, ["q"] * len(tensors))
+        return Outputs(
+            out,
+            lse[0].squeeze(3).transpose(1, 2) if lse else None,
+            None if outs.max_logits is None else team.spread(outs.max_logits, -torch.inf),  # others' were not seen
+        )
+
+    def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:
+        """The gradient of the output, as the ring wants it."""
+        if self.team.degree == 1:
+            return dout.contiguous()
+        (dout,) = yield from self.run(True, [dout], ["q"])
+        return dout
+
+    def grads_home(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
+        """The gradients of `to_heads`' inputs; `shared_bias` says that heads share theirs."""
+        team = self.team
+        if team.degree == 1:
+            return grads
+        dq, dk, dv, dsink, dbias = grads
+        tensors = [dq, dk, dv]
+        sides: list[Side] = ["q", "kv", "kv"]
+        if dbias is not None:
+            tensors.append(dbias.transpose(1, 2))
+            sides.append("q")
+        dq, dk, dv, *rows = yield from self.run(False, tensors, sides)
+        dbias = rows[0].transpose(1, 2) if rows else None
+        if dbias is not None and shared_bias:
+            dbias = dbias.sum(1, keepdim=True)
+        return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
+
+    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> _Piece:
+        block, members_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
+        different = self.team.degree // members_per_head
+        batch, _, heads, dim = x.shape
+        if to_heads:
+            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, members_per_head)
+        shape = (batch, block.counts[self.team.place], heads * different, dim)
+        local = x.new_empty(shape) if members_per_head == 1 else x.new_zeros(shape)
+        return _Home(local, x, block, members_per_head)
+
+    def _begin(
+        self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
+    ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
+        """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile.
+
+        `packings` are those of messages with the rows of each member.
+        """
+        team, device, traffic, whose = self.team, pieces[0].local.device, pieces[0].traffic, pieces[0].whose_rows
+        sends, recvs = [], []
+        leased: list[tuple[Buffer, Buffer]] = []
+        for member in team.others:
+            out, back = packings[whose(team.place, member)], packings[whose(member, team.place)]
+            leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
+            leased.append((leaving, arriving))
+            for piece, view in zip(pieces, leaving.views(out), strict=True):
+                piece.leave(member, view)
+            leaving.put_label(self.label)
+            sends.append(team.message(traffic, member, leaving.data))
+            recvs.append(team.message(traffic, member, arriving.data))
+            self.expected_bytes[sends[-1].channel] += out.nbytes
+        under_way = transport.post(sends, recvs)
+        for piece in pieces:
+            piece.stay(team.place)
+        return leased, under_way
+
+    def _finish(
+        self,
+        transport: Transport,
+        pieces: Sequence[_Piece],
+        packings: Sequence[Packing],
+        leased: Sequence[tuple[Buffer, Buffer]],
+    ) -> None:
+        """Put what arrived in its place."""
+        for member, (leaving, arrived) in zip(self.team.others, leased, strict=True):
+            if not arrived.has_label(self.label):
+                raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
+            packing = packings[pieces[0].whose_rows(member, self.team.place)]
+            for piece, view in zip(pieces, arrived.views(packing), strict=True):
+                piece.arrive(member, view)
+            transport.pool.release(leaving)
+            transport.pool.release(arrived)

@@ -1,0 +1,100 @@
+"""Teams of ranks that exchange heads (see `ulysses`): who is in one, and which rows it holds together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch import Tensor
+
+from burst_plugin.comm.transport import Channel, Message
+from burst_plugin.sequence.layout import Run, token_count
+from burst_plugin.topology import Topology, Traffic
+
+__all__ = ["Span", "Team", "TeamBlock", "team_block"]
+
+
+class Span(NamedTuple):
+    """`length` rows: from `local` on in the rank's own order, from `joint` on in the team's."""
+
+    local: int
+    joint: int
+    length: int
+
+
+class TeamBlock(NamedTuple):
+    """What a team holds: its runs, and where each member's rows are among them."""
+
+    runs: tuple[Run, ...]
+    spans: tuple[tuple[Span, ...], ...]
+    counts: tuple[int, ...]  # of rows that every member brings
+
+    @property
+    def length(self) -> int:
+        """Rows of the whole team."""
+        return token_count(self.runs)
+
+
+def team_block(held: Sequence[tuple[Run, ...]]) -> TeamBlock:
+    """The rows of all members, by position; a team of one keeps its order."""
+    pieces = []
+    for member, runs in enumerate(held):
+        starts = accumulate((run.length for run in runs), initial=0)
+        pieces += [(run, member, start) for run, start in zip(runs, starts, strict=False)]
+    if len(held) > 1:
+        pieces.sort()
+    joint_runs: list[Run] = []
+    spans: list[list[Span]] = [[] for _ in held]
+    at = 0
+    for run, member, start in pieces:
+        spans[member].append(Span(start, at, run.length))
+        at += run.length
+        last = joint_runs[-1] if joint_runs and len(held) > 1 else None
+        if last is not None and last.stride == run.stride and last.start + last.length * last.stride == run.start:
+            joint_runs[-1] = last._replace(length=last.length + run.length)
+        else:
+            joint_runs.append(run)
+    counts = tuple(sum(span.length for span in each) for each in spans)
+    return TeamBlock(tuple(joint_runs), tuple(map(tuple, spans)), counts)
+
+
+@dataclass(frozen=True)
+class Team:
+    """A rank's team: its members are the CP ranks `peers`, of which this rank is number `place`."""
+
+    topology: Topology
+    peers: Sequence[int]
+    place: int
+
+    @property
+    def degree(self) -> int:
+        """How many ranks, and shares of the heads."""
+        return len(self.peers)
+
+    @property
+    def others(self) -> list[int]:
+        """The members besides this rank."""
+        return [member for member in range(self.degree) if member != self.place]
+
+    def heads_of(self, heads: int) -> slice:
+        """Which of so many heads this rank works on."""
+        return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
+
+    def spread(self, mine: Tensor, others: float) -> Tensor:
+        """[H] of all heads from [H / degree] of this rank's share."""
+        all_heads = mine.new_full((len(mine) * self.degree,), others)
+        all_heads[self.heads_of(len(all_heads))] = mine
+        return all_heads
+
+    @cached_property
+    def _channels(self) -> dict[Traffic, list[Channel]]:
+        """The channel to every member, by traffic."""
+        links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
+        return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
+
+    def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
+        """A message to or from a member."""
+        return Message(self.peers[member], self._channels[traffic][member], data)

@@ -1,0 +1,1 @@
+"""Which tokens meet: layouts, masks, regions, tiles, required rows."""

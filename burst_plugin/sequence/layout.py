@@ -1,0 +1,291 @@
+"""Layouts: which tokens of a sequence a rank holds, and in which order.
+
+A layout says so with *runs*, arithmetic progressions of positions. 8 tokens over 2 ranks:
+
+    contiguous   rank 0: 0 1 2 3      rank 1: 4 5 6 7
+    striped      rank 0: 0 2 4 6      rank 1: 1 3 5 7
+    zigzag       rank 0: 0 1 6 7      rank 1: 2 3 4 5
+
+and, with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document of its own accord:
+
+    zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
+
+and in chunks, with `Tokens(8, holders=(0, 1, 0, 1))`, as `ring.load_balance` deals them out by their work:
+
+    chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
+
+Lengths that do not divide give ranks unequal numbers of tokens, down to none; nothing is padded or dropped. Under
+a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work. Under a
+window contiguous needs the fewest bytes.
+
+Sources: zigzag is Megatron-core's own (`megatron/core/utils.py`, `get_batch_on_this_cp_rank`): of 2P chunks
+rank r holds r and 2P-1-r; by document as Transformer Engine's `thd_get_partitioned_indices`. Striped: Striped
+Attention, arXiv 2311.09431.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import shown, whole_number, whole_numbers
+
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Run",
+    "Tokens",
+    "check_cu_seqlens",
+    "check_total",
+    "cut_runs",
+    "even_length",
+    "in_chunks",
+    "positions",
+    "shortened",
+    "token_count",
+]
+
+
+class Run(NamedTuple):
+    """`length` tokens at positions `start`, `start + stride`, `start + 2 * stride`, ..."""
+
+    start: int
+    length: int
+    stride: int = 1
+
+    @property
+    def last(self) -> int:
+        """The position of its last token."""
+        return self.start + (self.length - 1) * self.stride
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The sequence that a context-parallel group holds between its ranks.
+
+    length: tokens, 1 or more, whether or not they divide by the number of ranks.
+    cu_seqlens: where documents begin, 0 first and `length` last, if each is dealt out on its own, as Megatron does
+        with packed sequences; None if the sequence is dealt out as a whole.
+    layout: another layout than the group's.
+    holders: the rank that holds each chunk, if the sequence is dealt out in chunks of about one length, in place of a
+        layout: `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if
+        their number divides the length.
+
+    Raises ValueError for a length below 1, cu_seqlens that decrease or do not run from 0 to `length`, holders beside
+    a layout or cu_seqlens, or holders that leave a rank out.
+    """
+
+    length: int
+    cu_seqlens: tuple[int, ...] | None = None
+    layout: str | None = None
+    holders: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        expected = "a sequence has 1 token or more, as a whole number"
+        object.__setattr__(self, "length", whole_number("Tokens(length={})", self.length, expected, 1))
+        if self.layout is not None and (not isinstance(self.layout, str) or self.layout not in LAYOUTS):
+            raise ValueError(f"Tokens(layout={shown(self.layout)}) is not valid; use one of: {', '.join(LAYOUTS)}")
+        if self.cu_seqlens is not None:
+            object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens, "Tokens(cu_seqlens={})"))
+            check_total(self.cu_seqlens, self.length)
+        if self.holders is not None:
+            expected = "give a list with the rank that holds each chunk, such as (0, 1, 1, 0)"
+            object.__setattr__(self, "holders", whole_numbers("Tokens(holders={})", self.holders, expected))
+            if self.layout is not None or self.cu_seqlens is not None:
+                beside = "layout" if self.cu_seqlens is None else "cu_seqlens"
+                raise ValueError(f"Tokens(holders=...) has {beside}= as well; give one of them")
+            if set(self.holders) != set(range(len(set(self.holders)))) or not self.holders:
+                raise ValueError(
+                    f"Tokens(holders={shortened(self.holders)}) is not valid; every rank from 0 up holds a chunk"
+                )
+
+    def __hash__(self) -> int:
+        """Made once: it is asked for in every layer, and there may be thousands of chunks."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.length, self.cu_seqlens or (), self.holders or ()))
+
+    def __repr__(self) -> str:
+        """All that is given; ranks compare it."""
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return f"Tokens({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+
+
+def even_length(length: int, ranks: int) -> int:
+    """The next length, from `length` on, of which ranks hold equally many in every layout; one rank holds any."""
+    if ranks == 1:
+        return length
+    unit = math.lcm(*(layout.pieces for layout in LAYOUTS.values())) * ranks
+    return -(-length // unit) * unit
+
+
+def check_cu_seqlens(cu_seqlens: Sequence[int], pattern: str = "cu_seqlens={}") -> tuple[int, ...]:
+    """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease.
+
+    `pattern` says where it stands, see `burst_plugin.checks`.
+    """
+    expected = (
+        "give one list of where documents begin, 0 first and the number of tokens last; other documents in every "
+        "batch row are PerRow((Documents(...), ...))"
+    )
+    offsets = whole_numbers(pattern, cu_seqlens, expected)
+    if len(offsets) < 2 or offsets[0] != 0:
+        raise ValueError(f"cu_seqlens={shortened(offsets)} must begin with 0 and end with the number of tokens")
+    for number, (start, stop) in enumerate(pairwise(offsets)):
+        if stop < start:
+            raise ValueError(
+                f"cu_seqlens must not decrease, but document {number} runs from {start} to {stop}; pass cumulative "
+                "lengths, 0 first"
+            )
+    return offsets
+
+
+def check_total(cu_seqlens: tuple[int, ...], length: int) -> None:
+    """Raise ValueError unless `cu_seqlens` ends at `length`."""
+    if cu_seqlens[-1] != length:
+        raise ValueError(
+            f"cu_seqlens={shortened(cu_seqlens)} ends at {cu_seqlens[-1]}, but the sequence has {length} tokens "
+            "over all ranks; cu_seqlens are global, and padding at the end needs a document of its own"
+        )
+
+
+def shortened(numbers: Sequence[int]) -> str:
+    """Numbers for a message; of many, the first ones and the last."""
+    return str(tuple(numbers)) if len(numbers) < 12 else f"({', '.join(map(str, numbers[:5]))}, ..., {numbers[-1]})"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A rule that deals the positions of a sequence out to ranks: `deal(rank, ranks, length)` gives the runs.
+
+    All ranks hold equally many where `pieces` times their number divides the length.
+    """
+
+    name: str
+    deal: Callable[[int, int, int], tuple[Run, ...]]
+    pieces: int = 1
+
+    def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
+        """The positions of `rank`, in local order; none is empty."""
+        return tuple(
+            run._replace(start=run.start + start)
+            for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
+            for run in self.deal(rank, ranks, stop - start)
+            if run.length
+        )
+
+    def shard(self, x: Tensor, dim: int, place: tuple[int, int], tokens: Tokens) -> Tensor:
+        """The tokens of `place`, (rank, ranks), out of the whole sequence `x`, along `dim`; contiguous."""
+        if x.shape[dim] != tokens.length:
+            raise ValueError(
+                f"x {list(x.shape)} has {x.shape[dim]} tokens along dim {dim}, but {tokens} was given; pass the "
+                "whole sequence, and the tokens= of its length"
+            )
+        runs = self.runs(*place, tokens)
+        return torch.cat([_take(x, dim, run) for run in runs] or [x.narrow(dim, 0, 0)], dim)
+
+    def unshard(self, shards: Sequence[Tensor], dim: int, tokens: Tokens) -> Tensor:
+        """The whole sequence out of all ranks' shards, in rank order, along `dim`."""
+        shape = list(shards[0].shape)
+        shape[dim] = tokens.length
+        full = shards[0].new_empty(shape)
+        for rank, shard in enumerate(shards):
+            offset = 0
+            for run in self.runs(rank, len(shards), tokens):
+                _take(full, dim, run).copy_(shard.narrow(dim, offset, run.length))
+                offset += run.length
+        return full
+
+
+def token_count(runs: Sequence[Run]) -> int:
+    """How many tokens there are in these runs."""
+    return sum(run.length for run in runs)
+
+
+def positions(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
+    """The positions [S_local], int64, of these runs."""
+    ranges = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
+    return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
+    """The runs of some local rows, given as (start, stop) in ascending order."""
+    pieces, offset = [], 0
+    for run in runs:
+        for start, stop in rows:
+            first, last = max(start - offset, 0), min(stop - offset, run.length)
+            if first < last:
+                pieces.append(Run(run.start + first * run.stride, last - first, run.stride))
+        offset += run.length
+    return tuple(pieces)
+
+
+def _take(x: Tensor, dim: int, run: Run) -> Tensor:
+    """A view of the positions of `run` along `dim`."""
+    index = [slice(None)] * x.dim()
+    index[dim] = slice(run.start, run.start + (run.length - 1) * run.stride + 1, run.stride)
+    return x[tuple(index)]
+
+
+def _zigzag(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return tuple(_chunk(chunk, 2 * ranks, length) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def _striped(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return (Run(rank, max(0, -(-(length - rank) // ranks)), ranks),)
+
+
+def _contiguous(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
+    return (_chunk(rank, ranks, length),)
+
+
+def _chunk(chunk: int, chunks: int, length: int) -> Run:
+    """One of `chunks` pieces that differ by at most one token."""
+    start, stop = chunk * length // chunks, (chunk + 1) * length // chunks
+    return Run(start, stop - start)
+
+
+@lru_cache(maxsize=64)
+def in_chunks(holders: tuple[int, ...]) -> Layout:
+    """The layout in which rank `holders[c]` holds chunk c; a rank's chunks differ by at most one token."""
+
+    @lru_cache(maxsize=1)
+    def held(ranks: int, length: int) -> list[list[Run]]:
+        by_rank: list[list[Run]] = [[] for _ in range(ranks)]
+        numbers, chunks, start = [0] * ranks, Counter(holders), 0
+        for rank in holders:
+            share = _chunk(rank, ranks, length).length
+            chunk = _chunk(numbers[rank], chunks[rank], share).length
+            numbers[rank] += 1
+            mine = by_rank[rank]
+            if mine and mine[-1].start + mine[-1].length == start:
+                mine[-1] = Run(mine[-1].start, mine[-1].length + chunk)
+            else:
+                mine.append(Run(start, chunk))
+            start += chunk
+        return by_rank
+
+    return Layout("chunks", lambda rank, ranks, length: tuple(held(ranks, length)[rank]))
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        layout.name: layout
+        for layout in (
+            Layout("zigzag", _zigzag, pieces=2),
+            Layout("striped", _striped),
+            Layout("contiguous", _contiguous),
+        )
+    }
+)

@@ -1,0 +1,217 @@
+"""Regions: what every mask is made of, and what can be asked of a mask.
+
+A mask is a few disjoint *regions*: rectangles of query and key positions, each with a band around a diagonal,
+
+    lower <= key position - query position <= upper        None: no bound
+
+What a rank computes follows from the regions and from the positions that it holds; see `sequence.tiles`. The masks
+themselves are in `sequence.masks`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import shown
+from burst_plugin.types import Side
+
+__all__ = ["Both", "Mask", "Region", "allowed", "work_by_token"]
+
+
+class Region(NamedTuple):
+    """Queries `q_start:q_stop` on keys `k_start:k_stop` where `lower <= key - query <= upper`; None is no bound."""
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    lower: int | None = None
+    upper: int | None = None
+
+    def intersect(self, other: Region) -> Region:
+        """What both allow; empty if a start is not below its stop."""
+        return Region(
+            max(self.q_start, other.q_start),
+            min(self.q_stop, other.q_stop),
+            max(self.k_start, other.k_start),
+            min(self.k_stop, other.k_stop),
+            max((x for x in (self.lower, other.lower) if x is not None), default=None),
+            min((x for x in (self.upper, other.upper) if x is not None), default=None),
+        )
+
+    def keys_of(self, first: int, last: int) -> tuple[int, int]:
+        """The first and the last key that queries `first ... last` may attend to."""
+        low = self.k_start if self.lower is None else max(self.k_start, first + self.lower)
+        high = self.k_stop - 1 if self.upper is None else min(self.k_stop - 1, last + self.upper)
+        return low, high
+
+    @property
+    def transposed(self) -> Region:
+        """With queries and keys exchanged."""
+        lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
+        return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is left."""
+        crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
+        return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
+
+
+class Mask(ABC):
+    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered.
+
+    Where a subclass has a constant for one of the properties, it stands there without a type: with one it would be a
+    field, an argument of the constructor.
+    """
+
+    @abstractmethod
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Disjoint regions for `q_len` queries and `kv_len` keys; ValueError if the mask does not fit them."""
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size that the mask is made for; None if it is the same for every batch row."""
+        return None
+
+    def of_row(self, row: int) -> Mask:
+        """The mask of one batch row."""
+        return self
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Where documents of queries and keys begin, and the length; None if there are none."""
+        return None
+
+    @property
+    def compares_positions(self) -> bool:
+        """Whether it looks at how far apart query and key are; False lets it combine with documents that shift."""
+        return True
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether, of as many queries as keys, a query may attend to a later key.
+
+        If none may, padding at the end needs no mask.
+        """
+        return True
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all batches of a run share it; else tiles of new shapes may come with every batch."""
+        return False
+
+    @property
+    def shifts(self) -> bool:
+        """Whether it pairs queries with keys at other positions, so that distances between the two mean nothing."""
+        return False
+
+    def __and__(self, other: Mask) -> Mask:
+        """What both masks allow."""
+        return Both(self, other)
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What two masks allow; made by `&`."""
+
+    one: Mask
+    other: Mask
+
+    def __post_init__(self) -> None:
+        parts = (self.one, self.other)
+        if not all(isinstance(mask, Mask) for mask in parts):
+            raise ValueError(f"only masks combine with &, got {shown(self.one)} & {shown(self.other)}")
+        if len({mask.rows for mask in parts} - {None}) > 1:
+            raise ValueError(
+                f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"
+            )
+        if any(mask.shifts for mask in parts) and self.compares_positions:
+            raise ValueError(
+                "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
+                "or a window means nothing there; use the Documents alone"
+            )
+
+    @property
+    def rows(self) -> int | None:
+        """The batch size of either."""
+        return self.one.rows if self.one.rows is not None else self.other.rows
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """The documents of either."""
+        return self.one.documents or self.other.documents
+
+    def of_row(self, row: int) -> Mask:
+        """Both masks of that row."""
+        return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def compares_positions(self) -> bool:
+        """If either does."""
+        return self.one.compares_positions or self.other.compares_positions
+
+    @property
+    def looks_ahead(self) -> bool:
+        """If both do."""
+        return self.one.looks_ahead and self.other.looks_ahead
+
+    @property
+    def is_fixed(self) -> bool:
+        """If both are."""
+        return self.one.is_fixed and self.other.is_fixed
+
+    @property
+    def shifts(self) -> bool:
+        """If either does."""
+        return self.one.shifts or self.other.shifts
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Every region of one with every region of the other."""
+        others = self.other.regions(q_len, kv_len)
+        met = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
+        return tuple(region for region in met if not region.is_empty)
+
+
+def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether queries at [Sq] attend to keys at [Sk], bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+
+    `lengths` are those of the whole sequences, (queries, keys).
+    """
+    if mask.rows is not None:
+        return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
+    queries = queries.unsqueeze(1)
+    attends = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    for r in mask.regions(*lengths):
+        inside = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
+        if r.lower is not None:
+            inside &= keys - queries >= r.lower
+        if r.upper is not None:
+            inside &= keys - queries <= r.upper
+        attends |= inside
+    return attends
+
+
+def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
+    """How many keys every query attends to, or for side "kv" how many queries attend to every key; int64.
+
+    `lengths` are (queries, keys). Summed over batch rows if their masks differ.
+    """
+    if mask.rows is not None:
+        return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64)
+    for region in mask.regions(*lengths):
+        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        tokens = torch.arange(start, stop)
+        first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
+        if lower is not None:
+            first = first.maximum(tokens + lower)
+        if upper is not None:
+            last = last.minimum(tokens + upper + 1)
+        work[start:stop] += (last - first).clamp_(min=0)
+    return work

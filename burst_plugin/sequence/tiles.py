@@ -1,0 +1,303 @@
+"""Tiles: exactly the work of a visit, in rectangles of local rows.
+
+The regions of a mask and the runs of a query rank and of a key rank give *tiles*: slices of local query and key
+rows, each with a band,
+
+    lower <= j - i <= upper        i, j: row of the tile's query and key slice, None: no bound
+
+and nothing else; no tiles, no work. Kernels see tiles only.
+
+Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causal, .: nothing
+
+                        keys of rank 0      keys of rank 1
+                          a     a'            b     b'
+    queries, rank 0   a   c     .             .     .       one causal tile on the left (the three
+                      a'  f     c             f     f       pieces are joined), one full on the right
+    queries, rank 1   b   f     .             c     .
+                      b'  f     .             f     c
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+from burst_plugin.sequence.layout import Run
+from burst_plugin.sequence.regions import Region
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, OTHER_SIDE, Band, Side
+
+__all__ = [
+    "Regions",
+    "RunIndex",
+    "Tile",
+    "banded",
+    "check_strides",
+    "key_rows",
+    "tiles_of",
+]
+
+
+class Tile(NamedTuple):
+    """Query rows `q_start:q_stop` on key rows `k_start:k_stop` of a visit, within `band`.
+
+    With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
+    the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
+
+    With `spans` they are all there is: (q_start, q_stop, k_start, k_stop), each within `band`, full or causal and
+    square, one after another on both sides. Rows between them have no part in this tile.
+    """
+
+    q_start: int
+    q_stop: int
+    k_start: int
+    k_stop: int
+    band: Band = FULL
+    pieces: int = 1
+    batch: tuple[int, int] | None = None
+    spans: tuple[tuple[int, int, int, int], ...] = ()
+
+    @property
+    def q(self) -> slice:
+        """The query rows."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def k(self) -> slice:
+        """The key rows."""
+        return slice(self.k_start, self.k_stop)
+
+    def rows(self, side: Side) -> slice:
+        """The rows of side "q" or "kv"."""
+        return self.q if side == "q" else self.k
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Query and key rows of one piece."""
+        return (self.q_stop - self.q_start) // self.pieces, (self.k_stop - self.k_start) // self.pieces
+
+    @property
+    def work(self) -> int:
+        """Number of (query, key) pairs that attend, in one batch row."""
+        rows, columns = self.shape
+        below = rows * columns if self.band.upper is None else _pairs_up_to(self.band.upper, rows, columns)
+        return self.pieces * (
+            below - (0 if self.band.lower is None else _pairs_up_to(self.band.lower - 1, rows, columns))
+        )
+
+
+def _pairs_up_to(upper: int, rows: int, columns: int) -> int:
+    """How many pairs have `j - i <= upper`: rows of i + upper + 1 keys, no less than 0 and no more than all."""
+    some = min(max(0, -upper), rows)  # the first row with a key
+    every = min(max(some, columns - upper), rows)  # the first row with all keys
+    partial = (every - some) * (some + upper + 1 + every + upper) // 2
+    return partial + (rows - every) * columns
+
+
+class Regions:
+    """The regions of a mask, found by query position."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = sorted(regions, key=lambda region: region[:4])  # bands may be None
+        self._starts = [region.q_start for region in self._regions]
+        self._stops = list(accumulate((region.q_stop for region in self._regions), max))
+
+    @property
+    def transposed(self) -> Regions:
+        """With queries and keys exchanged."""
+        return Regions([region.transposed for region in self._regions])
+
+    def at(self, first: int, last: int) -> Iterator[Region]:
+        """The regions that hold any of the queries `first ... last`."""
+        for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
+            if self._regions[number].q_stop > first:
+                yield self._regions[number]
+
+
+class RunIndex:
+    """Runs in any order, found by position.
+
+    Runs of one rank need not be in ascending order of their starts: those of a team that holds interleaved stripes,
+    cut to some rows, are not.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._numbers = sorted(range(len(runs)), key=lambda number: runs[number].start)
+        self._starts = [runs[number].start for number in self._numbers]
+        self._lasts = list(accumulate((runs[number].last for number in self._numbers), max))
+
+    def at(self, first: int, last: int) -> list[int]:
+        """The numbers of the runs that may hold any of the positions `first ... last`, in order of their starts."""
+        return self._numbers[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
+
+
+def check_strides(runs: Iterable[Run]) -> None:
+    """Raise ValueError for runs of unlike strides."""
+    strides = {run.stride for run in runs}
+    if len(strides) > 1:
+        raise ValueError(
+            f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
+            "striped or neither (layout= of Strategy or Tokens)"
+        )
+
+
+def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
+    """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
+
+    Raises ValueError for runs of unlike strides.
+    """
+    check_strides((*q_runs, *k_runs))
+    keys = RunIndex(k_runs)
+    k_offsets = [0, *accumulate(run.length for run in k_runs)]
+    tiles: list[Tile] = []
+    q_offset = 0
+    for q_run in q_runs:
+        for region in regions.at(q_run.start, q_run.last):
+            for number in keys.at(*region.keys_of(q_run.start, q_run.last)):
+                tiles += _clip(region, q_run, k_runs[number], q_offset, k_offsets[number])
+        q_offset += q_run.length
+    return _join(tiles)
+
+
+def key_rows(region: Region, q_run: Run, k_run: Run) -> tuple[int, int]:
+    """(start, stop) of the rows of one run that queries of another attend to; none if start is not below stop."""
+    tile, lower, upper = _clipped(region, q_run, k_run)
+    rows, columns = tile.shape
+    if rows <= 0 or (lower is not None and upper is not None and lower > upper):
+        return 0, 0
+    first, end = 0 if lower is None else max(0, lower), columns if upper is None else min(columns, rows + upper)
+    return tile.k_start + first, tile.k_start + end
+
+
+def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
+    """The tiles of one run on another."""
+    tile, lower, upper = _clipped(region, q_run, k_run)
+    if min(tile.shape) > 0:
+        q, q_stop, k, k_stop = tile[:4]
+        yield from banded(Tile(q_offset + q, q_offset + q_stop, k_offset + k, k_offset + k_stop), lower, upper)
+
+
+def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, int | None]:
+    """The rows of one run on another in a region, and their band: `key - query = k - q + stride * (j - i)`."""
+    stride = q_run.stride
+    q_first, rows = _inside(q_run, region.q_start, region.q_stop)
+    k_first, columns = _inside(k_run, region.k_start, region.k_stop)
+    ahead = k_run.start - q_run.start + stride * (k_first - q_first)
+    lower = None if region.lower is None else -((ahead - region.lower) // stride)
+    upper = None if region.upper is None else (region.upper - ahead) // stride
+    return Tile(q_first, q_first + rows, k_first, k_first + columns), lower, upper
+
+
+def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
+    """(first row, number of rows) of a run at positions `start:stop`."""
+    first = max(0, -((run.start - start) // run.stride))
+    return first, min(run.length, -((run.start - stop) // run.stride)) - first
+
+
+def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
+    """What a band leaves of a full tile of one piece, without rows and columns that are empty."""
+    parts = _banded(tile, lower, upper)
+    return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
+
+
+def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
+    """See `banded`; of all batch rows."""
+    q, q_stop, k, k_stop = tile[:4]
+    if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
+        return
+    if upper is not None and upper < 0:  # the first rows have no key
+        q, lower, upper = q - upper, None if lower is None else lower - upper, 0
+    if lower is not None and lower > 0:  # the first columns have no query
+        k, lower, upper = k + lower, 0, None if upper is None else upper - lower
+    if lower is not None:
+        q_stop = min(q_stop, q + k_stop - k - lower)
+    if upper is not None:
+        k_stop = min(k_stop, k + q_stop - q + upper)
+    rows, columns = q_stop - q, k_stop - k
+    if rows <= 0 or columns <= 0:
+        return
+    if lower is not None and lower <= 1 - rows:
+        lower = None
+    if upper is not None and upper >= columns - 1:
+        upper = None
+    if lower is None and upper is not None:
+        yield from _causal(Tile(q, q_stop, k, k_stop), upper)
+    elif upper is None and lower is not None:
+        yield from _anticausal(Tile(q, q_stop, k, k_stop), -lower)
+    else:
+        yield Tile(q, q_stop, k, k_stop, Band(lower, upper))
+
+
+def _causal(tile: Tile, ahead: int) -> Iterator[Tile]:
+    """`j - i <= ahead`, from 0 up: whole columns on the left, a causal square, and whole rows below it."""
+    q, q_stop, k, k_stop = tile[:4]
+    if ahead:
+        yield Tile(q, q_stop, k, k + ahead)
+        k += ahead
+    square = min(q_stop - q, k_stop - k)
+    yield Tile(q, q + square, k, k + square, CAUSAL)
+    if q + square < q_stop:
+        yield Tile(q + square, q_stop, k, k + square)
+
+
+def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
+    """`j - i >= -behind`, from 0 up: whole rows on top, an anticausal square, and whole columns right of it."""
+    q, q_stop, k, k_stop = tile[:4]
+    if behind:
+        yield Tile(q, q + behind, k, k_stop)
+        q += behind
+    square = min(q_stop - q, k_stop - k)
+    yield Tile(q, q + square, k, k + square, ANTICAUSAL)
+    if k + square < k_stop:
+        yield Tile(q, q + square, k + square, k_stop)
+
+
+def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
+    """Join causal stairs, then full tiles side by side and one above the other, until nothing changes."""
+    joined, before = tiles, None
+    while len(joined) > 1 and before != len(joined):
+        before = len(joined)
+        joined = _beside(_beside(_stairs(joined), "q"), "kv")
+    return tuple(sorted(joined, key=lambda tile: tile[:4]))
+
+
+def _stairs(tiles: list[Tile]) -> list[Tile]:
+    """Two causal squares and the full rectangle below the first make one causal square."""
+    rest = dict.fromkeys(tiles)
+    squares = {
+        (t.q_start, t.k_start): t for t in tiles if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start
+    }
+    for start in sorted(squares):
+        if start not in squares:
+            continue
+        one = squares[start]
+        while other := squares.get((one.q_stop, one.k_stop)):
+            corner = Tile(other.q_start, other.q_stop, one.k_start, one.k_stop)
+            if corner not in rest:
+                break
+            for part in (one, other, corner):
+                rest.pop(part, None)
+            del squares[other.q_start, other.k_start]
+            one = Tile(one.q_start, other.q_stop, one.k_start, other.k_stop, CAUSAL)
+            squares[start] = one
+            rest[one] = None
+    return list(rest)
+
+
+def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
+    """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
+    other = OTHER_SIDE[side]
+    joined = [tile for tile in tiles if tile.band != FULL]
+    full = [tile for tile in tiles if tile.band == FULL]
+    full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))
+    for _, alike in groupby(full, key=lambda t: (t.rows(side).start, t.rows(side).stop)):
+        last: Tile | None = None
+        for tile in alike:
+            if last is not None and last.rows(other).stop == tile.rows(other).start:
+                last = Tile(last.q_start, tile.q_stop, last.k_start, tile.k_stop)
+                continue
+            joined += [] if last is None else [last]
+            last = tile
+        joined += [] if last is None else [last]
+    return joined

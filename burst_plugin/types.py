@@ -1,0 +1,72 @@
+"""Types that every part of the package shares: sides and directions, ranges of rows, shapes of tensors, bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ANTICAUSAL",
+    "CAUSAL",
+    "DIRECTIONS",
+    "FULL",
+    "OTHER_SIDE",
+    "SIDES",
+    "Band",
+    "Direction",
+    "Rows",
+    "Side",
+    "Spec",
+    "merged",
+    "union",
+]
+
+Side = Literal["q", "kv"]
+"""Queries, or keys and values; with all that belongs to them in a pass."""
+Direction = Literal["forward", "backward"]
+"""Of a pass."""
+
+SIDES: tuple[Side, Side] = ("q", "kv")
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+OTHER_SIDE: Mapping[Side, Side] = MappingProxyType({"q": "kv", "kv": "q"})
+
+Rows = tuple[tuple[int, int], ...]
+"""Ranges (start, stop) of token rows of a block, ascending."""
+
+Spec = tuple[tuple[int, ...], "torch.dtype"]
+"""Shape and type of a tensor."""
+
+
+class Band(NamedTuple):
+    """Query row i attends to key row j where `lower <= j - i <= upper`; None is no bound."""
+
+    lower: int | None
+    upper: int | None
+
+
+FULL = Band(None, None)
+CAUSAL = Band(None, 0)
+ANTICAUSAL = Band(0, None)
+
+
+def merged(parts: Iterable[tuple[int, int]]) -> Rows:
+    """Return ranges of rows in ascending order; what touches or overlaps becomes one."""
+    ranges: list[tuple[int, int]] = []
+    for start, stop in sorted(parts):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
+        else:
+            ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def union(needed: Iterable[Rows | None]) -> Rows | None:
+    """Return the rows that any of these needs; None is all."""
+    several = list(needed)
+    known = [rows for rows in several if rows is not None]
+    return merged(chain.from_iterable(known)) if len(known) == len(several) else None

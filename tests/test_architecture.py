@@ -1,0 +1,129 @@
+"""Who may import whom: rooms import lower ones only, no module is in a circle, and functions are no way around it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import burst_plugin
+
+PACKAGE = Path(burst_plugin.__file__).parent
+# From the ground up. A room, a folder or a file beside them, imports those of lower floors, and itself.
+FLOORS = (
+    ("checks",),
+    ("types", "topology", "scores"),
+    ("sequence", "schedule", "comm", "kernels"),
+    ("compute", "profiling"),
+    ("strategy",),
+    ("activations", "ring"),
+    ("planning",),
+    ("context",),
+    ("attention", "batch"),
+    ("virtual",),
+    ("__init__",),
+    ("frameworks",),
+    ("huggingface",),
+    ("megatron", "deepspeed"),
+    ("cli", "run"),
+)
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def _imports(source: str, modules: Mapping[str, Path]) -> set[str]:
+    """The modules of the package that a source imports anywhere, but for type checkers."""
+    tree, found = ast.parse(source), set()
+    only_for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node in only_for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "burst_plugin":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in modules else str(node.module) for name in names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name in modules}
+    return found
+
+
+def _room(module: str) -> str:
+    return [*module.split("."), "__init__"][1]
+
+
+def _upward(imports: Mapping[str, set[str]]) -> list[str]:
+    """The imports that do not lead to a lower floor."""
+    floor = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+    return [
+        f"{module} imports {other}"
+        for module, others in imports.items()
+        for other in sorted(others)
+        if _room(module) != _room(other) and floor[_room(module)] <= floor[_room(other)]
+    ]
+
+
+def _circles(imports: Mapping[str, set[str]]) -> list[str]:
+    """The imports from which a module comes back to itself."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = imports[left.pop()] - seen
+            seen |= new
+            left += new
+        return seen
+
+    behind = {module: reached(module) for module in imports}
+    return [f"{a} and {b}" for a, others in imports.items() for b in sorted(others) if a in behind[b] | {b}]
+
+
+MODULES = dict(_modules())
+IMPORTS = {module: _imports(path.read_text(), MODULES) - {module} for module, path in MODULES.items()}
+
+
+def test_every_import_leads_to_a_lower_floor() -> None:
+    assert _upward(IMPORTS) == []
+
+
+def test_no_module_is_in_an_import_circle() -> None:
+    assert _circles(IMPORTS) == []
+
+
+def test_an_import_that_leads_up_is_found_in_functions_too() -> None:
+    planted = "def f():\n    from burst_plugin.ring import executor\n"
+    imports = {**IMPORTS, "burst_plugin.comm.transport": _imports(planted, MODULES)}
+    assert _upward(imports) == ["burst_plugin.comm.transport imports burst_plugin.ring.executor"]
+    assert "burst_plugin.comm.transport and burst_plugin.ring.executor" in _circles(imports)
+
+
+def test_few_files_lie_beside_the_rooms() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 14
+
+
+def test_frameworks_are_named_in_their_rooms_only() -> None:
+    named = ("megatron", "deepspeed", "transformers", "accelerate")
+    for module, path in MODULES.items():
+        if _room(module) not in (*named, "huggingface", "frameworks", "cli", "run"):
+            tree = ast.parse(path.read_text())
+            roots = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+            roots |= {str(n.module).split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+            assert not roots & set(named), module
+
+
+def test_every_file_is_on_the_page_about_the_house() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    for path in MODULES.values():
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert re.search(rf"[`/]{re.escape(path.name)}`", page), path.relative_to(PACKAGE)
+    for named in re.findall(r"`((?:\w+/)?\w+\.py)`", page):
+        assert named.startswith("tests/") or any(str(path).endswith(f"/{named}") for path in MODULES.values()), named
