@@ -98,7 +98,7 @@ def check_mask(mask: object) -> None:
             "BlockMask.of(allowed, block) of one [query blocks, key blocks]; Causal(), SlidingWindow(left) and "
             "Documents(cu_seqlens) need none"
         )
-    raise ValueError(f"mask={shown(mask)} is not a mask; use one of burst_plugin.sequence.masks, such as Causal()")
+    raise ValueError(f"mask={shown(mask)} is not a mask; use one of the masks of burst_plugin, such as Causal()")
 
 
 def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
