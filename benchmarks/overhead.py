@@ -24,6 +24,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ from burst_plugin.choices import prepare
 from burst_plugin.copies import CopyNetwork
 from burst_plugin.executor import lockstep
 from burst_plugin.kernels import Kernel, Queries
+from burst_plugin.places import CallId
 from burst_plugin.request import Inputs, Request
 from burst_plugin.sides import DIRECTIONS
 
@@ -252,9 +254,9 @@ class _TimedWork:
     work: dist.Work
     clock: _TorchDistributed
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         start = time.perf_counter()
-        self.work.wait()
+        self.work.wait(*timeout)
         self.clock.wall_s += time.perf_counter() - start
 
 
@@ -280,7 +282,7 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
     def layer() -> Callable[[], object]:
         nonlocal number
         number += 1
-        mine = number
+        mine = CallId(number)
         done = lockstep([forward_program(c, mine, x) for c, x in zip(calls, each, strict=True)])
         queries = [Queries(x.q, x.q, out.out, out.lse) for x, out in zip(each, done, strict=True)]
         each_call = [*zip(calls, each, queries, strict=True)]
