@@ -29,7 +29,7 @@ MOST_REFUSED = 0.1  # of the cases, so that it stays attention that is drawn
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 2 * SOAK)
+@pytest.mark.timeout(900 + 2 * SOAK)
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_exact_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_tell_once", lambda text: None)  # of slow kernels
