@@ -120,8 +120,7 @@ class Drawn:
             return refusal
         truth = reference(problem, self.mask, self.scores)
         for name in NAMES:
-            rows = 2 * self.lengths[0] if name == "dsink" else 1  # whose terms, of either sign, are added up
-            self._compare(name, getattr(result, name), getattr(truth, name), rows)
+            self._compare(name, getattr(result, name), getattr(truth, name))
         self._compare_lse(lse, reference_lse(problem, self.mask, self.scores))
         for rank in self._ranks:
             assert ring.traffic(rank) == ring.expected_traffic(rank), f"bytes of rank {rank}"
@@ -146,11 +145,17 @@ class Drawn:
             grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], dout))
         return Result(out.detach(), *(None if x is None else next(grads) for x in inputs)), lse
 
-    def _compare(self, name: str, found: Tensor | None, truth: Tensor | None, terms: int = 1) -> None:
-        """Raise AssertionError unless one is the other, each number of it a sum of so many `terms` of size 1.
+    def _terms(self, name: str) -> float:
+        """How many numbers of about size 1 are added up to each number of a result, if not fewer."""
+        if name in ("dk", "dv"):
+            return max(1.0, self.lengths[0] / self.lengths[1] * self.heads[0] / self.heads[1])
+        return 2.0 * self.lengths[0] if name == "dsink" else 1.0
 
-        Few keys make dq and dk small differences of numbers of size 1, a single one exactly 0: these numbers' size
-        is then what errors are relative to.
+    def _compare(self, name: str, found: Tensor | None, truth: Tensor | None) -> None:
+        """Raise AssertionError unless one is the other.
+
+        Few keys make dq and dk small differences of numbers of size 1, a single one exactly 0, and the terms of a sum
+        are of either sign: the size of these numbers is then what errors are relative to.
         """
         if found is None or truth is None:
             assert found is truth is None, name
@@ -158,7 +163,7 @@ class Drawn:
         assert found.shape == truth.shape, name
         assert bool(found.isfinite().all()), name
         error, size = float((found.double() - truth).norm()), float(truth.norm())
-        bound = BOUNDS[self.dtype] * max(size, 0.5 * (terms * truth.numel()) ** 0.5)
+        bound = BOUNDS[self.dtype] * max(size, 0.5 * (self._terms(name) * truth.numel()) ** 0.5)
         assert error <= bound, f"{name}: error {error:.3g} of {size:.3g}, bound {bound:.3g}"
 
     def _compare_lse(self, found: Tensor, truth: Tensor) -> None:
