@@ -20,6 +20,7 @@ from benchmarks.one_rank import Gradients, Whole, fastest
 from benchmarks.silent import SilentTransport, silenced
 from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
 from burst_plugin.attention import backward_program, forward_program
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.choices import prepare
@@ -153,20 +154,21 @@ def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
     calls = [prepare(member, mine, request, {}) for member, mine in zip(ring.members, inputs, strict=True)]
     number = 0
 
-    def forward() -> tuple[int, list[Queries]]:
+    def forward() -> tuple[CallId, list[Queries]]:
         nonlocal number
         number += 1
-        done: list[Outputs] = lockstep([forward_program(c, number, x) for c, x in zip(calls, inputs, strict=True)])
+        which = CallId(number)
+        done: list[Outputs] = lockstep([forward_program(c, which, x) for c, x in zip(calls, inputs, strict=True)])
         each = zip(shards, done, strict=True)
-        return number, [Queries(q, dout, found.out.to(q.dtype), found.lse) for (q, _, _, dout), found in each]
+        return which, [Queries(q, dout, found.out.to(q.dtype), found.lse) for (q, _, _, dout), found in each]
 
-    def backward(saved: tuple[int, list[Queries]]) -> list[tuple[Tensor, ...]]:
+    def backward(saved: tuple[CallId, list[Queries]]) -> list[tuple[Tensor, ...]]:
         mine, rows = saved
         each = zip(calls, inputs, rows, strict=True)
         done = lockstep([backward_program(call, mine, x, queries) for call, x, queries in each])
         return [tuple(x.to(whole.q.dtype) for x in grads[:3] if x is not None) for grads in done]
 
-    def gather(saved: tuple[int, list[Queries]], grads: list[tuple[Tensor, ...]]) -> Gradients:
+    def gather(saved: tuple[CallId, list[Queries]], grads: list[tuple[Tensor, ...]]) -> Gradients:
         columns = ([rows.out for rows in saved[1]], *zip(*grads, strict=True))
         return Gradients(*(layout(tokens).unshard(list(column), 1, tokens) for column in columns))
 

@@ -24,6 +24,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,7 @@ from benchmarks.results import Watch, save
 from benchmarks.tiny import ConstantKernel, CountedTensors
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.attention import backward_program, forward_program
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.kernels import Kernel, Queries
 from burst_plugin.ring.call import Call
@@ -252,9 +254,9 @@ class _TimedWork:
     work: dist.Work
     clock: _TorchDistributed
 
-    def wait(self) -> None:
+    def wait(self, *timeout: timedelta) -> None:
         start = time.perf_counter()
-        self.work.wait()
+        self.work.wait(*timeout)
         self.clock.wall_s += time.perf_counter() - start
 
 
@@ -280,7 +282,7 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
     def layer() -> Callable[[], object]:
         nonlocal number
         number += 1
-        mine = number
+        mine = CallId(number)
         done = lockstep([forward_program(c, mine, x) for c, x in zip(calls, each, strict=True)])
         queries = [Queries(x.q, x.q, out.out, out.lse) for x, out in zip(each, done, strict=True)]
         each_call = [*zip(calls, each, queries, strict=True)]

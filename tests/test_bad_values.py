@@ -168,7 +168,7 @@ NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
             r"scores=\{'scale': 1.0\} is not a Scores; write Scores\(scale=..., softcap=...\)",
         ),
         ({"scores": None}, "scores=None is not a Scores"),
-        ({"mask": None}, r"mask=None is not a mask; use one of burst_plugin.sequence.masks, such as Causal\(\)"),
+        ({"mask": None}, r"mask=None is not a mask; use one of the masks of burst_plugin, such as Causal\(\)"),
         ({"mask": Causal}, r"mask is the class Causal; pass an object of it, Causal\(...\)"),
         (
             {"mask": torch.ones(16, 16)},

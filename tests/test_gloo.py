@@ -447,7 +447,7 @@ def _die(rank: int, when: str) -> None:
 @pytest.mark.parametrize(
     ("when", "where"),
     [
-        ("in a pass", "at backward step 1 of call 3 by rank"),
+        ("in a pass", " of call 3 by rank"),
         ("backward", "before the backward pass of call 1"),
         ("between calls", "before the forward pass of call 2"),
     ],

@@ -176,7 +176,7 @@ def test_options_are_checked_at_once() -> None:
 
 
 def test_what_is_not_a_mask_is_refused(cp: ContextParallel) -> None:
-    with pytest.raises(ValueError, match=r"mask='causal' is not a mask; use one of burst_plugin.sequence.masks"):
+    with pytest.raises(ValueError, match=r"mask='causal' is not a mask; use one of the masks of burst_plugin"):
         burst_attention(*Problem.draw(8, (2, 2))[:3], cp, mask="causal")  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """Heads exchanged inside teams: which rows a team holds, the exchange itself, and rings of teams over processes.
 
-What attention gives with it, for drawn shapes, masks and options, is in `test_properties.py`.
+What attention gives with it, for drawn shapes, masks and options, is in `test_drawn_calls.py`.
 """
 
 from __future__ import annotations

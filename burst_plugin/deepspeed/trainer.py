@@ -26,7 +26,7 @@ from burst_plugin.frameworks.wrapping import wrap
 
 __all__ = ["install_trainer"]
 
-_TESTED = ("5.20", "5.23")
+_TESTED = ("5.20", "5.24")
 _OLDEST = "5.8"  # in which what Trainer makes of Ulysses' losses is a function
 
 

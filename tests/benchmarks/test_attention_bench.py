@@ -32,6 +32,7 @@ from benchmarks.silent import SilentTransport
 from benchmarks.trials import TRIALS
 from burst_plugin import Strategy, Topology, VirtualRing
 from burst_plugin.attention import forward_program
+from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.ring.choices import prepare
@@ -371,7 +372,7 @@ def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
         member.transport = SilentTransport()
     calls = [prepare(m, x, Request(), {}) for m, x in zip(ring.members, inputs, strict=True)]
     for number in (1, 2):
-        done = lockstep([forward_program(call, number, x) for call, x in zip(calls, inputs, strict=True)])
+        done = lockstep([forward_program(call, CallId(number), x) for call, x in zip(calls, inputs, strict=True)])
         assert all(bool(found.out.isfinite().all()) for found in done)
     assert not any(transport.sent_bytes for transport in loud)
 

@@ -1,0 +1,238 @@
+"""What drawn attention calls are drawn from, with hypothesis; the rare corners are weighted."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from hypothesis import strategies as st
+
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    CausalBottomRight,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    PerRow,
+    PrefixLM,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+    key_padding,
+)
+from burst_plugin.kernels import KERNELS, Case
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence.layout import LAYOUTS, Layout, in_chunks
+from tests.support.drawn import Drawn
+
+__all__ = ["calls", "cu_seqlens", "layouts", "masks", "runnable"]
+
+FEW_RANKS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4)]
+MANY_RANKS = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (3, 3)]
+DTYPES = [torch.float64] * 7 + [torch.float32] * 3 + [torch.bfloat16] * 2 + [torch.float16]
+PLAIN = Scores()
+
+
+def runnable(dtype: torch.dtype) -> list[str]:
+    """The kernels that can run here."""
+    case = Case("cpu", dtype, 1, 1, 8, 8)
+    return [name for name, kernel in KERNELS.items() if kernel.refuse(case) is None]
+
+
+def cu_seqlens(length: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Documents: alike and short, or cut anywhere, some of them of one token and some of none."""
+    alike = st.integers(1, 9).map(lambda each: (*range(0, length, each), length))
+    sizes = st.lists(st.sampled_from([0, 1, 1, 2, 5, 11]), max_size=8).map(lambda some: tuple(accumulate(some)))
+    short = sizes.map(lambda ends: (0, *(end for end in ends if end <= length), length))
+    anywhere = st.lists(st.integers(0, length), max_size=4).map(lambda cuts: (0, *sorted(cuts), length))
+    return st.one_of(anywhere, alike, short)
+
+
+@st.composite
+def documents(draw: st.DrawFn, q_len: int, kv_len: int) -> Documents:
+    """Of as many queries as keys, or with keys of their own; some of them padded."""
+    starts = draw(cu_seqlens(q_len))
+    number = len(starts) - 1
+    if q_len == kv_len and draw(st.integers(0, 3)):
+        kv_starts = None
+    else:
+        cuts = st.lists(st.integers(0, kv_len), min_size=number - 1, max_size=number - 1)
+        kv_starts = (0, *sorted(draw(cuts)), kv_len)
+
+    def lengths(starts: tuple[int, ...]) -> tuple[int, ...] | None:
+        if draw(st.integers(0, 3)):
+            return None
+        missing = draw(st.lists(st.integers(0, 3), min_size=number, max_size=number))
+        return tuple(max(0, b - a - less) for a, b, less in zip(starts, starts[1:], missing, strict=False))
+
+    return Documents(starts, lengths(starts), kv_starts, None if kv_starts is None else lengths(kv_starts))
+
+
+@st.composite
+def key_spans(draw: st.DrawFn, kv_len: int) -> Keys:
+    """A few spans of keys."""
+    edges = sorted(draw(st.lists(st.integers(0, kv_len), min_size=2, max_size=6)))
+    return Keys(tuple(zip(edges[::2], edges[1::2], strict=False)))
+
+
+@st.composite
+def block_masks(draw: st.DrawFn, q_len: int, kv_len: int) -> BlockMask:
+    """Of blocks of any size, down to one token."""
+    block = draw(st.sampled_from([3, 1, 7, 16]))
+    rows, columns = -(-q_len // block), -(-kv_len // block)
+    rare, generator = draw(st.sampled_from([0.5, 0.1, 0.9])), torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return BlockMask.of(torch.rand(rows, columns, generator=generator) < rare, block)
+
+
+def single(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
+    """One mask for all batch rows."""
+    return st.one_of(
+        little(q_len, kv_len),
+        st.sampled_from([Causal(), Full(), CausalBottomRight()]),
+        st.builds(SlidingWindow, st.one_of(st.none(), st.integers(0, kv_len)), st.sampled_from([0, 2, None])),
+        st.builds(PrefixLM, st.integers(0, kv_len)),
+        block_masks(q_len, kv_len),
+        documents(q_len, kv_len),
+    )
+
+
+def little(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
+    """One mask that leaves little, of which blocks travel in pieces."""
+    short = st.sampled_from([2, 0, 1, 3, 5])
+    each = st.sampled_from([5, 3, 8]).map(lambda size: Documents((*range(0, q_len, size), q_len)))
+    return st.one_of(
+        each if q_len == kv_len else documents(q_len, kv_len),
+        st.builds(SlidingWindow, short, st.sampled_from([0, 1, 2])),
+        key_spans(kv_len),
+    )
+
+
+@st.composite
+def masks(draw: st.DrawFn, q_len: int, kv_len: int, per_row: bool = True, least: bool = False) -> Mask:
+    """Up to three masks combined, if `least` one of them short.
+
+    If `per_row`, some have a mask of their own for each of two batch rows.
+    """
+    found = draw((little if least else single)(q_len, kv_len))
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+        found = combined(found, draw(single(q_len, kv_len)))
+    kind = draw(st.sampled_from(["", "", "", "padding", "rows"])) if per_row else ""
+    if kind == "padding":
+        stops = st.tuples(st.integers(0, kv_len), st.integers(0, kv_len))
+        begins, ends = (torch.tensor(draw(stops)).unsqueeze(1) for _ in range(2))
+        at = torch.arange(kv_len).expand(2, -1)
+        left_out = draw(st.sampled_from([0, 0, 3]))
+        return combined(found, key_padding((at >= begins.minimum(ends)) & (at < ends) & ((at + 1) % 4 != left_out)))
+    if kind == "rows":
+        own = PerRow((draw(single(q_len, kv_len)), draw(single(q_len, kv_len))))
+        return draw(st.sampled_from([own, combined(found, own)]))
+    return found
+
+
+def combined(one: Mask, other: Mask) -> Mask:
+    """Both, or the first alone, where documents whose keys begin elsewhere leave nothing to compare."""
+    clash = (one.shifts or other.shifts) and (one.compares_positions or other.compares_positions)
+    return one if clash else one & other
+
+
+def holders(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Of chunks: every rank holds one, and some hold more."""
+    more = st.lists(st.integers(0, ranks - 1), max_size=2 * ranks)
+    return more.flatmap(lambda extra: st.permutations([*range(ranks), *extra])).map(tuple)
+
+
+def layouts(ranks: int) -> st.SearchStrategy[Layout]:
+    """Any of the layouts, and chunks."""
+    return st.one_of(st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), holders(ranks).map(in_chunks))
+
+
+@st.composite
+def sequences(draw: st.DrawFn, length: int, ranks: int) -> Tokens:
+    """Tokens as the strategy's layout deals them out, as another one, by documents, or in chunks."""
+    kind = draw(st.sampled_from(["usual", "holders", "documents", "layout"]))
+    if kind == "holders":
+        return Tokens(length, holders=draw(holders(ranks)))
+    layout = draw(st.sampled_from(sorted(LAYOUTS))) if kind == "layout" else None
+    return Tokens(length, draw(cu_seqlens(length)) if kind == "documents" else None, layout)
+
+
+@st.composite
+def tokens(draw: st.DrawFn, lengths: tuple[int, int], ranks: int) -> Tokens | tuple[Tokens, Tokens] | None:
+    """Of both sides; mostly the usual."""
+    if draw(st.integers(0, 2)):
+        return None
+    if lengths[0] == lengths[1] and draw(st.integers(0, 3)):
+        return draw(sequences(lengths[0], ranks))
+    q = draw(sequences(lengths[0], ranks))
+    strided = q.holders is None and q.layout in (None, "striped")  # which goes with none of the others
+    return q, Tokens(lengths[1], layout=q.layout) if strided else draw(sequences(lengths[1], ranks))
+
+
+@st.composite
+def options(
+    draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
+) -> Strategy:
+    """A strategy that, but for a few, is not refused."""
+    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto"])
+    fitting = [n for n in topology.team_sizes if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
+    rings_of_teams = [n for n in fitting if 1 < n < topology.ranks]
+    degree = draw(st.sampled_from(rings_of_teams if in_pieces and rings_of_teams else fitting))
+    own = max(1, heads[1] // degree)
+    parts = st.sampled_from([1, 1, *(n for n in range(1, own + 1) if own % n == 0)])
+    return Strategy(
+        layout=draw(st.sampled_from(["zigzag", "striped", "contiguous", "striped"])),
+        schedule=draw(st.sampled_from(["auto", "direct"] if in_pieces else ["auto", *SCHEDULES])),
+        forward=draw(sides),
+        backward=draw(sides),
+        kernel=draw(st.sampled_from(["auto", *kernels])),
+        parts=(draw(parts), draw(parts)),
+        ulysses_degree=degree,
+    )
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Drawn:
+    """Everything that attention can be asked to do, at once."""
+    # In most, a ring of teams and a mask that leaves little: there blocks travel in pieces.
+    in_pieces = draw(st.sampled_from([False, True, True]))
+    topology = Topology(*draw(st.sampled_from(MANY_RANKS if in_pieces else [*FEW_RANKS, *MANY_RANKS])))
+    length = st.one_of(st.just(64), st.integers(32, 64)) if in_pieces else st.integers(1, 64)
+    q_len = draw(length)
+    lengths = (q_len, draw(st.one_of(st.just(q_len), st.just(q_len), length)))
+    kv_heads = draw(st.sampled_from([4, 8, 2] if in_pieces else [1, 2, 3, 4, 8]))
+    heads = (kv_heads * draw(st.sampled_from([1, 1, 2, 4])), kv_heads)
+    dtype = draw(st.sampled_from(DTYPES))
+    bias = draw(st.sampled_from([None, None, None, None, (1, 1), (2, heads[0])]))
+    mask = draw(masks(*lengths, least=in_pieces))
+    scores = PLAIN
+    if draw(st.booleans()):
+        slopes = tuple(0.1 * n for n in range(heads[0]))
+        refused = mask.shifts and draw(st.integers(0, 7))
+        scores = Scores(
+            scale=draw(st.sampled_from([None, 0.7])),
+            softcap=draw(st.sampled_from([None, 2.0])),
+            alibi_slopes=draw(st.sampled_from([None, None if refused else slopes])),
+            dropout=draw(st.sampled_from([0.0, 0.3])),
+            seed=draw(st.sampled_from([0, 5, 1 << 40])),
+        )
+    kernels = runnable(dtype) if scores == PLAIN and bias is None else []
+    return Drawn(
+        topology,
+        draw(options(topology, heads, kernels, bias is not None, in_pieces)),
+        lengths,
+        heads,
+        draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5), (1, 1)])),
+        dtype,
+        mask,
+        scores,
+        draw(tokens(lengths, topology.ranks)),
+        draw(st.sampled_from([False, False, True])),
+        bias,
+        draw(st.integers(0, 9)),
+        draw(st.sampled_from([1, 1, 2, 3, 4])),
+        draw(st.sampled_from([0.4, 2.0])),
+    )
