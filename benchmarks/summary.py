@@ -1,4 +1,4 @@
-"""What the results come to: the few lines of them that the README has."""
+"""What the results come to: the few lines of them that docs/peers.md has."""
 
 from __future__ import annotations
 

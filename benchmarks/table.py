@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md, and those of the README that sum them up, from the results.
+"""Writes the tables of docs/performance.md, and those of docs/peers.md that sum them up, from the results.
 
 bash benchmarks/bench table            # write them
 bash benchmarks/bench table --check    # or only say whether they are up to date
@@ -23,7 +23,7 @@ BEGIN, END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "performance.md", help="the page of all tables")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="the page that sums them up")
+    parser.add_argument("--readme", type=Path, default=ROOT / "docs" / "peers.md", help="the page that sums them up")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the directory of the results")
 
 
