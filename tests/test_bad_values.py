@@ -31,8 +31,7 @@ from burst_plugin import (
 )
 from burst_plugin.checks import as_number, as_whole, shown
 from burst_plugin.kernels import TorchCpuKernel
-from tests.support.ranks import run_ranks
-from tests.test_gloo import _last_lines
+from tests.support.ranks import last_lines, run_ranks
 
 NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = [
@@ -271,7 +270,7 @@ def _one_is_wrong(rank: int, change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_one_ranks_wrong_argument_is_an_error_on_every_rank(change: dict[str, Any], message: str) -> None:
-    for line in _last_lines(_one_is_wrong, 2, change, timeout_s=20.0):
+    for line in last_lines(_one_is_wrong, 2, change, timeout_s=20.0):
         assert message in line
 
 
@@ -280,7 +279,7 @@ def _unshards_wrongly(rank: int) -> None:
 
 
 def test_one_ranks_wrong_dimension_is_an_error_on_every_rank() -> None:
-    for line in _last_lines(_unshards_wrongly, 2, timeout_s=20.0):
+    for line in last_lines(_unshards_wrongly, 2, timeout_s=20.0):
         assert "ValueError: rank 1: dim=9 is not a dimension of local [1, 16, 2, 4]" in line
 
 

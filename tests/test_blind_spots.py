@@ -36,9 +36,8 @@ from burst_plugin.kernels import TorchCpuKernel
 from burst_plugin.ring import choices
 from burst_plugin.sequence.regions import Region
 from burst_plugin.strategy import choose_traveller
-from tests.support.ranks import run_ranks
+from tests.support.ranks import last_lines, run_ranks
 from tests.support.reference import Problem, reference, relative
-from tests.test_gloo import _last_lines
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,7 @@ def _mask_differs(rank: int) -> None:
 
 
 def test_ranks_that_pass_other_masks_are_told() -> None:
-    assert all("rank 0: mask=Causal(); rank 1: mask=Full()" in line for line in _last_lines(_mask_differs, 2))
+    assert all("rank 0: mask=Causal(); rank 1: mask=Full()" in line for line in last_lines(_mask_differs, 2))
 
 
 def _hierarchy(rank: int) -> Topology:

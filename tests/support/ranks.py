@@ -10,7 +10,7 @@ from benchmarks.loopback import launch_local
 from benchmarks.ranks import Outcome, RankError, values
 from burst_plugin import ContextParallel
 
-__all__ = ["Outcome", "RankError", "as_on_gpus", "run_ranks", "run_ranks_outcomes"]
+__all__ = ["Outcome", "RankError", "as_on_gpus", "last_lines", "run_ranks", "run_ranks_outcomes"]
 
 
 def run_ranks(
@@ -48,3 +48,10 @@ def as_on_gpus(cp: ContextParallel) -> ContextParallel:
     """Return `cp`, whose ranks compare calls 1, 2, 4, 8, ... only from now on, as gloo is never asked to."""
     cp.strategy = replace(cp.strategy, check="sparse")
     return cp
+
+
+def last_lines(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0) -> list[str]:
+    """Return the last line of each rank's error, or nothing where it had none."""
+    """The last line of every rank's error."""
+    outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=timeout_s)
+    return [(outcome.error or "").strip().splitlines()[-1] if outcome.error else "" for outcome in outcomes]

@@ -41,7 +41,7 @@ from burst_plugin.profiling.recorder import Event
 from burst_plugin.ring.call import Call
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import Tokens
-from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
+from tests.support.ranks import as_on_gpus, last_lines, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
 # ------------------------------------------------------------------------------------------------- exactness
@@ -360,12 +360,6 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
 # ------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def _last_lines(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0) -> list[str]:
-    """The last line of every rank's error."""
-    outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=timeout_s)
-    return [(outcome.error or "").strip().splitlines()[-1] if outcome.error else "" for outcome in outcomes]
-
-
 def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     """One rank's call differs from the others'."""
     options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
@@ -404,7 +398,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     ids=str,
 )
 def test_disagreement_is_one_clear_error_on_every_rank(changes: dict[int, dict[str, Any]], message: str) -> None:
-    lines = _last_lines(_attend_with, 4, changes)
+    lines = last_lines(_attend_with, 4, changes)
     if "only some" in message:  # those that did not ask see it when they first compare calls
         assert all("ranks of the context-parallel group disagree" in line for line in lines)
         assert any(message in line for line in lines)
@@ -422,11 +416,11 @@ def _wrong_group(rank: int, kind: str) -> None:
 
 
 def test_a_group_this_rank_is_not_in_is_refused() -> None:
-    assert "is not in the group it was given" in _last_lines(_wrong_group, 2, "outsider")[1]
+    assert "is not in the group it was given" in last_lines(_wrong_group, 2, "outsider")[1]
 
 
 def test_sizes_whose_product_is_not_the_groups_are_refused_on_every_rank() -> None:
-    for line in _last_lines(_wrong_group, 2, "sizes"):
+    for line in last_lines(_wrong_group, 2, "sizes"):
         assert "hierarchy=[2, 2] multiplies to 4, but the context-parallel group has 2 ranks" in line
 
 
@@ -453,7 +447,7 @@ def _die(rank: int, when: str) -> None:
     ],
 )
 def test_a_dead_rank_is_named_with_the_step_where_it_was_missed(when: str, where: str) -> None:
-    lines = _last_lines(_die, 4, when, timeout_s=30.0)
+    lines = last_lines(_die, 4, when, timeout_s=30.0)
     assert "exit code 9" in lines[2]
     for line in (lines[0], lines[1], lines[3]):
         assert "RingError: rank 2 of the context-parallel group (global rank 2 on " in line
@@ -491,7 +485,7 @@ def _differ_later(rank: int, check: str) -> None:
 
 
 def test_a_rank_that_differs_later_is_one_clear_error_on_every_rank() -> None:
-    for line in _last_lines(_differ_later, 4, "auto", timeout_s=30.0):
+    for line in last_lines(_differ_later, 4, "auto", timeout_s=30.0):
         assert "ValueError: the ranks of the context-parallel group disagree" in line
         assert "rank 2: dtype=torch.bfloat16, query tokens=Tokens(length=128)" in line
 
@@ -513,7 +507,7 @@ def _backward_passes_swapped(cp: ContextParallel, rank: int) -> None:
 def test_between_comparisons_the_label_of_a_message_tells(what: tuple[Any, ...]) -> None:
     """gloo would take its bytes for numbers of another type, or of another layer, silently."""
     fn, *arguments = what
-    lines = _last_lines(fn, 4, *arguments, timeout_s=30.0)
+    lines = last_lines(fn, 4, *arguments, timeout_s=30.0)
     assert all("RingError" in line for line in lines)
     assert all("belongs to another call, or to one with other shapes, types or options" in line for line in lines)
 
@@ -529,7 +523,7 @@ def _other_order_without_labels(rank: int) -> None:
 
 
 def test_without_labels_the_next_comparison_tells_of_another_order_of_passes() -> None:
-    for line in _last_lines(_other_order_without_labels, 4, timeout_s=30.0):
+    for line in last_lines(_other_order_without_labels, 4, timeout_s=30.0):
         assert "ValueError: the ranks of the context-parallel group disagree" in line
         assert "order of passes so far=" in line
 
@@ -541,7 +535,7 @@ def _gradients_on_some(rank: int) -> None:
 
 
 def test_ranks_that_differ_in_whether_there_will_be_a_backward_pass_are_told() -> None:
-    for line in _last_lines(_gradients_on_some, 4, timeout_s=30.0):
+    for line in last_lines(_gradients_on_some, 4, timeout_s=30.0):
         assert "rank 0: takes part in gradients=True; rank 1, 2, 3: takes part in gradients=False" in line
 
 
@@ -599,7 +593,7 @@ def _wrong_device(rank: int) -> None:
 
 
 def test_tensors_on_a_device_that_the_group_does_not_move_are_refused_on_every_rank() -> None:
-    for line in _last_lines(_wrong_device, 2):
+    for line in last_lines(_wrong_device, 2):
         assert "ValueError: rank 1: q, k, v are on cpu, but the context-parallel group moves tensors of cuda" in line
 
 
@@ -616,7 +610,7 @@ def _unshard_unlike(rank: int, tokens: Tokens | None) -> None:
     ],
 )
 def test_unlike_shards_are_refused_on_every_rank(tokens: Tokens | None, message: str) -> None:
-    for line in _last_lines(_unshard_unlike, 2, tokens):
+    for line in last_lines(_unshard_unlike, 2, tokens):
         assert message in line
 
 
@@ -626,7 +620,7 @@ def _shard_without_tokens(rank: int) -> None:
 
 
 def test_a_rank_that_has_none_of_the_rows_says_so_to_all() -> None:
-    for line in _last_lines(_shard_without_tokens, 4):
+    for line in last_lines(_shard_without_tokens, 4):
         assert "rank 3 holds 1 of 1 tokens, but local [1, 0, 2] has 0 along dim 1" in line
 
 

@@ -36,9 +36,9 @@ from burst_plugin.kernels.table import table
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.trial import problem_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
+from tests.kernels.test_kernels import BANDS, FEATURE_CASES, run
 from tests.support.reference import Problem, errors, reference, relative
 from tests.support.stand_ins import INSTALL, Calls, flash_attn_3, flash_attn_4
-from tests.test_kernels import BANDS, FEATURE_CASES, run
 
 SCALED = Scores(scale=8**-0.5)
 REFERENCE = KERNELS["reference"]
@@ -703,7 +703,7 @@ def test_libraries_are_imported_when_needed_and_once(tmp_path: Path) -> None:
         "assert 'flash_attn' not in sys.modules\n"
         "print(library.find('flash_attn.cute'), library.find('flash_attn.cute'))\n"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -726,6 +726,6 @@ def test_versions_compare_as_numbers() -> None:
 
 
 def test_the_page_of_kernels_has_their_table() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
     found = text.split("<!-- kernels:begin -->\n")[1].split("\n<!-- kernels:end -->")[0]
     assert found.strip() == table(), "put what burst_plugin.kernels.table.table() gives between the markers"

@@ -14,7 +14,7 @@ import torch
 
 from burst_plugin.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def burst(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ import torch
 from burst_plugin.compute import online_softmax as softmax
 from tests.support.fused_cases import check_all
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
