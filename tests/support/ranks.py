@@ -52,6 +52,5 @@ def as_on_gpus(cp: ContextParallel) -> ContextParallel:
 
 def last_lines(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float = 60.0) -> list[str]:
     """Return the last line of each rank's error, or nothing where it had none."""
-    """The last line of every rank's error."""
     outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=timeout_s)
     return [(outcome.error or "").strip().splitlines()[-1] if outcome.error else "" for outcome in outcomes]
