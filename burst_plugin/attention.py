@@ -250,9 +250,11 @@ def _one_pass(calls: Sequence[Call], direction: Direction, which: CallId) -> Ite
         device = calls[0].kind.device.type
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-        for call in calls:
-            call.kind.member.progress.end_pass(direction)
+        try:
+            yield
+        finally:
+            for call in calls:
+                call.kind.member.progress.end_pass(direction)
 
 
 class _Terms(TypedDict, total=False):
@@ -377,20 +379,22 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: o
 def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -> tuple[Call, CallId]:
     """Return this rank's call, and which one it is: checked here, and compared with those of the other ranks."""
 
-    def prepared() -> Call:
+    def prepared() -> tuple[Call, str]:
         call = prepare(cp.member, inputs, request, cp.calls)
         cp.member.note_call(call.kind.choices)
         cp.check_device(inputs.q.device)
-        return call
+        return call, cp.name_of_next_call(tag)
 
-    def agree(call: Call | None, problem: str) -> CallId:
-        if call is None:
-            return cp.agree_on_attention({}, problem, tag)
+    def agree(mine: tuple[Call, str] | None, problem: str) -> CallId:
+        if mine is None:
+            return cp.agree_on_attention({}, problem)
+        call, name = mine
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
-        return cp.agree_on_attention({"takes part in gradients": gradients, **call.signature, **sink}, problem, tag)
+        return cp.agree_on_attention({"takes part in gradients": gradients, **call.signature, **sink}, problem, name)
 
-    return prepared_together(prepared, agree)
+    (call, _), which = prepared_together(prepared, agree)
+    return call, which
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

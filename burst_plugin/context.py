@@ -271,9 +271,9 @@ class ContextParallel:
 
     def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        mine = f"{token_hex(8)} {socket.gethostname()} {agreement.group_name}"
+        mine = f"{token_hex(8)} {socket.gethostname()} {agreement.wire} {agreement.group_name}"
         said = [text.split() for text in agreement.exchange(mine, "connecting")]
-        if len({tuple(each[2:]) for each in said}) > 1:
+        if len({tuple(each[3:]) for each in said}) > 1:
             places = {rank: f"before the ring of group {each[-1]} is connected" for rank, each in enumerate(said)}
             raise ValueError(f"ranks are at different places: {by_rank(places, self.ranks)}")
         ring_id, hosts = said[0][0], [each[1] for each in said]
@@ -282,7 +282,7 @@ class ContextParallel:
         own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
         board = Board(store, self.rank, names, self.member.progress, self.strategy.late_after)
-        agreement.use(board)
+        agreement.share([each[2] for each in said], board)
         self.member.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
@@ -369,16 +369,23 @@ class ContextParallel:
             self.member.check_open()
             self.member.compare(at, {})
 
-    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", tag: object = None) -> CallId:
+    def name_of_next_call(self, tag: object) -> str:
+        """Return the name of the next attention call; a tag, which may lie on a GPU, is read only where ranks do."""
+        agreement = self._agreement
+        reads = agreement is not None and (
+            agreement.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, agreement.is_on_cpu)
+        )
+        return call_name(self.member.training_step, tag if reads else None)
+
+    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", name: str = "") -> CallId:
         """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
 
         At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
+        `name` is that of `name_of_next_call`.
         """
         self._attention_count += 1
         agreement = self._agreement
         due = agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu)
-        reads = due or (agreement is not None and agreement.is_on_cpu)  # a tag may have to be read off a GPU
-        name = call_name(self.member.training_step, tag if reads else None)
         call = CallId(self._next_agreement(), name, due)
         if due:
             self.member.compare(f"the forward pass of {call}", signature, problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,8 +78,11 @@ class Strategy:
         _one_of("check", self.check, CHECKS)
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
-        if as_number(self.late_after) is None or not self.late_after > 0:
-            raise ValueError(f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds")
+        if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
+            raise ValueError(
+                f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "
+                "for no such line"
+            )
         pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
         parts = tuple(n for n in map(_as_positive, pair) if n)
         if not len(parts) == len(pair) == 2:
@@ -114,8 +118,8 @@ class Strategy:
         return strategy if strategy is not None else cls(**options)
 
     def compared(self) -> dict[str, object]:
-        """Every option as ranks compare it: kernel objects by their names."""
-        options = {field.name: getattr(self, field.name) for field in fields(self)}
+        """Every option as ranks compare it: kernel objects by their names, without what a rank logs."""
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "late_after"}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def check_is_due(self, call: int, cheap: bool) -> bool:

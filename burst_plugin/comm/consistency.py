@@ -15,7 +15,7 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import by_rank
 from burst_plugin.comm.differences import differences
 from burst_plugin.comm.failure_watch import Board
-from burst_plugin.comm.process_groups import group_device, launches_batches, timeout_of
+from burst_plugin.comm.process_groups import group_device, is_alive, launches_batches, timeout_of
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, lost_peer_error
 from burst_plugin.topology import Link, Traffic
@@ -37,7 +37,8 @@ EXCHANGE_BYTES = 2048  # what each rank tells each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
 _DIGEST_BYTES = 16
 _CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
-_TAG = 20240  # of comparisons on the group of the whole world; nobody else's
+_TAG = 20240  # of comparisons, beside messages of passes and of others on the same groups
+_WIRES: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: the group that their rings compare over
 _PROBLEM = "problem: "
 _PLACE = "at: "
 
@@ -45,20 +46,19 @@ _PLACE = "at: "
 class Agreement:
     """The ranks of `group` in conversation; every method but `use` is collective.
 
-    Between processes on gloo it goes over the group of the whole world, so that ranks that are about to go around
-    unlike rings meet, and learn of it, instead of waiting for each other on two groups. Threads of a process, which
-    may each have a ring, keep to the ring's own group.
+    On gloo all rings of the same ranks compare over the group of the first of them, once they have met, so that ranks
+    that are about to go around unlike rings learn of it, instead of waiting for each other on two groups. Threads of
+    a process, which may each have a ring, keep to the ring's own group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
         self.is_on_cpu = group_device(group).type == "cpu"
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
-        self._own = DistributedTransport({_CHANNEL: group}, global_ranks)
-        self._shared = self._own
-        if not self._in_one and (world := _gloo_world()) is not None:
-            timeout = timeout_of(group)
-            self._shared = DistributedTransport({_CHANNEL: world}, global_ranks, tag=_TAG, timeout=timeout)
+        self._key = tuple(global_ranks)
+        self._own = DistributedTransport({_CHANNEL: group}, global_ranks, tag=_TAG)
+        self._shared: DistributedTransport | None = None  # once ranks have met
+        self._shared_group = group
 
     @property
     def group_name(self) -> str:
@@ -115,18 +115,43 @@ class Agreement:
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
         recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
-        is_main = threading.current_thread() is threading.main_thread()
-        transport = self._shared if is_main else self._own
+        transport = self._shared if self._shared is not None and _is_usable(self._shared_group) else self._own
         try:
             for pending in transport.post(sends, recvs):
                 pending.wait()
-        except PeerLostError as lost:
-            raise lost_peer_error(transport, self._rank, when, lost) from lost
+        except BaseException as error:
+            self.forget_wire()  # with messages that are left on it
+            if isinstance(error, PeerLostError):
+                raise lost_peer_error(transport, self._rank, when, error) from error
+            raise
         return [each.cpu() for each in everyone]
 
-    def use(self, board: Board) -> None:
-        """From now on say on `board` whom this rank waits for, and, if it is the first to miss another, whom."""
-        self._own.board = self._shared.board = board
+    @property
+    def wire(self) -> str:
+        """The name of the group that rings of these ranks compare over so far, "-" for none: for ranks to compare."""
+        group = _WIRES.get(self._key)
+        return str(group.group_name) if group is not None and _is_usable(group) else "-"
+
+    def share(self, wires: Sequence[str], board: Board) -> None:
+        """Compare over the group that rings of these ranks share, given each rank's `wire`, from now on.
+
+        Where ranks have none, or unlike ones, this ring's own group becomes it. On `board` this rank says whom it
+        waits for, and, if it is the first to miss another, whom.
+        """
+        self._own.board = board
+        if self._in_one:
+            return
+        if len(set(wires)) > 1 or wires[0] == "-":
+            _WIRES[self._key] = self._group
+        self._shared_group = _WIRES[self._key]
+        timeout = timeout_of(self._group)
+        self._shared = DistributedTransport(
+            {_CHANNEL: self._shared_group}, self._key, board, tag=_TAG, timeout=timeout
+        )
+
+    def forget_wire(self) -> None:
+        """Have the next ring of these ranks compare over its own group: on this one messages may be under way."""
+        _WIRES.pop(self._key, None)
 
 
 def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
@@ -194,13 +219,9 @@ def raise_if_apart(said: Sequence[str]) -> None:
         )
 
 
-def _gloo_world() -> dist.ProcessGroup | None:
-    """Return the group of the whole world, if it moves what CPUs hold by gloo."""
-    world = dist.group.WORLD
-    try:
-        return world if world is not None and world._get_backend(torch.device("cpu")).name() == "gloo" else None
-    except RuntimeError:  # it has no backend for CPUs
-        return None
+def _is_usable(group: dist.ProcessGroup) -> bool:
+    """Whether this thread may compare over a group that rings share: it is the main one, and the group is there."""
+    return threading.current_thread() is threading.main_thread() and is_alive(group)
 
 
 def _encode(text: str) -> bytes:

@@ -14,7 +14,7 @@ from burst_plugin.comm.call_identity import Progress, by_rank
 __all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
 
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
-_WAITS = "ranks_that_wait"
+_WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 _PERIOD_S = 10.0
 _SHORT_S = 5.0  # waits that are not worth a word in the store
 
@@ -34,6 +34,7 @@ class Board:
         self.store, self.rank, self.progress, self.late_after = store, rank, progress, late_after
         self._names = names
         self._is_counted = False  # among the ranks that wait
+        self._epoch = 0  # the number of the wait of this rank
         self._reported: object = None  # the wait that the log has a line of
 
     def name_of(self, rank: int) -> str:
@@ -53,11 +54,9 @@ class Board:
         waiting = self.progress.waiting
         waited = 0.0 if waiting is None else monotonic() - waiting[1]
         counts = waited >= min(_SHORT_S, self.late_after)
-        if counts != self._is_counted:
-            self.store.add(_WAITS, 1 if counts else -1)
-            self._is_counted = counts
+        self._count(counts)
         if self.store.add(_WAITS, 0) > 0:
-            self.store.set(_place_key(self.rank), str(self.progress))
+            self.store.set(_place_key(self.rank), f"{self.store.add(_EPOCH, 0)} {self.progress}")
         if waiting is not None and waited >= self.late_after and waiting != self._reported:
             self._reported = waiting
             peer = waiting[0]
@@ -67,13 +66,26 @@ class Board:
                 *(self.rank, self.name_of(self.rank), waited, peer, self.name_of(peer), self.progress, there),
             )
 
+    def _count(self, waits: bool) -> None:
+        """Be counted among the ranks that wait, or no longer."""
+        if waits != self._is_counted:
+            self.store.add(_WAITS, 1 if waits else -1)
+            self._epoch = self.store.add(_EPOCH, 1) if waits else self._epoch
+            self._is_counted = waits
+
+    def close(self) -> None:
+        """Be counted no longer: nobody looks any more. Raises RuntimeError where the store is gone."""
+        self._count(False)
+
     def places(self) -> dict[int, str]:
-        """Return where every rank last said it was; this one's is up to date."""
+        """Return where this rank is, and where others have said since it waits that they are."""
         found = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):
                 if rank != self.rank and self.store.check([_place_key(rank)]):
-                    found[rank] = self.store.get(_place_key(rank)).decode()
+                    epoch, _, place = self.store.get(_place_key(rank)).decode().partition(" ")
+                    if int(epoch) >= self._epoch:
+                        found[rank] = place
         except RuntimeError:  # the store went with the rank that hosted it
             pass
         return found
@@ -117,16 +129,22 @@ class FailureWatch:
 
 
 def _watch(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
+    try:
+        _look(board, period_s, closed, seen)
+        board.close()
+    except RuntimeError:  # the store went with the rank that hosted it
+        return
+
+
+def _look(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
+    """Look until a rank has given up, or the ring is closed."""
     own = f"rank {board.rank} "
     while not closed.wait(period_s):
-        try:
-            board.publish()
-            if not board.store.check([FIRST_FAILURE]):
-                continue
-            text = board.store.get(FIRST_FAILURE).decode()
-            seen.set()
-        except RuntimeError:  # the store went with the rank that hosted it
-            return
+        board.publish()
+        if not board.store.check([FIRST_FAILURE]):
+            continue
+        text = board.store.get(FIRST_FAILURE).decode()
+        seen.set()
         if not text.startswith(own):
             _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own, text)
         return

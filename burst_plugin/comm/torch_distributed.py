@@ -28,6 +28,13 @@ class _DistributedPending:
     timeout: timedelta | None = None  # instead of the group's own
 
     def wait(self, waited: Waited | None = None) -> None:
+        try:
+            self._wait(waited)
+        finally:
+            self.progress.waiting = None
+        self.messages, self.works = (), []  # which hold on to buffers and connections
+
+    def _wait(self, waited: Waited | None) -> None:
         one_by_one = len(self.works) == len(self.messages)
         for number, work in enumerate(self.works):
             messages = self.messages[number : number + 1] if one_by_one else self.messages
@@ -40,8 +47,6 @@ class _DistributedPending:
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
             if waited is not None:
                 waited(messages)
-        self.progress.waiting = None
-        self.messages, self.works = (), []  # which hold on to buffers and connections
 
 
 class _Communicator:

@@ -43,10 +43,10 @@ _KNOWN = frozenset(
 
 
 class _Forward(NamedTuple):
-    """A model's forward that is under way. shard: what its batch is part of, None for a whole batch."""
+    """A forward of `model` that is under way. shard: what its batch is part of, None for a whole batch."""
 
+    model: torch.nn.Module
     shard: SequenceShard | None
-    model: str
     positions: Tensor | None
 
 
@@ -55,10 +55,12 @@ _TOLD: set[str] = set()  # models of whose documents a word has been said
 _LOG = logging.getLogger(__name__)
 
 
-def enter_forward(shard: SequenceShard | None, model: str, positions: Tensor | None) -> None:
-    """Note that a model's forward begins. A model inside another one that hands nothing on has the other's batch."""
+def enter_forward(model: torch.nn.Module, shard: SequenceShard | None, positions: Tensor | None) -> None:
+    """Note that a model's forward begins. A part of a model that hands nothing on to it has that model's batch."""
     outer = _FORWARDS.get()
-    _FORWARDS.set((*outer, outer[-1] if shard is None and outer else _Forward(shard, model, positions)))
+    if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
+        shard, positions = outer[-1].shard, outer[-1].positions
+    _FORWARDS.set((*outer, _Forward(model, shard, positions)))
 
 
 def shard_of_forward() -> SequenceShard | None:
@@ -67,9 +69,11 @@ def shard_of_forward() -> SequenceShard | None:
     return forwards[-1].shard if forwards else None
 
 
-def leave_forward() -> None:
-    """Note that the forward that began last has ended, whichever way."""
-    _FORWARDS.set(_FORWARDS.get()[:-1])
+def leave_forward(model: torch.nn.Module) -> None:
+    """Note that the forward of `model` has ended, whichever way, if it had begun."""
+    forwards = _FORWARDS.get()
+    if forwards and forwards[-1].model is model:
+        _FORWARDS.set(forwards[:-1])
 
 
 class MaskRecipe:
@@ -166,7 +170,7 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
     """
     if recipe.shard is None or recipe.shard.cp.rank or recipe.keeps_documents_apart:
         return
-    _, model, positions = _FORWARDS.get()[-1]
+    model, positions = type(_FORWARDS.get()[-1].model).__name__, _FORWARDS.get()[-1].positions
     if model in _TOLD or positions is None or not _has_documents(recipe.shard.mask):
         return
     if bool((positions.diff(dim=-1) != 1).any()):

@@ -64,14 +64,14 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     """Before a forward: its shard, and how many calls of attention there have been."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
-    enter_forward(shard, type(model).__name__, kwargs.get("position_ids"))
+    enter_forward(model, shard, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """After a forward, also one that failed."""
-    leave_forward()
+    """After a forward, also one that failed, even before it began."""
+    leave_forward(model)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -85,7 +85,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
-    adapter.report.append(follow_schedules(adapter.registry.rings, adapter.registry.identity))
+    adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
     adapter.report.append(_extend_argument_parser())
     return adapter
 

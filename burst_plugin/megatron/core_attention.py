@@ -109,7 +109,6 @@ class BurstCoreAttention(MegatronModule):
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self._registry = registry
-        self._number = registry.identity.new_layer()
         self.pg_collection = pg_collection
         skip = getattr(config, "window_attn_skip_freq", None)
         self._windowed = is_layer_window_attention(config.window_size, skip, self.layer_number)
@@ -234,8 +233,9 @@ class BurstCoreAttention(MegatronModule):
             bias=attention_bias,
             tokens=tokens,
             tag=self._registry.identity.of_call(
+                cp,
+                self,
                 self.layer_number,
-                self._number,
                 is_hybrid(self.config) or getattr(packed_seq_params, "cp_group", None) is not None,
             ),
             return_max_logits=self._clips,

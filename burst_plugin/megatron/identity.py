@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core import utils
+import torch.distributed as dist
+from megatron.core import parallel_state, utils
 from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
@@ -38,54 +41,67 @@ _INTEGERS = ("tokens", "labels", "position_ids")  # of a batch; masks may be as 
 
 
 class Identity:
-    """What this rank knows of where it is; see the module."""
+    """What this rank knows of where it is; see the module.
+
+    Ranks of one ring may have done unlike things on others, so that everything is counted by ring.
+    """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Count from 0 again: the groups, and with them the models and rings so far, are gone."""
-        self.passes = 0  # of `forward_backward_func`
-        self.batch: _Checksum | None = None  # cut last
-        self._forward_steps = 0
+        self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # cut last, by the ranks that hold it
+        self._forward_steps = 0  # on this rank, of all models
         self._microbatch: int | None = None
-        self._layers = 0
-        self._calls: dict[int, int] = {}  # of a layer, since the forward step began
-
-    def new_layer(self) -> int:
-        """Return the number of a core attention that is being built, in the order of construction.
-
-        Layer numbers are not unique: those of multi-token prediction, and of a decoder beside an encoder, begin at 1
-        again.
-        """
-        self._layers += 1
-        return self._layers
+        self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
 
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
         self._forward_steps += 1
         self._microbatch = microbatch
-        self._calls.clear()
 
-    def of_call(self, layer_number: int, layer: int, has_own_group: bool) -> tuple[object, ...]:
-        """Return the tag of a call of core attention number `layer`, in a layer of that number.
+    def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
+        """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.
 
         Where microbatches have groups of their own, these take unlike numbers of them, so that nothing but the layer
         is sure to be the same on the ranks of one.
         """
-        where = f"layer {layer_number}" if layer == layer_number else f"layer {layer_number} (core attention {layer})"
-        if has_own_group:
-            return (where,)
-        calls = self._calls[layer] = self._calls.get(layer, 0) + 1
+        if own_group:
+            return (f"layer {layer_number}",)
+        counts = self._rings.setdefault(cp, _Counts())
+        number, calls = counts.of(layer, self._forward_steps)
         iteration = getattr(parsed_arguments(), "curr_iteration", None)
         return (
             None if iteration is None else f"iteration {iteration}",
-            f"forward step {self._forward_steps}" if self._forward_steps else None,
+            f"forward step {counts.forward_steps}" if self._forward_steps else None,
             None if self._microbatch is None else f"microbatch {self._microbatch}",
-            where,
+            f"layer {layer_number}" if number == layer_number else f"layer {layer_number} (core attention {number})",
             None if calls == 1 else f"call {calls} of it",
-            self.batch,
+            self.batches.get(cp.group),
         )
+
+
+class _Counts:
+    """What has come by on one ring."""
+
+    def __init__(self) -> None:
+        self.forward_steps = 0
+        self._last_step = -1  # of this rank's, of all rings
+        self._numbers = count(1)
+        self._layers: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # in the order of their first calls
+        self._calls: dict[int, int] = {}  # by the number of a layer, since the forward step began
+
+    def of(self, layer: object, step: int) -> tuple[int, int]:
+        """Return the number of a layer, and how often it has been called in this forward step.
+
+        Layer numbers of Megatron's are not unique: those of multi-token prediction, and of a decoder beside an
+        encoder, begin at 1 again.
+        """
+        if step != self._last_step:
+            self._last_step, self.forward_steps = step, self.forward_steps + 1
+            self._calls.clear()
+        if layer not in self._layers:
+            self._layers[layer] = next(self._numbers)
+        number = self._layers[layer]
+        self._calls[number] = self._calls.get(number, 0) + 1
+        return number, self._calls[number]
 
 
 class _Checksum:
@@ -102,7 +118,7 @@ class _Checksum:
         return f"batch {int(self._sum) % 2**32:08x}"
 
 
-def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Identity) -> str:
+def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Callable[[], Identity]) -> str:
     """Have Megatron's schedules, and what cuts its batches, tell `identity` where this rank is; say what was done.
 
     The ranks of each of `rings` also compare notes at the end of a forward-backward pass, where one that left out a
@@ -110,19 +126,23 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: I
     """
 
     def begin(original: Any, model: Any, microbatch_id: int, *args: Any, **kwargs: Any) -> Any:
-        identity.begin_forward_step(microbatch_id)
+        identity().begin_forward_step(microbatch_id)
         return original(model, microbatch_id, *args, **kwargs)
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        identity.passes += 1
+        before = {cp: cp.member.calls_made for cp in rings()}
         result = original(*args, **kwargs)
         for cp in rings():
-            cp.meet(f"the end of forward-backward pass {identity.passes}")
+            if cp.member.calls_made != before.get(cp, 0):  # others may not be those of this model
+                cp.meet("the end of a forward-backward pass")
         return result
 
     def cut(original: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if rings():
-            identity.batch = _Checksum(batch)
+            group = kwargs.get("cp_group", next(iter(args), None))
+            if not isinstance(group, dist.ProcessGroup):
+                group = parallel_state.get_context_parallel_group(check_initialized=False)
+            identity().batches[group] = _Checksum(batch)
         return original(batch, *args, **kwargs)
 
     wrap(schedules, "set_current_microbatch", begin)

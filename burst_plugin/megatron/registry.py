@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -49,11 +50,14 @@ class Registry:
         return [cp for group, cp in self._contexts.items() if cp.ranks > 1 and group not in self._of_microbatches]
 
     def clear(self) -> None:
-        """Forget all groups; Megatron has destroyed them."""
+        """Forget all groups; Megatron has destroyed them. Rings of theirs let go of their buffers."""
+        for cp in self.contexts():
+            with suppress(RuntimeError):  # in the middle of a pass that failed
+                cp.release()
         self._contexts.clear()
         self._of_microbatches.clear()
         self._looks.clear()
-        self.identity.forget()
+        self.identity = Identity()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
         """That of a layer's group, created if this is its first use, which is then collective.

@@ -159,6 +159,7 @@ class Member:
         A rank that left one out would meet them with its next call instead.
         """
         if call.is_compared:
+            self.check_open()
             self.compare(f"the backward pass of {call}", {})
 
     def begin_pass(self, direction: Direction, call: CallId) -> None:
@@ -205,6 +206,8 @@ class Member:
     def give_up(self, error: BaseException) -> None:
         """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
+            if self.agreement is not None:
+                self.agreement.forget_wire()
             self._broken = f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 

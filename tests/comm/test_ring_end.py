@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from burst_plugin import (
     Causal,
     ContextParallel,
+    RingError,
     Topology,
     VirtualRing,
     attention,
@@ -183,3 +185,44 @@ def test_communicators_that_could_not_be_made_are_made_at_the_next_call() -> Non
 def test_an_error_without_a_text_is_told_by_its_name() -> None:
     assert error_text(ValueError()) == "ValueError()"
     assert error_text(ValueError("of q")) == "of q"
+
+
+def _backward_after_close(rank: int) -> float:
+    """On rank 0 alone, which nobody would answer."""
+    cp = ContextParallel(dist.group.WORLD)
+    x = X.clone().requires_grad_()
+    out = burst_attention(x, x, x, cp)
+    cp.close()
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="this ContextParallel is closed"):
+            out.sum().backward()
+    return time.monotonic() - start
+
+
+def test_a_backward_pass_on_a_closed_ring_raises_at_once() -> None:
+    assert max(run_ranks(_backward_after_close, 2, timeout_s=30.0)) < 2.0
+
+
+def _after_a_time_out(rank: int) -> tuple[str, float]:
+    """Rank 1 is late for a comparison; then both go on with what they still have, and with a new ring."""
+    cp = ContextParallel(dist.new_group([0, 1], timeout=timedelta(seconds=2)))
+    said = ""
+    burst_attention(X, X, X, cp)
+    if rank:
+        time.sleep(4.0)
+    try:
+        burst_attention(X, X, X, cp)
+    except RingError as error:
+        said = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    again = ContextParallel(dist.new_group([0, 1]))
+    burst_attention(X, X, X, again)
+    return said, float(total)
+
+
+def test_a_time_out_of_a_ring_leaves_other_groups_alone() -> None:
+    for said, total in run_ranks(_after_a_time_out, 2, timeout_s=40.0):
+        assert "before the forward pass of call 2" in said
+        assert total == 2.0

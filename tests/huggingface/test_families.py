@@ -203,6 +203,32 @@ def test_a_forward_that_fails_leaves_no_shard_behind() -> None:
     model.eval()(BATCH["input_ids"])
 
 
+def test_a_forward_that_is_refused_before_it_begins_leaves_the_one_around_it_alone() -> None:
+    """After-hooks of torch run then, too; and a model that is not a part of the one around it has its own batch."""
+    outer, inner = (prepare(build(Run(model=FAMILIES["nemotron"]))) for _ in range(2))
+    local, found = shard_batch(BATCH, ContextParallel()), []
+
+    def within(*args: Any) -> None:
+        with pytest.raises(ValueError, match="without its entry"):
+            inner(_marked(local["input_ids"]))
+        found.append(shard_of_forward())
+        hook = inner.model.norm.register_forward_hook(lambda *args: found.append(shard_of_forward()))
+        with torch.no_grad():
+            inner.eval()(BATCH["input_ids"])
+        hook.remove()
+
+    outer.model.norm.register_forward_hook(within)
+    outer(**local, use_cache=False)
+    assert found == [local["burst"], None]
+
+
+def _marked(ids: torch.Tensor) -> torch.Tensor:
+    """Ids that were cut, as `shard_batch` marks them on several ranks."""
+    ids = ids.clone()
+    ids._burst_plugin_shard = True  # type: ignore[attr-defined]
+    return ids
+
+
 def _fail(*args: Any) -> None:
     raise RuntimeError("planted")
 
