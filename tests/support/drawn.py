@@ -157,8 +157,8 @@ class Drawn:
         """Raise AssertionError unless one is the other.
 
         Few keys make dq and dk small differences of numbers of size 1, a single one exactly 0: these numbers' size
-        is then what errors are relative to. Where many of them are added up to next to nothing, the error may be twice
-        that of one rank, within reason.
+        is then what errors are relative to. Where many of them add up to next to nothing, the error may be twice that
+        of one rank, within reason.
         """
         if found is None or truth is None:
             assert found is truth is None, name
