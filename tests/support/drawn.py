@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -145,17 +146,19 @@ class Drawn:
             grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], dout))
         return Result(out.detach(), *(None if x is None else next(grads) for x in inputs)), lse
 
-    def _terms(self, name: str) -> float:
-        """How many numbers of about size 1 are added up to each number of a result, if not fewer."""
-        if name in ("dk", "dv"):
-            return max(1.0, self.lengths[0] / self.lengths[1] * self.heads[0] / self.heads[1])
-        return 2.0 * self.lengths[0] if name == "dsink" else 1.0
+    @cached_property
+    def _alone(self) -> Result:
+        """What one rank gives, with the same kernel."""
+        alone = replace(self, topology=Topology(1, 1), strategy=Strategy(kernel=self.strategy.kernel), tokens=None)
+        inputs = [x if x is None else x.clone().requires_grad_() for x in (*self.problem[:3], *self.problem[4:])]
+        return alone._attend(VirtualRing(alone.topology, alone.strategy), inputs, self.problem.dout)[0]
 
     def _compare(self, name: str, found: Tensor | None, truth: Tensor | None) -> None:
         """Raise AssertionError unless one is the other.
 
-        Few keys make dq and dk small differences of numbers of size 1, a single one exactly 0, and the terms of a sum
-        are of either sign: the size of these numbers is then what errors are relative to.
+        Few keys make dq and dk small differences of numbers of size 1, a single one exactly 0: these numbers' size
+        is then what errors are relative to. Where many of them add up to next to nothing, the error may be twice that
+        of one rank, within reason.
         """
         if found is None or truth is None:
             assert found is truth is None, name
@@ -163,7 +166,9 @@ class Drawn:
         assert found.shape == truth.shape, name
         assert bool(found.isfinite().all()), name
         error, size = float((found.double() - truth).norm()), float(truth.norm())
-        bound = BOUNDS[self.dtype] * max(size, 0.5 * (self._terms(name) * truth.numel()) ** 0.5)
+        bound = BOUNDS[self.dtype] * max(size, 0.5 * truth.numel() ** 0.5)
+        if error > bound and name != "lse":
+            bound = min(2 * float((getattr(self._alone, name).double() - truth).norm()), 10 * bound)
         assert error <= bound, f"{name}: error {error:.3g} of {size:.3g}, bound {bound:.3g}"
 
     def _compare_lse(self, found: Tensor, truth: Tensor) -> None:
