@@ -210,7 +210,7 @@ def test_a_forward_that_is_refused_before_it_begins_leaves_the_one_around_it_alo
 
     def within(*args: Any) -> None:
         with pytest.raises(ValueError, match="without its entry"):
-            inner(_marked(local["input_ids"]))
+            inner(input_ids=_marked(local["input_ids"]))
         found.append(shard_of_forward())
         hook = inner.model.norm.register_forward_hook(lambda *args: found.append(shard_of_forward()))
         with torch.no_grad():
