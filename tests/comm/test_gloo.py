@@ -30,7 +30,6 @@ from burst_plugin import (
     Strategy,
     Topology,
     burst_attention,
-    context,
     shard_batch,
     two_level_ring,
 )
@@ -38,6 +37,7 @@ from burst_plugin.comm.consistency import EXCHANGE_BYTES, Agreement
 from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profiling.recorder import Event
+from burst_plugin.ring import session
 from burst_plugin.ring.call import Call
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import Tokens
@@ -174,7 +174,7 @@ _meet_neighbours = ContextParallel._meet_neighbours
 def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str, int]) -> tuple[float, bool]:
     """What a ring does besides where the backend launches batches of messages as one."""
     meet = mock.patch.object(ContextParallel, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
-    with mock.patch.object(context, "launches_batches", return_value=True), meet as met:
+    with mock.patch.object(session, "launches_batches", return_value=True), meet as met:
         cp = ContextParallel(dist.group.WORLD, **options)
         worst = max(errors(_train_step(cp, problem), truth).values())
     assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp._communicators})
@@ -203,7 +203,7 @@ def _closed_in_finally(rank: int) -> str:
         burst_attention(x, x, x, cp)
     finally:
         if rank == 1:
-            with mock.patch.object(context, "barrier", side_effect=AssertionError("the other does not come")):
+            with mock.patch.object(session, "barrier", side_effect=AssertionError("the other does not come")):
                 cp.close()
     return "done"
 
@@ -587,7 +587,7 @@ def test_a_group_of_one_rank_does_not_communicate() -> None:
 
 def _wrong_device(rank: int) -> None:
     if rank == 1:
-        context.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
+        session.group_device = lambda group: torch.device("cuda")  # as if the group were NCCL's
     x = torch.empty(1, 16, 4, 8)
     burst_attention(x, x, x, ContextParallel(dist.group.WORLD, ranks_per_node=2))
 

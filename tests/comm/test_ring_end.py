@@ -20,13 +20,13 @@ from burst_plugin import (
     VirtualRing,
     attention,
     burst_attention,
-    context,
     shard_batch,
 )
 from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.consistency import error_text
 from burst_plugin.comm.process_groups import new_group_like
+from burst_plugin.ring import session
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 
@@ -117,7 +117,7 @@ def _given_up(rank: int) -> None:
     assert cp._watch is not None
     while not cp._watch.some_gave_up():
         time.sleep(0.01)
-    with mock.patch.object(context, "barrier", side_effect=AssertionError("the other does not come")):
+    with mock.patch.object(session, "barrier", side_effect=AssertionError("the other does not come")):
         cp.close()
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 
@@ -144,10 +144,10 @@ def _barrier_fails(rank: int) -> None:
     cp = ContextParallel(dist.group.WORLD)
     burst_attention(X, X, X, cp)
     if rank:
-        lost = mock.patch.object(context, "barrier", side_effect=RuntimeError("Connection closed by peer"))
+        lost = mock.patch.object(session, "barrier", side_effect=RuntimeError("Connection closed by peer"))
         with lost, pytest.raises(RuntimeError, match="Connection closed"):
             cp.close()
-    with mock.patch.object(context, "barrier", side_effect=AssertionError("once is enough") if rank else None):
+    with mock.patch.object(session, "barrier", side_effect=AssertionError("once is enough") if rank else None):
         cp.close()
     assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
 

@@ -27,9 +27,9 @@ from burst_plugin import (
     Tokens,
     Topology,
     VirtualRing,
-    needs,
-    sums,
 )
+from burst_plugin.compute import accumulators as sums
+from burst_plugin.sequence import required_rows as needs
 from burst_plugin.sequence.regions import Both
 from tests.support.reference import NAMES, Problem, Result, reference, reference_lse
 

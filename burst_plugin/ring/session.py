@@ -1,0 +1,289 @@
+"""One rank's session on a ring: how ranks meet, compare what they are about to do, and part again.
+
+A `ContextParallel` is a session, and what users ask of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import weakref
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from secrets import token_hex
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from burst_plugin.comm.buffers import LABEL_BYTES
+from burst_plugin.comm.call_identity import CallId, by_rank, call_name
+from burst_plugin.comm.consistency import Agreement
+from burst_plugin.comm.failure_watch import Board, FailureWatch
+from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.comm.transport import Channel, Message, RingError
+from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.routes import RouteTable
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology, Traffic
+
+__all__ = ["Session"]
+
+_LOG = logging.getLogger(__name__)
+_TOLD = 0
+_DROPPED: list[int] = []  # process groups of rings that were dropped without a close; then _TOLD
+
+
+class Session:
+    """A rank of a ring, and its connections to the others.
+
+    Args:
+        group: that of all ranks; None for a single rank.
+        levels: groups that a framework has made for the levels of a topology.
+        rank, global_ranks: this rank within the group, and the global ranks of its members.
+        strategy: the options of the run.
+    """
+
+    member: Member
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        levels: Sequence[dist.ProcessGroup],
+        rank: int,
+        global_ranks: Sequence[int],
+        strategy: Strategy,
+    ) -> None:
+        self.strategy, self.rank, self._global_ranks = strategy, rank, list(global_ranks)
+        self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
+        self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
+        if self._agreement is not None and self._agreement.is_on_cpu and self.strategy.check == "sparse":
+            raise ValueError(
+                "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
+                "than it expects, so that ranks compare every call there; use check='auto'"
+            )
+        self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
+        self._agreement_count = self._attention_count = self._meetings = 0
+        self._process = os.getpid()
+        self._watch: FailureWatch | None = None
+        self._devices: set[torch.device] = set()  # whose tensors the group is known to move
+        self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return len(self._global_ranks)
+
+    @property
+    def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The process groups that this ring has made so far, with the time-out that the given one had then."""
+        return tuple(self._communicators.created)
+
+    def _begin(self, topology: Topology) -> None:
+        """Take a place in the ring, now that its topology is known."""
+        ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
+        table = RouteTable(topology, self.strategy)
+        self.member = Member(self.rank, topology, self.strategy, ring, team, table, self._agreement)
+        weakref.finalize(self, _note_a_dropped_ring, self.member, self._communicators).atexit = False
+        _tell_of_dropped_rings()
+
+    # ------------------------------------------------------------------------------------------- meeting and parting
+
+    def connect(self, by_link: Collection[bool] | None = None) -> None:
+        """Create the communicators that are still missing; collective, and harmless when repeated.
+
+        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls whose
+        mask leaves most of the work.
+        """
+        self.member.check_open()
+        if self._agreement is None or self.group is None:
+            return
+        if not self.member.ring_id:
+            self._meet(self._agreement, self.group)
+        if self.member.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+            return
+        if by_link is None:
+            by_link = {self.member.route_table.dense(True).by_link}
+        for each in sorted(by_link):
+            if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
+                self._communicators.connect(self.member.link_peers(each), each, self.member.ring_id)
+                if launches_batches(self.group):
+                    self._meet_neighbours(each)
+
+    def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
+        """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
+        mine = f"{token_hex(8)} {socket.gethostname()} {agreement.wire} {agreement.group_name}"
+        said = [text.split() for text in agreement.exchange(mine, "connecting")]
+        if len({tuple(each[3:]) for each in said}) > 1:
+            places = {rank: f"before the ring of group {each[-1]} is connected" for rank, each in enumerate(said)}
+            raise ValueError(f"ranks are at different places: {by_rank(places, self.ranks)}")
+        ring_id, hosts = said[0][0], [each[1] for each in said]
+        names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
+        shared = dist.distributed_c10d._get_default_store()
+        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
+        store = PrefixStore(f"burst_plugin/{ring_id}", own)
+        board = Board(store, self.rank, names, self.member.progress, self.strategy.late_after)
+        agreement.share([each[2] for each in said], board)
+        self.member.transport = DistributedTransport(self._communicators, self._global_ranks, board)
+        if self.strategy.ulysses_degree > 1:
+            channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
+            self.member.team_transport = DistributedTransport(channels, self._global_ranks, board)
+        self._watch = FailureWatch(board)
+        self.member.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
+
+    def _meet_neighbours(self, by_link: bool) -> None:
+        """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
+
+        NCCL connects two ranks at their first message, and would wait for one that is lost by then for ever.
+        """
+        transport = DistributedTransport(self._communicators, self._global_ranks)  # counts for itself
+        sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self._communicators.whole))
+        for traffic in Traffic:
+            for link, peers in self.member.link_peers(by_link).items():
+                if len(peers) > 1:
+                    channel, place = Channel(traffic, link, by_link), peers.index(self.rank)
+                    to = Message(peers[(place + 1) % len(peers)], channel, sent)
+                    of = Message(peers[place - 1], channel, torch.empty_like(sent))
+                    for pending in transport.post([to], [of]):
+                        pending.wait()
+
+    def close(self) -> None:
+        """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.
+
+        For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
+        RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
+        nothing is left to destroy. All ranks wait for each other first, but not while an exception is handled, as in
+        `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
+        could wait. RuntimeError in the middle of a pass.
+        """
+        some_gave_up = self.member.is_broken or (self._watch is not None and self._watch.some_gave_up())
+        self.release()
+        if self.group is not None and self._communicators and dist.is_initialized():
+            if some_gave_up or sys.exc_info()[0] is not None:
+                if launches_batches(self.group):
+                    return
+            elif is_alive(self.group):
+                self._wait_for_all(self.group)
+        self._communicators.destroy()
+
+    def release(self) -> None:
+        """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
+        self.member.close()
+        self.calls.clear()
+        if self._watch is not None:
+            self._watch.close()
+
+    def _wait_for_all(self, group: dist.ProcessGroup) -> None:
+        """Until no rank is in a pass any more. If that fails, the next `close` waits for nobody."""
+        try:
+            barrier(group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            lost = RingError(
+                "a rank of the context-parallel group ended, or did not come, before all had closed the ring "
+                f"({reason}); it is closed on this rank, and another close() waits for nobody"
+            )
+            self.member.give_up(lost)
+            raise lost from error
+        except BaseException as error:
+            self.member.give_up(error)
+            raise
+
+    # ---------------------------------------------------------------------------------------------------- comparing
+
+    def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
+        """Compare what all ranks are about to do, and return how many agreements there have been; collective.
+
+        Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
+        by name, or in their options.
+        """
+        number = self._next_agreement()
+        self.member.compare(f"comparison {number}, of a batch", signature, problem)
+        return number
+
+    def meet(self, at: str) -> None:
+        """Compare with the other ranks that all are `at` the same place, as often as calls are compared; collective.
+
+        For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
+        """
+        self._meetings += 1
+        agreement = self._agreement
+        if agreement is not None and self.strategy.check_is_due(self._meetings, agreement.is_on_cpu):
+            self.member.check_open()
+            self.member.compare(at, {})
+
+    def name_of_next_call(self, tag: object) -> str:
+        """Return the name of the next attention call; a tag, which may lie on a GPU, is read only where ranks do."""
+        agreement = self._agreement
+        reads = agreement is not None and (
+            agreement.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, agreement.is_on_cpu)
+        )
+        return call_name(self.member.training_step, tag if reads else None)
+
+    def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", name: str = "") -> CallId:
+        """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
+
+        At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
+        `name` is that of `name_of_next_call`.
+        """
+        self._attention_count += 1
+        agreement = self._agreement
+        due = agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu)
+        call = CallId(self._next_agreement(), name, due)
+        if due:
+            self.member.compare(f"the forward pass of {call}", signature, problem)
+            return call
+        if problem:
+            ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
+            refusal = ValueError(problem + ended)
+            self.member.give_up(refusal)
+            raise refusal
+        return call
+
+    def _next_agreement(self) -> int:
+        self.member.check_open()
+        if self.group is not None and os.getpid() != self._process:
+            raise RuntimeError(
+                "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
+                "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"
+            )
+        self._agreement_count += 1
+        return self._agreement_count
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError if the group cannot move tensors of `device`."""
+        if self.group is None or device in self._devices:
+            return
+        here = group_device(self.group)
+        if here.type == device.type == "cuda" and here != device:
+            raise ValueError(
+                f"q, k, v are on {device}, but the current GPU, on which ranks meet, is {here}; call "
+                "torch.cuda.set_device before the process groups are made"
+            )
+        if here.type != device.type:  # gloo says that it moves what GPUs hold, but sends none of it from rank to rank
+            raise ValueError(
+                f"q, k, v are on {device}, but the context-parallel group moves tensors of {here}; move q, k, v "
+                "there, or make the group with a backend for them: NCCL for GPUs, gloo for CPUs"
+            )
+        self._devices.add(device)
+
+
+def _note_a_dropped_ring(member: Member, communicators: Communicators) -> None:
+    """Remember that a ring was dropped with its process groups still there, which nothing else destroys."""
+    if communicators.created and not member.is_closed and dist.is_initialized():
+        _DROPPED.append(len(communicators.created))
+
+
+def _tell_of_dropped_rings() -> None:
+    """Say once, where another ring is made, what those before it have left behind."""
+    if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
+        _LOG.warning(
+            "a ContextParallel was dropped without close(), and another one is made: the process groups that it made "
+            "(%d), with their threads and connections, stay until the process ends; call close() on all ranks after "
+            "the last backward pass",
+            sum(_DROPPED),
+        )
+        _DROPPED.append(_TOLD)
