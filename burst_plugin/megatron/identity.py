@@ -22,6 +22,7 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.arguments import parsed_arguments
+from burst_plugin.megatron.batch_repairs import CUT_BATCH
 
 __all__ = ["Identity", "follow_schedules"]
 
@@ -29,13 +30,6 @@ _SCHEDULES = (
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
-)
-# Get the whole batch on every context-parallel rank: until 0.17 the first one, later what it leaves the cutting to.
-_CUT_BATCH = (
-    "get_pretrain_batch_on_this_cp_rank",
-    "_get_batch_on_this_cp_rank_per_sequence_balancing",
-    "get_sft_batch_on_this_cp_rank",
-    "_get_batch_on_this_cp_rank_per_document_balancing",
 )
 _INTEGERS = ("tokens", "labels", "position_ids")  # of a batch; masks may be as large as the sequence squared
 
@@ -148,7 +142,8 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
     wrap(schedules, "set_current_microbatch", begin)
     for name in _SCHEDULES:
         wrap(schedules, name, run)
-    outer, inner = "get_batch_on_this_cp_rank", [name for name in _CUT_BATCH if hasattr(utils, name)]
+    # Which gets the whole batch on every rank: until 0.17 this one, later what it leaves the cutting to.
+    outer, inner = "get_batch_on_this_cp_rank", [name for name in CUT_BATCH if hasattr(utils, name)]
     for name in inner or [outer]:
         original = getattr(utils, name)
         wrapped = wrap(utils, name, cut)

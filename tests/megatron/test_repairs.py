@@ -21,7 +21,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from burst_plugin.megatron import packed_indices, repairs
+from burst_plugin.megatron import batch_repairs, packed_indices, repairs, training_repairs
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.releases import RELEASES, about, parse_version
 from burst_plugin.megatron.repairs import REPAIRS, apply_repairs
@@ -67,7 +67,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
     monkeypatch.setattr(utils, "tex", object())
     monkeypatch.setitem(sys.modules, "megatron.training", None)
-    for name in repairs._CUT_BATCH:
+    for name in batch_repairs.CUT_BATCH:
         monkeypatch.delattr(utils, name, raising=False)
     monkeypatch.delattr(multi_latent_attention, repairs._FILLS_UP, raising=False)
     fakes = tuple(replace(repair, apply=lambda name=repair.name: done.append(name)) for repair in REPAIRS)
@@ -176,7 +176,7 @@ def packed_batch() -> dict[str, Any]:
 @pytest.mark.parametrize("padded", [None, torch.tensor([OFFSETS], dtype=torch.int32)], ids=["plain", "padded"])
 def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padded: Any) -> None:
     monkeypatch.setattr(utils, "get_thd_batch_on_this_cp_rank", None, raising=False)
-    repairs._cut_packed_batches()
+    batch_repairs.cut_packed_batches()
     lengths = torch.tensor([OFFSETS if padded is None else [0, 7, 20, 20, 36]], dtype=torch.int32)
     for rank in (0, 1):
         batch, params = utils.get_thd_batch_on_this_cp_rank(
@@ -199,15 +199,15 @@ def test_packed_batches_are_cut_until_0_17(monkeypatch: pytest.MonkeyPatch, padd
     assert whole["tokens"].tolist() == [list(range(40))]
 
 
-@pytest.mark.parametrize("name", repairs._WANT_TE)
+@pytest.mark.parametrize("name", batch_repairs.WANT_TE)
 def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(utils, "tex", None, raising=False)
-    for each in repairs._WANT_TE:
+    for each in batch_repairs.WANT_TE:
         monkeypatch.delattr(utils, each, raising=False)
     assert status("packed_batch_without_te", VERSION) == "not needed here"
     monkeypatch.setattr(utils, name, None, raising=False)
     assert status("packed_batch_without_te", VERSION) == "applied"
-    repairs._cut_without_transformer_engine()
+    batch_repairs.cut_without_transformer_engine()
     for rank in (0, 1):
         group = types.SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
         batch = {**packed_batch(), "cu_seqlens": torch.tensor([OFFSETS]), "cu_seqlens_padded": None}
@@ -218,7 +218,7 @@ def test_packed_batches_are_cut_without_transformer_engine(monkeypatch: pytest.M
     assert status("packed_batch_without_te", VERSION) == "not needed here"
 
 
-@pytest.mark.parametrize("name", repairs._CUT_BATCH)
+@pytest.mark.parametrize("name", batch_repairs.CUT_BATCH)
 def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -229,14 +229,14 @@ def test_batches_are_cut_over_context_parallel_ranks_without_a_group(
         seen.append(cp_group)
         return batch
 
-    for each in repairs._CUT_BATCH:
+    for each in batch_repairs.CUT_BATCH:
         monkeypatch.delattr(utils, each, raising=False)
     assert status("batch_without_group", VERSION) == "not needed here"
     monkeypatch.setattr(utils, name, cut, raising=False)
     assert status("batch_without_group", VERSION) == "applied"
     groups = iter(["the context-parallel one", None])  # the latter where Megatron has made none
     monkeypatch.setattr(parallel_state, "get_context_parallel_group", lambda check_initialized: next(groups))
-    repairs._cut_over_context_parallel_ranks()
+    batch_repairs.cut_over_context_parallel_ranks()
     for given in ({}, {"cp_group": None}, {"cp_group": "another"}):
         getattr(utils, name)({}, **given)
     assert seen == ["the context-parallel one", None, "another"]
@@ -263,7 +263,7 @@ def test_a_new_optimizer_has_a_step_while_it_is_asked_and_each_parameter_its_own
 
     monkeypatch.setattr(DistributedOptimizer, "state_dict", state_dict)
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
-    repairs._count_steps_of_pytorchs_adam()
+    training_repairs.count_steps_of_pytorchs_adam()
     inner = types.SimpleNamespace(state={})
     optimizer = types.SimpleNamespace(optimizer=inner)
     DistributedOptimizer.state_dict(optimizer)
@@ -286,7 +286,7 @@ def test_float32_parameters_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, "load_state_dict", load_state_dict)
     with pytest.raises(RuntimeError, match="in-place"):
         DistributedOptimizer.load_state_dict(None, {})
-    repairs._load_without_gradients()
+    training_repairs.load_without_gradients()
     DistributedOptimizer.load_state_dict(None, {})
     assert weight.tolist() == [1.0, 1.0, 0.0, 0.0]
 
@@ -464,7 +464,7 @@ def test_a_gpus_random_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = types.SimpleNamespace(_warmup_jit_function=lambda: (torch.rand(3), torch.rand(3, generator=gpu)))
     monkeypatch.setitem(sys.modules, "megatron.training.initialize", scripts)
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    repairs._keep_random_states()
+    training_repairs.keep_random_states()
     for _ in range(2):  # groups may be made again
         assert parallel_state.initialize_model_parallel() == "groups"
         before = torch.get_rng_state(), gpu.get_state()
@@ -477,5 +477,5 @@ def test_without_scripts_nothing_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "megatron.training", None)
     assert status("weights_at_start", VERSION) == "not needed here"
     monkeypatch.setattr(parallel_state, "initialize_model_parallel", lambda: "groups")
-    repairs._keep_random_states()
+    training_repairs.keep_random_states()
     assert parallel_state.initialize_model_parallel() == "groups"

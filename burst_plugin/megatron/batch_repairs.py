@@ -1,0 +1,144 @@
+"""Repairs of how Megatron cuts batches and rolls labels; see `repairs`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, utils
+from megatron.core.models.gpt import gpt_model
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.megatron.packed import packed_indices
+
+__all__ = [
+    "CUT_BATCH",
+    "WANT_TE",
+    "count_no_labels_as_one",
+    "cut_over_context_parallel_ranks",
+    "cut_packed_batches",
+    "cut_without_transformer_engine",
+    "roll_padded_documents",
+    "wants_absent_te",
+]
+
+
+_NOT_BY_TOKEN = frozenset({"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"})
+_BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ranks: int, rank: int) -> None:
+    """Cut what a packed batch has under these names, a row per token: [1, tokens, ...]."""
+    rows = packed_indices(offsets, ranks, rank)
+    for name in names:
+        if batch.get(name) is not None:
+            batch[name] = batch[name].index_select(1, rows)
+
+
+def cut_packed_batches() -> None:
+    """Until 0.17 `get_thd_batch_on_this_cp_rank` takes offsets as the loader gives them, and none that are padded.
+
+    Of these batches Megatron cuts all but four entries, of later ones four.
+    """
+
+    def cut(
+        batch: dict[str, Any],
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor | None,
+        max_seqlen: Tensor,
+        cp_size: int | None = None,
+        cp_rank: int | None = None,
+    ) -> tuple[dict[str, Any], PackedSeqParams]:
+        lengths = cu_seqlens.flatten()
+        offsets = lengths if cu_seqlens_padded is None else cu_seqlens_padded.flatten()
+        longest = int(max_seqlen.max())
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        ranks = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
+        rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
+        if ranks > 1:
+            _take_rows(batch, batch.keys() - _NOT_BY_TOKEN, offsets, ranks, rank)
+        return batch, params
+
+    utils.get_thd_batch_on_this_cp_rank = cut
+
+
+WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_document_balancing")
+
+
+def wants_absent_te() -> bool:
+    return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in WANT_TE)
+
+
+def cut_without_transformer_engine() -> None:
+    """From 0.18 the offsets are right, but only Transformer Engine can cut by them."""
+
+    def cut(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+        if cp_group.size() > 1:
+            padded = batch.get("cu_seqlens_padded")
+            offsets = batch["cu_seqlens"] if padded is None else padded
+            _take_rows(batch, _BY_TOKEN, offsets, cp_group.size(), cp_group.rank())
+        return batch
+
+    for name in WANT_TE:
+        if hasattr(utils, name):
+            setattr(utils, name, cut)
+
+
+# What `get_batch_on_this_cp_rank` leaves the cutting to, in 0.18 and later.
+CUT_BATCH = (
+    "get_pretrain_batch_on_this_cp_rank",
+    "_get_batch_on_this_cp_rank_per_sequence_balancing",
+    *WANT_TE,
+)
+
+
+def cut_over_context_parallel_ranks() -> None:
+    """Without a group it is the context-parallel one, as until 0.17, if Megatron has made groups."""
+
+    def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
+        if cp_group is None:
+            cp_group = parallel_state.get_context_parallel_group(check_initialized=False)
+        shard: dict[str, Any] = original(batch, cp_group=cp_group, **kwargs)
+        return shard
+
+    for name in CUT_BATCH:
+        if hasattr(utils, name):
+            wrap(utils, name, cut)
+
+
+def roll_padded_documents() -> None:
+    """Multi-token prediction rolls documents where they would begin without padding, not where they do."""
+
+    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs)
+        packed = given.arguments["packed_seq_params"]
+        if packed.cu_seqlens_q_padded is not None:
+            given.arguments["packed_seq_params"] = packed = copy.copy(packed)
+            packed.cu_seqlens_q = packed.cu_seqlens_q_padded
+        return original(*given.args, **given.kwargs)
+
+    wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
+
+
+def count_no_labels_as_one() -> None:
+    """What the loss of token prediction is divided by is the sum of a rank's rolled mask: with no label there, 0."""
+
+    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
+        rolled, total = original(*args, **kwargs)
+        return rolled, torch.where(total == 0, torch.ones_like(total), total)
+
+    wrap(gpt_model, "roll_tensor", roll)

@@ -1,0 +1,114 @@
+"""Repairs of how Megatron starts, schedules and resumes a run; see `repairs`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from burst_plugin.frameworks.wrapping import wrap
+
+__all__ = [
+    "count_steps_of_pytorchs_adam",
+    "has_scripts",
+    "keep_random_states",
+    "load_without_gradients",
+    "send_forward_before_backward",
+]
+
+
+def count_steps_of_pytorchs_adam() -> None:
+    """Without Apex and Transformer Engine the optimizer within is PyTorch's Adam, which counts steps per parameter.
+
+    What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one
+    tensor as their step, which each of them would advance; and what it holds is not what was saved.
+    """
+
+    def state_dict(make: Any, optimizer: Any) -> Any:
+        state = optimizer.optimizer.state if optimizer.optimizer is not None else None
+        if state is None or state:
+            return make(optimizer)
+        state["no step yet"] = {"step": torch.tensor(0.0)}
+        try:
+            return make(optimizer)
+        finally:
+            state.clear()
+
+    def load_state_dict(load: Any, optimizer: Any, state_dict: Any) -> None:
+        (step,) = {float(group["step"]) for group in state_dict["optimizer"]["param_groups"]}
+        load(optimizer, state_dict)
+        for state in optimizer.optimizer.state.values():
+            state["step"] = torch.tensor(step)
+
+    wrap(DistributedOptimizer, "state_dict", state_dict)
+    wrap(DistributedOptimizer, "load_state_dict", load_state_dict)
+
+
+def load_without_gradients() -> None:
+    """In float32 the optimizer's own parameters are views of the model's, which autograd guards."""
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+
+
+# ----------------------------------------------------------------------------------------------- weights at the start
+
+
+def has_scripts() -> bool:
+    return importlib.util.find_spec("megatron.training") is not None
+
+
+def keep_random_states() -> None:
+    """Before a script builds its model, it warms up functions with random tensors, S/CP of rows.
+
+    Scripts are found when they make groups, not imported before: they hold some of the functions of
+    megatron.core that `install()` replaces.
+    """
+
+    def warm_up(original: Any, *args: Any, **kwargs: Any) -> None:
+        state = torch.get_rng_state()
+        gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        original(*args, **kwargs)
+        torch.set_rng_state(state)
+        if gpu_state is not None:
+            torch.cuda.set_rng_state(gpu_state)
+
+    def initialize(original: Any, *args: Any, **kwargs: Any) -> Any:
+        scripts = sys.modules.get("megatron.training.initialize")
+        if hasattr(scripts, _WARMS_UP):
+            wrap(scripts, _WARMS_UP, warm_up)
+        return original(*args, **kwargs)
+
+    wrap(parallel_state, "initialize_model_parallel", initialize)
+
+
+_WARMS_UP = "_warmup_jit_function"
+
+
+# ----------------------------------------------------------------------------------------------- pipeline parallelism
+
+
+def send_forward_before_backward() -> None:
+    """With two stages the next one is the previous one, and messages between two ranks are told apart by their order.
+
+    In one batch the gradient is sent first, and the activation received first. So here they go one after the other.
+    """
+
+    def exchange(
+        original: Any,
+        stage: P2PCommunicator,
+        output_tensor: Tensor | None,
+        input_tensor_grad: Tensor | None,
+        **options: Any,
+    ) -> Any:
+        if stage.pp_group.size() > 2 or not stage.config.batch_p2p_comm:
+            return original(stage, output_tensor, input_tensor_grad, **options)
+        recv_prev, recv_next = options.pop("recv_prev"), options.pop("recv_next")
+        activation = stage.send_forward_recv_forward(output_tensor, recv_prev=recv_prev, **options)
+        return activation, stage.send_backward_recv_backward(input_tensor_grad, recv_next=recv_next, **options)
+
+    wrap(P2PCommunicator, "send_forward_backward_recv_forward_backward", exchange)
