@@ -44,7 +44,7 @@ _PLACE = "at: "
 
 
 class Agreement:
-    """The ranks of `group` in conversation; every method but `use` is collective.
+    """The ranks of `group` in conversation; `compare` and `exchange` are collective.
 
     On gloo all rings of the same ranks compare over the group of the first of them, once they have met, so that ranks
     that are about to go around unlike rings learn of it, instead of waiting for each other on two groups. Threads of

@@ -15,7 +15,7 @@ __all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
 
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
-_PERIOD_S = 10.0
+_PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
 _SHORT_S = 5.0  # waits that are not worth a word in the store
 
 _LOG = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class FailureWatch:
 
     def __init__(self, board: Board, period_s: float | None = None) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
-        period_s = min(period_s or _PERIOD_S, board.late_after)
+        period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
         arguments = (board, period_s, self._closed, self._seen)
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
 
