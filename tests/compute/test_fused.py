@@ -69,7 +69,7 @@ _COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from burst_plugin import fused
+from burst_plugin.compute import triton_softmax as fused
 
 class Absent:  # a driver of a GPU that is not there; what is compiled for it is not launched
     def get_current_target(self):
