@@ -15,6 +15,7 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import by_rank
 from burst_plugin.comm.differences import differences
 from burst_plugin.comm.failure_watch import Board
+from burst_plugin.comm.first_exchange import first_exchange
 from burst_plugin.comm.process_groups import group_device, is_alive, launches_batches, timeout_of
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, lost_peer_error
@@ -46,19 +47,19 @@ _PLACE = "at: "
 class Agreement:
     """The ranks of `group` in conversation; `compare` and `exchange` are collective.
 
-    On gloo all rings of the same ranks compare over the group of the first of them, once they have met, so that ranks
-    that are about to go around unlike rings learn of it, instead of waiting for each other on two groups. Threads of
-    a process, which may each have a ring, keep to the ring's own group.
+    On gloo all rings of the same ranks compare over the group of the first of them, so that ranks that are about to
+    go around unlike rings learn of it, instead of waiting for each other on two groups. Threads of a process, which
+    may each have a ring, keep to the ring's own group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
         self.is_on_cpu = group_device(group).type == "cpu"
+        self.board: Board | None = None  # on which this rank says whom it waits for, and, if it is the first, misses
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
         self._key = tuple(global_ranks)
-        self._own = DistributedTransport({_CHANNEL: group}, global_ranks, tag=_TAG)
-        self._shared: DistributedTransport | None = None  # once ranks have met
-        self._shared_group = group
+        self._shared: dist.ProcessGroup | None = None  # what this ring compares over, once its ranks have met
+        self._transports: dict[dist.ProcessGroup, DistributedTransport] = {}
 
     @property
     def group_name(self) -> str:
@@ -74,6 +75,21 @@ class Agreement:
         """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
         return group_device(self._group)
 
+    def meet(self, text: str) -> list[str]:
+        """What every rank says about the ring that they are about to connect, in one word or more.
+
+        Raises ValueError on every rank if any is not about to connect this one.
+        """
+        lines = [f"{_PLACE}the ring is connected", f"ring={self.ring_name()}", text]
+        said = self.exchange("\n".join(lines), "connecting")
+        raise_if_apart(dict(enumerate(said)), self._ranks)
+        _raise_if_problem(said)
+        return [each.splitlines()[-1] for each in said]
+
+    def ring_name(self, ring_id: str = "") -> str:
+        """What tells a ring from others of the same ranks; without an id it is not connected yet."""
+        return f"{ring_id or 'new'} on group {self.group_name}"
+
     def compare(self, at: str, compared: Mapping[str, object], problem: str) -> None:
         """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
 
@@ -83,7 +99,7 @@ class Agreement:
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
         said = self.exchange(statement(lines, problem), when)
-        raise_if_apart(said)
+        raise_if_apart(dict(enumerate(said)), self._ranks)
         compares = all(text.startswith(_PLACE) for text in said)  # others would not come again
         if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
             found = differences(compared, partial(self.exchange, when=when))
@@ -99,9 +115,18 @@ class Agreement:
         """
         encoded = _encode(text)
         mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        everyone = self._gathered(mine) if self._in_one else self._between_pairs(mine, when)
+        if self._in_one:
+            everyone = self._gathered(mine)
+        elif self._shared is not None or not _in_main_thread():
+            everyone = self._between_pairs(self._usable(self._shared), mine, when)
+        else:
+            everyone = self._first_between_pairs(mine, text, when)
         ours = _decode(encoded)  # what most say, if not all
         return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+
+    def forget_wire(self) -> None:
+        """Have the next ring of these ranks compare over its own group: on this one messages may be under way."""
+        _WIRES.pop(self._key, None)
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
         everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
@@ -109,13 +134,24 @@ class Agreement:
         gather(everyone, mine.to(self.device), group=self._group)
         return everyone.cpu().view(self._ranks, -1).unbind()
 
-    def _between_pairs(self, mine: Tensor, when: str) -> Sequence[Tensor]:
+    def _first_between_pairs(self, mine: Tensor, text: str, when: str) -> Sequence[Tensor]:
+        """As `_between_pairs`, over the group of earlier rings, if there is one; ValueError if ranks begin others."""
+        shared = self._usable(_WIRES.get(self._key))
+        ring = f"ring={self.ring_name()}, compared over group {shared.group_name}"
+        where = text.splitlines()[0] if text.startswith(_PLACE) else f"{_PLACE}{when}"
+        apart = partial(raise_if_apart, ranks=self._ranks)
+        swap = partial(self._between_pairs, shared, mine, when)
+        everyone = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
+        self._shared = _WIRES[self._key] = shared
+        return everyone
+
+    def _between_pairs(self, group: dist.ProcessGroup, mine: Tensor, when: str) -> Sequence[Tensor]:
         mine = mine.to(self.device)
         everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
         recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
-        transport = self._shared if self._shared is not None and _is_usable(self._shared_group) else self._own
+        transport = self._transport(group)
         try:
             for pending in transport.post(sends, recvs):
                 pending.wait()
@@ -126,32 +162,17 @@ class Agreement:
             raise
         return [each.cpu() for each in everyone]
 
-    @property
-    def wire(self) -> str:
-        """The name of the group that rings of these ranks compare over so far, "-" for none: for ranks to compare."""
-        group = _WIRES.get(self._key)
-        return str(group.group_name) if group is not None and _is_usable(group) else "-"
+    def _usable(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+        """The group that rings share, where it is still there and this is the main thread; else the ring's own."""
+        return group if group is not None and _in_main_thread() and is_alive(group) else self._group
 
-    def share(self, wires: Sequence[str], board: Board) -> None:
-        """Compare over the group that rings of these ranks share, given each rank's `wire`, from now on.
-
-        Where ranks have none, or unlike ones, this ring's own group becomes it. On `board` this rank says whom it
-        waits for, and, if it is the first to miss another, whom.
-        """
-        self._own.board = board
-        if self._in_one:
-            return
-        if len(set(wires)) > 1 or wires[0] == "-":
-            _WIRES[self._key] = self._group
-        self._shared_group = _WIRES[self._key]
-        timeout = timeout_of(self._group)
-        self._shared = DistributedTransport(
-            {_CHANNEL: self._shared_group}, self._key, board, tag=_TAG, timeout=timeout
-        )
-
-    def forget_wire(self) -> None:
-        """Have the next ring of these ranks compare over its own group: on this one messages may be under way."""
-        _WIRES.pop(self._key, None)
+    def _transport(self, group: dist.ProcessGroup) -> DistributedTransport:
+        if group not in self._transports:
+            self._transports[group] = DistributedTransport(
+                {_CHANNEL: group}, self._key, tag=_TAG, timeout=timeout_of(self._group)
+            )
+        self._transports[group].board = self.board
+        return self._transports[group]
 
 
 def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
@@ -190,19 +211,23 @@ def statement(ours: Sequence[str], problem: str) -> str:
 
 def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
     """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
-    problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
-    if problems:
-        raise ValueError(by_rank(problems, len(said)))
+    _raise_if_problem(said)
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
         unlike = [", ".join(line for line in text.splitlines() if line not in same) for text in said]
         raise ValueError(disagree + by_rank(dict(enumerate(unlike)), len(said)))
 
 
-def raise_if_apart(said: Sequence[str]) -> None:
+def _raise_if_problem(said: Sequence[str]) -> None:
+    problems = {rank: text.removeprefix(_PROBLEM) for rank, text in enumerate(said) if text.startswith(_PROBLEM)}
+    if problems:
+        raise ValueError(by_rank(problems, len(said)))
+
+
+def raise_if_apart(said: Mapping[int, str], ranks: int) -> None:
     """Raise ValueError if ranks say that they are about to do unlike things, or go around unlike rings."""
     places = {}
-    for rank, text in enumerate(said):
+    for rank, text in said.items():
         lines = text.splitlines()
         if not lines or not lines[0].startswith(_PLACE):
             return  # a problem, which is told as such
@@ -214,14 +239,13 @@ def raise_if_apart(said: Sequence[str]) -> None:
             for rank, (at, ring) in places.items()
         }
         raise ValueError(
-            f"ranks are at different places: {by_rank(texts, len(said))}; some rank skipped a call, a backward pass "
+            f"ranks are at different places: {by_rank(texts, ranks)}; some rank skipped a call, a backward pass "
             "or a whole step, or made one twice, or it uses its rings in another order"
         )
 
 
-def _is_usable(group: dist.ProcessGroup) -> bool:
-    """Whether this thread may compare over a group that rings share: it is the main one, and the group is there."""
-    return threading.current_thread() is threading.main_thread() and is_alive(group)
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _encode(text: str) -> bytes:

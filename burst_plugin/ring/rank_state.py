@@ -146,9 +146,13 @@ class Member:
                 raise ValueError(problem)
             return
         passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
-        ring = f"{self.ring_id or 'new'} on group {self.agreement.group_name}"
         options = {"topology": self.topology, **self.strategy.compared()}
-        compared = {"ring": ring, "order of passes so far": passes, **signature, **options}
+        compared = {
+            "ring": self.agreement.ring_name(self.ring_id),
+            "order of passes so far": passes,
+            **signature,
+            **options,
+        }
         self.progress.where = f"before {at}"
         with self.alone():
             self.agreement.compare(at, compared, problem)

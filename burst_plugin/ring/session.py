@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.comm.buffers import LABEL_BYTES
-from burst_plugin.comm.call_identity import CallId, by_rank, call_name
+from burst_plugin.comm.call_identity import CallId, call_name
 from burst_plugin.comm.consistency import Agreement
 from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
@@ -102,7 +102,7 @@ class Session:
         if self._agreement is None or self.group is None:
             return
         if not self.member.ring_id:
-            self._meet(self._agreement, self.group)
+            self._meet(self._agreement)
         if self.member.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
@@ -113,23 +113,19 @@ class Session:
                 if launches_batches(self.group):
                     self._meet_neighbours(each)
 
-    def _meet(self, agreement: Agreement, group: dist.ProcessGroup) -> None:
+    def _meet(self, agreement: Agreement) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        mine = f"{token_hex(8)} {socket.gethostname()} {agreement.wire} {agreement.group_name}"
-        said = [text.split() for text in agreement.exchange(mine, "connecting")]
-        if len({tuple(each[3:]) for each in said}) > 1:
-            places = {rank: f"before the ring of group {each[-1]} is connected" for rank, each in enumerate(said)}
-            raise ValueError(f"ranks are at different places: {by_rank(places, self.ranks)}")
+        said = [text.split() for text in agreement.meet(f"{token_hex(8)} {socket.gethostname()}")]
         ring_id, hosts = said[0][0], [each[1] for each in said]
         names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
         board = Board(store, self.rank, names, self.member.progress, self.strategy.late_after)
-        agreement.share([each[2] for each in said], board)
+        agreement.board = board
         self.member.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
-            channels = {Channel(traffic, link): group for traffic in Traffic for link in Link}
+            channels = {Channel(traffic, link): self._communicators.whole for traffic in Traffic for link in Link}
             self.member.team_transport = DistributedTransport(channels, self._global_ranks, board)
         self._watch = FailureWatch(board)
         self.member.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met

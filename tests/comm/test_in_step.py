@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 import time
 from datetime import timedelta
 from unittest import mock
@@ -81,32 +83,63 @@ def test_a_rank_that_is_out_of_step_is_named_with_both_places_before_a_wrong_num
             assert right, "a wrong number left attention"
 
 
-def _rings_in_another_order(rank: int, groups: str) -> list[str]:
-    """Rank 3 takes the second ring first in one step; the rings are of one group, or each of its own."""
+def _rings_in_another_order(rank: int, kind: str) -> list[str]:
+    """Rank 3 takes the second ring first in one step.
+
+    The rings are of one group, or each of its own; they are made in advance, or when they are first used; or the
+    second is not used before that step.
+    """
     said = []
-    for at in range(3) if groups == "one" else range(1, 4):  # rings on groups of their own have to meet once
-        made = [dist.group.WORLD if groups == "one" else dist.new_group([0, 1, 2, 3]) for _ in range(2)]
-        rings = [ContextParallel(group) for group in made]
+    for at in range(3):
+        groups = [dist.group.WORLD if kind == "one group" else dist.new_group([0, 1, 2, 3]) for _ in range(2)]
+        ring = functools.cache(lambda number, groups=groups: ContextParallel(groups[number]))
+        if kind != "made when used":
+            ring(0), ring(1)
         try:
             for step in range(5):
-                for cp in reversed(rings) if (rank, step) == (AT_FAULT, at) else rings:
-                    cp.step(step)
+                used = range(1 if kind == "used later" and step < at else 2)
+                for number in reversed(used) if (rank, step) == (AT_FAULT, at) else used:
+                    ring(number).step(step)
                     x = _x(step, 0)
-                    burst_attention(x, x, x, cp).sum().backward()
+                    burst_attention(x, x, x, ring(number)).sum().backward()
         except ValueError as error:
             said.append(str(error))
     return said
 
 
-@pytest.mark.parametrize("groups", ["one", "several"])
-def test_rings_in_another_order_are_told_apart_even_on_groups_of_their_own(groups: str) -> None:
+@pytest.mark.parametrize("kind", ["one group", "several groups", "used later", "made when used"])
+def test_rings_in_another_order_are_told_apart_even_on_groups_of_their_own(kind: str) -> None:
     start = time.monotonic()
-    for said in run_ranks(_rings_in_another_order, 4, groups, timeout_s=50.0):
+    for said in run_ranks(_rings_in_another_order, 4, kind, timeout_s=50.0):
         assert len(said) == 3, said
-        for text in said:
-            assert text.startswith("ranks are at different places: rank 3: before the forward pass of call "), text
+        for at, text in enumerate(said):
+            unmade = kind == "made when used" and at == 0
+            before = "looking for nodes" if unmade else "the forward pass of call "
+            assert text.startswith(f"ranks are at different places: rank 3: before {before}"), text
             assert " of the ring " in text
     assert time.monotonic() - start < 25.0, "not at the time-out"
+
+
+def _late(rank: int) -> bool:
+    """Rank 1 comes to the first calls of two rings after the others, in a thread where they use one, too."""
+    right = []
+    for in_thread in (False, True):
+        cp = ContextParallel(dist.new_group([0, 1, 2, 3]))
+        time.sleep(3.0 if rank == 1 else 0.0)
+        x, outs = _x(0, 0), []
+        call = functools.partial(lambda cp, x, outs: outs.append(burst_attention(x, x, x, cp)), cp, x, outs)
+        if in_thread:
+            worker = threading.Thread(target=call)
+            worker.start()
+            worker.join()
+        else:
+            call()
+        right.append(bool(outs[0].isfinite().all()))
+    return all(right)
+
+
+def test_ranks_that_are_late_for_the_first_call_of_a_ring_are_waited_for() -> None:
+    assert run_ranks(_late, 4) == [True] * 4
 
 
 def _without_tags(rank: int) -> str:

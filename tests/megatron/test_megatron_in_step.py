@@ -140,7 +140,7 @@ def _rings_in_another_order(rank: int) -> list[str]:
     model = build(RUN)
     core = model.module.decoder.layers[0].self_attention.core_attention
     q, k = torch.randn(8, 1, 4, 8, requires_grad=True), torch.randn(8, 1, 2, 8)
-    for at in range(1, 4):  # in step 0 a ring's ranks have not met yet
+    for at in range(3):
         groups = [dist.new_group([0, 1, 2, 3]) for _ in range(2)]
         try:
             for step in range(STEPS):

@@ -20,6 +20,7 @@ from burst_plugin import (
     Documents,
     Keys,
     Link,
+    PerRow,
     Scores,
     SlidingWindow,
     Strategy,
@@ -122,27 +123,40 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
 
 LITTLE = [
     SlidingWindow(3),
+    SlidingWindow(7),
+    SlidingWindow(12),
     SlidingWindow(2, 2),
     Causal() & Documents((*range(0, 64, 5), 64)),
+    Causal() & Documents((*range(0, 64, 17), 64)),
     Documents((*range(0, 64, 3), 64)),
+    Documents((*range(0, 64, 9), 64)),
     SlidingWindow(5) & Documents((*range(0, 64, 11), 64)),
     Documents(tuple(range(0, 65, 8)), (5,) * 8),
     Causal() & Keys(((5, 9), (30, 33))),
     Causal() & key_padding(torch.arange(64).expand(2, 64) >= torch.tensor([[10], [40]])),
+    SlidingWindow(4) & key_padding(torch.arange(64).expand(2, 64) >= torch.tensor([[3], [20]])),
+    PerRow((Causal() & Documents((*range(0, 64, 5), 64)), SlidingWindow(2))),
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [("striped", "auto"), ("striped", "direct"), ("zigzag", "direct"), ("contiguous", "direct")],
+)
 @pytest.mark.parametrize(
     ("topology", "degree"),
-    [(Topology(2, 2), 2), (Topology(4, 2), 2), (Topology(4, 2), 4), (Topology(2, 4), 2), (Topology(2, 4), 4)],
+    [
+        *((topology, degree) for topology in (Topology(2, 2), Topology(4, 2), Topology(2, 4)) for degree in (2, 4)),
+        (Topology(3, 2), 2),
+        (Topology(1, 8), 2),
+    ],
     ids=str,
 )
-def test_exact_under_masks_that_leave_little(layout: str, topology: Topology, degree: int) -> None:
-    """Blocks travel cut to the rows that are needed."""
+def test_exact_under_masks_that_leave_little(layout: str, schedule: str, topology: Topology, degree: int) -> None:
+    """Blocks travel cut to the rows that are needed; 14 masks on 8 rings, of striped layouts by both schedules."""
     problem = Problem.draw(64, (4, 4), dtype=torch.float64)
     for mask in LITTLE:
-        ring = VirtualRing(topology, Strategy(layout=layout, ulysses_degree=degree, schedule="direct"))
+        ring = VirtualRing(topology, Strategy(layout=layout, ulysses_degree=degree, schedule=schedule))
         inputs = [x.clone().requires_grad_() for x in problem[:3]]
         out, lse = ring.attention(*inputs, mask=mask)
         found = Result(out.detach(), *torch.autograd.grad(out, inputs, problem.dout))
