@@ -18,7 +18,7 @@ from burst_plugin.comm.failure_watch import Board
 from burst_plugin.comm.first_exchange import first_exchange
 from burst_plugin.comm.process_groups import group_device, is_alive, launches_batches, timeout_of
 from burst_plugin.comm.torch_distributed import DistributedTransport
-from burst_plugin.comm.transport import Channel, Message, PeerLostError, lost_peer_error
+from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, lost_peer_error
 from burst_plugin.topology import Link, Traffic
 
 __all__ = [
@@ -60,6 +60,7 @@ class Agreement:
         self._key = tuple(global_ranks)
         self._shared: dist.ProcessGroup | None = None  # what this ring compares over, once its ranks have met
         self._transports: dict[dist.ProcessGroup, DistributedTransport] = {}
+        self.watched: Callable[[Pending], Pending] = lambda pending: pending  # for a profile to note waits
 
     @property
     def group_name(self) -> str:
@@ -154,7 +155,7 @@ class Agreement:
         transport = self._transport(group)
         try:
             for pending in transport.post(sends, recvs):
-                pending.wait()
+                self.watched(pending).wait()
         except BaseException as error:
             self.forget_wire()  # with messages that are left on it
             if isinstance(error, PeerLostError):

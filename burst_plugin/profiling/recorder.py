@@ -113,6 +113,10 @@ class PassLog:
             self.note(start, "post", link=link, traffic=traffic, batch=batch, sent_bytes=sent_bytes[channel])
         return _WatchedPending(pending, self, batch)
 
+    def watched(self, pending: Pending) -> Pending:
+        """The same messages, with waits for them noted; posting them was not."""
+        return _WatchedPending(pending, self, -1)
+
 
 class _Timed:
     def __init__(self, log: PassLog, kind: str, inside: AbstractContextManager[None]) -> None:

@@ -154,8 +154,22 @@ class Member:
             **options,
         }
         self.progress.where = f"before {at}"
-        with self.alone():
+        with self.alone(), self._noted(self.agreement):
             self.agreement.compare(at, compared, problem)
+
+    @contextmanager
+    def _noted(self, agreement: Agreement) -> Iterator[None]:
+        """Note a comparison, and whom it waits for, in the profile, if there is one."""
+        if self.profile is None:
+            yield
+            return
+        log = self.profile.begin_pass("comparison", torch.device("cpu"))
+        before, agreement.watched = agreement.watched, log.watched
+        try:
+            with log.timed("move"):
+                yield
+        finally:
+            agreement.watched = before
 
     def compare_backward(self, call: CallId) -> None:
         """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.

@@ -20,7 +20,7 @@ from burst_plugin.profiling.recorder import Event, Profile, RingProfile, Summary
 from burst_plugin.profiling.report import save_chrome_trace
 from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.topology import Link, Traffic
-from tests.support.ranks import as_on_gpus, run_ranks
+from tests.support.ranks import run_ranks
 from tests.support.reference import Problem
 
 
@@ -45,14 +45,13 @@ def _add_up(profile: Profile, traffic: dict[str, dict[str, int]], visits: dict[s
 # ------------------------------------------------------------------------------------------- processes and gloo
 
 SLOW, NAP_S, PASSES = 3, 0.03, 2
-VISITS = {"forward": 4, "backward": 5}  # of 2 x 2 ranks; backward twice of the own block
+VISITS = {"forward": 4, "backward": 5, "comparison": 0}  # of 2 x 2 ranks; backward twice of the own block
 
 
 def _with_a_slow_rank(rank: int, path: Path) -> dict[str, Any]:
-    cp = as_on_gpus(ContextParallel(dist.group.WORLD, ranks_per_node=2))
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
     problem = Problem.draw(64, (4, 2))
-    for _ in range(4):  # after which calls are not compared, where ranks would wait as well
-        _train_step(cp, problem)
+    _train_step(cp, problem)
     cp.reset_traffic()
     if rank == SLOW:
         original = TileWork.forward
@@ -66,7 +65,9 @@ def _with_a_slow_rank(rank: int, path: Path) -> dict[str, Any]:
         for _ in range(PASSES):
             _train_step(cp, problem)
     _add_up(profile, cp.traffic(), VISITS)
-    assert {total.passes for total in profile.summary.totals.values()} == {PASSES}
+    totals = profile.summary.totals
+    passes = {direction: total.passes for direction, total in totals.items()}
+    assert passes == {"forward": PASSES, "backward": PASSES, "comparison": 2 * PASSES}
     assert profile.summary.compute_s >= (rank == SLOW) * PASSES * cp.ranks * NAP_S
     everyone = profile.gather()
     profile.save_chrome_trace(path / f"{rank}.json")
@@ -122,15 +123,20 @@ def _nest(slices: list[tuple[float, float]]) -> None:
         open_until.append(stop)
 
 
-def _waits(rank: int) -> set[tuple[int, ...]]:
+def _waits(rank: int) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Whom passes of the ring wait for, and comparisons."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=4)
     with cp.profile() as profile:
         _train_step(cp, Problem.draw(16, (2, 2)))
-    return {event.peers for event in profile.events if event.kind == "wait"}
+    waits = [event for event in profile.events if event.kind == "wait"]
+    compared = {event.peers for event in waits if event.direction == "comparison"}
+    return {event.peers for event in waits if event.direction != "comparison"}, compared
 
 
 def test_each_message_is_waited_for_by_its_peer() -> None:
-    assert run_ranks(_waits, 4) == [{((rank - 1) % 4,), ((rank + 1) % 4,)} for rank in range(4)]
+    for rank, (in_ring, compared) in enumerate(run_ranks(_waits, 4)):
+        assert in_ring == {((rank - 1) % 4,), ((rank + 1) % 4,)}
+        assert compared == {(peer,) for peer in range(4) if peer != rank}
 
 
 # -------------------------------------------------------------------------------------------------- one process
