@@ -25,7 +25,7 @@ from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.choices import prepare
 from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Outputs, Request
 from burst_plugin.sequence.layout import Tokens
 
@@ -97,21 +97,21 @@ def _largest_error(found: Gradients, expected: Gradients) -> float:
 
 @dataclass(frozen=True)
 class Ready:
-    """A contender to be timed; `whole` puts its results together (collective), `members` are those of a ring."""
+    """A contender to be timed; `whole` puts its results together (collective), `rank_states` are those of a ring."""
 
     name: str
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]
     whole: Callable[[Any, Any], Gradients]
-    members: tuple[Member, ...] = ()
+    rank_states: tuple[RankState, ...] = ()
 
     def entries(self, contender: str) -> list[Entry]:
         """To time as a configuration of a contender; a ring of this project also without transfers."""
         entry = Entry(self.name, self.forward, self.backward, contender=contender, configuration=self.name)
-        if not self.members:
+        if not self.rank_states:
             return [entry]
-        transports = [SilentTransport() for _ in self.members]
-        within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.members, transports)
+        transports = [SilentTransport() for _ in self.rank_states]
+        within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.rank_states, transports)
         return [entry, replace(entry, name=self.silent_name, within=within)]
 
     @property
@@ -135,23 +135,25 @@ def _contender_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
         lambda: session.attend(*leaves),
         lambda out: torch.autograd.grad(out, leaves, dout),
         gather,
-        (cp.member,) if isinstance(cp, ContextParallel) else (),
+        (cp.rank_state,) if isinstance(cp, ContextParallel) else (),
     )
 
 
 def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
     """All ranks of a ring in this process, taking turns, with a copy in memory for every message.
 
-    Runs what `burst_attention` runs on every rank; autograd and the agreement between ranks are left out.
+    Runs what `burst_attention` runs on every rank; autograd and the consistency between ranks are left out.
     """
     topology, device = Topology(case.nodes, case.ranks_per_node), whole.q.device
     ring = VirtualRing(topology, contender.strategy, network=CopyNetwork(topology.ranks, device))
-    layout = ring.members[0].route_table.layout
+    layout = ring.rank_states[0].route_table.layout
     request = Request(Causal() if case.causal else Full())
     tokens = Tokens(whole.q.shape[1])
-    shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.members]
+    shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.rank_states]
     inputs = [Inputs(q, k, v) for q, k, v, _ in shards]
-    calls = [prepare(member, mine, request, {}) for member, mine in zip(ring.members, inputs, strict=True)]
+    calls = [
+        prepare(rank_state, mine, request, {}) for rank_state, mine in zip(ring.rank_states, inputs, strict=True)
+    ]
     number = 0
 
     def forward() -> tuple[CallId, list[Queries]]:
@@ -172,4 +174,4 @@ def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
         columns = ([rows.out for rows in saved[1]], *zip(*grads, strict=True))
         return Gradients(*(layout(tokens).unshard(list(column), 1, tokens) for column in columns))
 
-    return Ready(contender.name, forward, backward, gather, tuple(ring.members))
+    return Ready(contender.name, forward, backward, gather, tuple(ring.rank_states))

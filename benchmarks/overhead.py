@@ -6,7 +6,7 @@ then as many backward ones, the last layer first.
 
 `own_s` is the time without what torch.distributed takes to post and to wait, that is, for the other process and for
 gloo, which takes hundreds of microseconds to post; `wall_s` is all of it. On gloo a pass also has the autograd
-function and the agreement of all ranks before every call; in one process it has neither. So what a visit takes on
+function and the consistency of all ranks before every call; in one process it has neither. So what a visit takes on
 gloo, `visit_s`, is told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a
 call. A process that has waited finds its caches cold: sleeping 2 ms at every wait doubles the time in one process.
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and save one row per transport, schedule, traveller and direction; 1 if any misses the goal."""
+    """Measure, print and save one row per transport, schedule, moving and direction; 1 if any misses the goal."""
     if options.layers < 1 or options.steps < 10 or options.ranks < 2 or options.ranks % 2:
         raise RefusedError("expected --layers of at least 1, --steps of at least 10, and --ranks even")
     torch.set_num_threads(1)
@@ -80,20 +80,20 @@ def measure(layers: int, steps: int, ranks: int) -> list[dict[str, Any]]:
     """All rows; times are per visit, medians over steps, in seconds."""
     rows = []
     for topology in (Topology(1, ranks), Topology(ranks // 2, 2)):
-        for traveller in ("kv", "q"):
-            strategy = Strategy(backward=traveller)
+        for moving in ("kv", "q"):
+            strategy = Strategy(backward=moving)
             books = Books(_in_process(topology, strategy), layers).keep(steps)
-            rows += books.rows(f"{topology.ranks} ranks in one process", topology, traveller, ranks * ranks)
-    for traveller in ("kv", "q"):
-        few, many = (_gloo_rows(traveller, parts, layers, steps) for parts in (1, _PARTS))
+            rows += books.rows(f"{topology.ranks} ranks in one process", topology, moving, ranks * ranks)
+    for moving in ("kv", "q"):
+        few, many = (_gloo_rows(moving, parts, layers, steps) for parts in (1, _PARTS))
         rows += [row | _by_visits(row, more) for row, more in zip(few, many, strict=True)]
     return rows
 
 
-def _gloo_rows(traveller: str, parts: int, layers: int, steps: int) -> list[dict[str, Any]]:
-    arguments = (traveller, parts, layers, steps)
+def _gloo_rows(moving: str, parts: int, layers: int, steps: int) -> list[dict[str, Any]]:
+    arguments = (moving, parts, layers, steps)
     outcomes = launch_local(_over_gloo, 2, *arguments, timeout_s=60.0 + 0.05 * parts * steps * layers)
-    return values(outcomes)[0].rows("2 processes on gloo", Topology(1, 2), traveller, 2 * parts)
+    return values(outcomes)[0].rows("2 processes on gloo", Topology(1, 2), moving, 2 * parts)
 
 
 def _by_visits(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
@@ -107,7 +107,7 @@ def _line(row: dict[str, Any]) -> str:
     us = {name: f"{row[name] * 1e6:.0f}" for name in row if name.endswith("_s") or "_s_" in name}
     rest = f" and {us['call_s']} per call" if row["call_s"] else ""
     return (
-        f"{row['transport']:<24} {row['nodes']}x{row['ranks_per_node']} {row['direction']:<8} {row['traveller']:<2} "
+        f"{row['transport']:<24} {row['nodes']}x{row['ranks_per_node']} {row['direction']:<8} {row['moving']:<2} "
         f"{us['visit_s']:>4} us per visit{rest} ({us['own_s']} in all, {us['own_s_min']} .. {us['own_s_max']}); "
         f"{us['first_tenth_s']} -> {us['last_tenth_s']} from the first tenth of steps to the last; "
         f"{row['operations']:.0f} operations, {row['new_tensors']:.1f} -> {row['new_tensors_late']:.1f} new tensors, "
@@ -150,9 +150,9 @@ class Books:
         self.loop = None  # which cannot leave its process
         return self
 
-    def rows(self, transport: str, topology: Topology, traveller: str, visits: int) -> list[dict[str, Any]]:
+    def rows(self, transport: str, topology: Topology, moving: str, visits: int) -> list[dict[str, Any]]:
         """One row per direction; `visits` are those of one call, of all ranks in the process."""
-        return [self._row(d, visits) | _named(transport, topology, traveller, d) for d in DIRECTIONS]
+        return [self._row(d, visits) | _named(transport, topology, moving, d) for d in DIRECTIONS]
 
     def _row(self, direction: str, visits: int) -> dict[str, Any]:
         per_step = visits * self.layers
@@ -260,22 +260,22 @@ class _TimedWork:
         self.clock.wall_s += time.perf_counter() - start
 
 
-def _named(transport: str, topology: Topology, traveller: str, direction: str) -> dict[str, Any]:
+def _named(transport: str, topology: Topology, moving: str, direction: str) -> dict[str, Any]:
     return {
         "transport": transport,
         "nodes": topology.nodes,
         "ranks_per_node": topology.ranks_per_node,
-        "traveller": traveller if direction == "backward" else "kv",
+        "moving": moving if direction == "backward" else "kv",
         "direction": direction,
     }
 
 
 def _in_process(topology: Topology, strategy: Strategy) -> Loop:
-    """All ranks take turns; the autograd function and the agreement between ranks are left out."""
+    """All ranks take turns; the autograd function and the consistency between ranks are left out."""
     ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
-    each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.members]
+    each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.rank_states]
     kernel = ConstantKernel()
-    prepared = [prepare(member, mine, Request(), {}) for member, mine in zip(ring.members, each, strict=True)]
+    prepared = [prepare(member, mine, Request(), {}) for member, mine in zip(ring.rank_states, each, strict=True)]
     calls = [_with_kernel(call, kernel) for call in prepared]
     number = 0
 
@@ -288,7 +288,7 @@ def _in_process(topology: Topology, strategy: Strategy) -> Loop:
         each_call = [*zip(calls, each, queries, strict=True)]
         return lambda: lockstep([backward_program(c, mine, x, rows) for c, x, rows in each_call])
 
-    pools = [member.transport.pool for member in ring.members]
+    pools = [member.transport.pool for member in ring.rank_states]
     return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
 
 
@@ -296,9 +296,9 @@ def _with_kernel(call: Call, kernel: Kernel) -> Call:
     return replace(call, kind=replace(call.kind, kernel=kernel))
 
 
-def _over_gloo(rank: int, traveller: str, parts: int, layers: int, steps: int) -> Books:
-    """One of two processes; everything that a call does, autograd and the agreement of every call included."""
-    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(backward=traveller, parts=parts))
+def _over_gloo(rank: int, moving: str, parts: int, layers: int, steps: int) -> Books:
+    """One of two processes; everything that a call does, autograd and the consistency of every call included."""
+    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(backward=moving, parts=parts))
     q, k, v = (torch.randn(_SHAPE, requires_grad=True) for _ in range(3))
     burst_attention(q, k, v, cp)
     kernel = ConstantKernel()

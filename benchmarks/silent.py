@@ -11,7 +11,7 @@ from torch import Tensor
 
 from burst_plugin.comm.buffers import LABEL_BYTES, Buffer, BufferPool, Memory
 from burst_plugin.comm.transport import Message, Pending, Transport, Waited
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.topology import Traffic
 
 __all__ = ["SilentTransport", "silenced"]
@@ -79,13 +79,13 @@ class _PoolOfNumbers(BufferPool):
 
 
 @contextmanager
-def silenced(members: Sequence[Member], transports: Sequence[SilentTransport]) -> Iterator[None]:
-    """These members' passes without transfers."""
-    loud = [(member.transport, member.team_transport) for member in members]
-    for member, transport in zip(members, transports, strict=True):
-        member.transport = member.team_transport = transport
+def silenced(rank_states: Sequence[RankState], transports: Sequence[SilentTransport]) -> Iterator[None]:
+    """These rank_states' passes without transfers."""
+    loud = [(rank_state.transport, rank_state.ulysses_transport) for rank_state in rank_states]
+    for rank_state, transport in zip(rank_states, transports, strict=True):
+        rank_state.transport = rank_state.ulysses_transport = transport
     try:
         yield
     finally:
-        for member, (ring, team) in zip(members, loud, strict=True):
-            member.transport, member.team_transport = ring, team
+        for rank_state, (ring, team) in zip(rank_states, loud, strict=True):
+            rank_state.transport, rank_state.ulysses_transport = ring, team

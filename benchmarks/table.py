@@ -206,7 +206,7 @@ def _overhead(result: Result) -> list[str]:
         [
             row["transport"],
             f"{row['nodes']}×{row['ranks_per_node']}",
-            f"{row['direction']}, {row['traveller']} travels",
+            f"{row['direction']}, {row['moving']} travels",
             f"{row['own_s'] * 1e6:,.0f}",
             f"{row['last_tenth_s'] / row['first_tenth_s']:.2f}",
             f"{row['new_tensors']:.2g}",

@@ -59,30 +59,30 @@ def run_pass(
 
     `parts` are those of the heads, mostly one; `which` call this is, is the same on every rank.
     """
-    traveller = call.kind.travellers[direction]
-    own = {side: call.kind.own_sums(direction, parts, side) for side in (OTHER_SIDE[traveller], traveller)}
-    ring = call.ring_pass(direction, parts, own[traveller], which)
+    moving = call.kind.moving_sides[direction]
+    own = {side: call.kind.own_sums(direction, parts, side) for side in (OTHER_SIDE[moving], moving)}
+    ring = call.ring_pass(direction, parts, own[moving], which)
     for visit in ring.visits():
         if visit is not None:
             with ring.traced(visit):
                 _work(call.kind, direction, parts[visit.part], visit, own)
         yield
-    yield from ring.homecoming()
+    yield from ring.final_reduce_hops()
     return {side: sums.finished(call.kind.rounds(direction, side)) for side, sums in own.items()}
 
 
 def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: Mapping[Side, OwnSums]) -> None:
     """One visit: what its tiles contribute, added to the sums at home and to those that travel."""
-    traveller = kind.travellers[direction]
-    home = OTHER_SIDE[traveller]
-    here = part.operands if visit.is_own else {**part.operands, traveller: part.incoming(traveller, visit.operands)}
+    moving = kind.moving_sides[direction]
+    home = OTHER_SIDE[moving]
+    here = part.operands if visit.is_own else {**part.operands, moving: part.incoming(moving, visit.operands)}
     positions = kind.positions(direction, visit.owner)
     for tile in kind.tiles[direction, visit.owner, visit.turn]:
         contributions = part.compute(here["q"], here["kv"], tile, positions)
         if contributions[home]:
             own[home].parts[visit.part].add(tile, home, contributions[home])
-        if contributions[traveller]:
-            visit.sums.add(tile, traveller, contributions[traveller])
+        if contributions[moving]:
+            visit.sums.add(tile, moving, contributions[moving])
         del contributions  # whose memory the next tile may have
 
 
@@ -137,7 +137,7 @@ def _backward_with_exchange(
 ) -> Generator[None, None, Inputs]:
     """A rank's program, heads exchanged before and after the ring: the gradients of its inputs, in their types."""
     given, out, lse = saved
-    wants_dbias = wants_dbias or call.kind.member.team.degree > 1  # others of the team may want theirs
+    wants_dbias = wants_dbias or call.kind.rank_state.ulysses_group.degree > 1  # others of the group may want theirs
     exchange = call.head_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
     grads = yield from backward_program(call, which, given, Queries(given.q, dout, out, lse), wants_dbias)
@@ -186,7 +186,7 @@ class _Attention(torch.autograd.Function):
         each = zip(calls, mine, saved, wants_dbias, strict=True)
         programs = [_backward_with_exchange(call, ctx.which, *of_rank) for call, *of_rank in each]  # type: ignore[arg-type]
         for call in calls:
-            call.kind.member.compare_backward(ctx.which)
+            call.kind.rank_state.compare_backward(ctx.which)
         with _one_pass(calls, "backward", ctx.which):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
@@ -236,7 +236,7 @@ def _others_hear(calls: Sequence[Call]) -> Iterator[None]:
     except BaseException as error:
         if type(error) is not RuntimeError:
             for call in calls:
-                call.kind.member.give_up(error)
+                call.kind.rank_state.give_up(error)
         raise
 
 
@@ -245,8 +245,8 @@ def _one_pass(calls: Sequence[Call], direction: Direction, which: CallId) -> Ite
     """Around a pass of all ranks of this process: no other pass meanwhile, and no automatic types."""
     with ExitStack() as stack:
         for call in calls:
-            stack.enter_context(call.kind.member.exclusive(call.kind.device))
-            call.kind.member.begin_pass(direction, which)
+            stack.enter_context(call.kind.rank_state.exclusive(call.kind.device))
+            call.kind.rank_state.begin_pass(direction, which)
         device = calls[0].kind.device.type
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -254,7 +254,7 @@ def _one_pass(calls: Sequence[Call], direction: Direction, which: CallId) -> Ite
             yield
         finally:
             for call in calls:
-                call.kind.member.progress.end_pass(direction)
+                call.kind.rank_state.progress.end_pass(direction)
 
 
 class _Terms(TypedDict, total=False):
@@ -369,7 +369,7 @@ def burst_attention(
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """What this rank gets; see `burst_attention`."""
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
-        cp.member.check_usable(inputs.q.device)
+        cp.rank_state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
         call, which = _agreed_call(inputs, request, cp, tag)
         cp.connect(call.kind.by_link)
@@ -380,8 +380,8 @@ def _agreed_call(inputs: Inputs, request: Request, cp: ContextParallel, tag: obj
     """Return this rank's call, and which one it is: checked here, and compared with those of the other ranks."""
 
     def prepared() -> tuple[Call, str]:
-        call = prepare(cp.member, inputs, request, cp.calls)
-        cp.member.note_call(call.kind.choices)
+        call = prepare(cp.rank_state, inputs, request, cp.calls)
+        cp.rank_state.note_call(call.kind.choices)
         cp.check_device(inputs.q.device)
         return call, cp.name_of_next_call(tag)
 

@@ -82,7 +82,7 @@ class ContextParallel(Session):
     @property
     def topology(self) -> Topology:
         """Nodes and ranks per node."""
-        return self.member.topology
+        return self.rank_state.topology
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """This rank's tokens out of the whole sequence `x`, along `dim`.
@@ -92,7 +92,7 @@ class ContextParallel(Session):
         """
         dim = token_dim("x", x, dim)
         tokens = Tokens(x.shape[dim]) if tokens is None else as_tokens(tokens)
-        return self.member.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
+        return self.rank_state.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
@@ -113,7 +113,7 @@ class ContextParallel(Session):
             return self.agree({"unshard": held[1], "dim": held[0], "other sizes": others, "dtype": local.dtype})
 
         (dim, tokens, lengths), _ = prepared_together(partial(self._held, local, dim, tokens), agree)
-        layout, held = self.member.route_table.layout(tokens), lengths[self.rank]
+        layout, held = self.rank_state.route_table.layout(tokens), lengths[self.rank]
         if self.group is None:
             return layout.unshard([local], dim, tokens)
         padded = local.contiguous()
@@ -133,7 +133,7 @@ class ContextParallel(Session):
         dim = token_dim("local", local, dim)
         # A rank without any token has to say so, too.
         tokens = Tokens(max(1, local.shape[dim] * self.ranks)) if tokens is None else as_tokens(tokens)
-        lengths = [token_count(runs) for runs in self.member.route_table.shards(tokens)]
+        lengths = [token_count(runs) for runs in self.rank_state.route_table.shards(tokens)]
         if local.shape[dim] != lengths[self.rank]:
             raise ValueError(
                 f"rank {self.rank} holds {lengths[self.rank]} of {tokens.length} tokens, but local "
@@ -144,7 +144,7 @@ class ContextParallel(Session):
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
         """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
         tokens = as_tokens(tokens, or_length=True)
-        return positions(self.member.route_table.shards(tokens)[self.rank], device)
+        return positions(self.rank_state.route_table.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """A sequence of `length` tokens, dealt out as suits `mask`: what is done first, computing and sending.
@@ -152,13 +152,13 @@ class ContextParallel(Session):
         It is for `tokens=` of all else. With `alike` ranks hold equally many, as lengths of `even_length` allow.
         """
         check_mask(mask)
-        return choose_tokens(self.member.route_table, length, mask, alike)
+        return choose_tokens(self.rank_state.route_table, length, mask, alike)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Most over mean of the ranks' attention work; 1 is even."""
         check_mask(mask)
         tokens = as_tokens(tokens, or_length=True)
-        return imbalance(self.member.route_table, Attending(tokens, tokens, mask))
+        return imbalance(self.rank_state.route_table, Attending(tokens, tokens, mask))
 
     def step(self, number: int, microbatch: int | None = None) -> None:
         """Say that the calls from now on belong to training step `number`, and to this microbatch of it.
@@ -167,49 +167,51 @@ class ContextParallel(Session):
         skipped a step is found at its next call, before anything is computed of it. Adapters of frameworks call this
         themselves. Not collective.
         """
-        self.member.training_step = f"step {number}" + ("" if microbatch is None else f", microbatch {microbatch}")
+        self.rank_state.training_step = f"step {number}" + (
+            "" if microbatch is None else f", microbatch {microbatch}"
+        )
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
 
-        Attention data only: not the `agreement.EXCHANGE_BYTES` per peer by which ranks agree before a call.
+        Attention data only: not the `consistency.EXCHANGE_BYTES` per peer by which ranks agree before a call.
         """
-        return self.member.traffic()
+        return self.rank_state.traffic()
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
         """The same, as the schedule counts it for the calls made."""
-        return self.member.expected_traffic()
+        return self.rank_state.expected_traffic()
 
     def reset_traffic(self) -> None:
         """Start counting from zero."""
-        self.member.reset_traffic()
+        self.rank_state.reset_traffic()
 
     def allocated_bytes(self) -> int:
         """Bytes of all communication buffers; does not grow once every kind of call has been made twice."""
-        return self.member.transport.pool.allocated_bytes + self.member.team_transport.pool.allocated_bytes
+        return self.rank_state.transport.pool.allocated_bytes + self.rank_state.ulysses_transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
-        """What runs: topology, schedule, layout and, after the first call, kernel and travellers."""
+        """What runs: topology, schedule, layout and, after the first call, kernel and moving_sides."""
         degree = self.strategy.ulysses_degree
         return {
             "topology": str(self.topology),
             **({"ulysses_degree": str(degree)} if degree > 1 else {}),
-            "schedule": self.member.route_table.schedule_name,
+            "schedule": self.rank_state.route_table.schedule_name,
             "layout": self.strategy.layout,
-            **self.member.choices,
+            **self.rank_state.choices,
         }
 
     def profile(self) -> AbstractContextManager[Profile]:
         """Note what this rank computes, sends and waits for until the end of the `with` block; see `Profile`."""
-        return self.member.profiled(Profile(self.rank, self.topology, self.group))
+        return self.rank_state.profiled(Profile(self.rank, self.topology, self.group))
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:
         per_node = self.strategy.ranks_per_node
         if isinstance(per_node, int) or sizes is not None:
             return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
-        if self._agreement is None:
+        if self._consistency is None:
             return Topology(1, 1)
-        said = self._agreement.exchange(_NODE + node_id(), "looking for nodes")
+        said = self._consistency.exchange(_NODE + node_id(), "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
         topology = Topology.from_node_ids(said)

@@ -15,7 +15,7 @@ from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
-__all__ = ["AUTO", "CHECKS", "Strategy", "choose_traveller"]
+__all__ = ["AUTO", "CHECKS", "Strategy", "choose_moving_side"]
 
 AUTO = "auto"
 CHECKS = (AUTO, "always", "sparse")
@@ -149,9 +149,9 @@ def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
 
 
-def choose_traveller(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
+def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
     """The side that travels: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked != AUTO:
         return "q" if asked == "q" else "kv"
-    return min(reversed(SIDES), key=lambda traveller: hop_bytes(shapes, direction, traveller))
+    return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))

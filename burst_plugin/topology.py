@@ -94,21 +94,21 @@ class Topology:
         """The ranks at the same place of every node: the outer ring of `rank`."""
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
-    def of_teams(self, degree: int) -> Topology:
-        """The topology of teams of `degree` consecutive ranks, each inside a node or of whole nodes.
+    def of_ulysses_groups(self, degree: int) -> Topology:
+        """The topology of Ulysses groups of `degree` consecutive ranks, each inside a node or of whole nodes.
 
         ValueError for other degrees.
         """
         if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(
-                f"ulysses_degree={degree} does not divide {self} into teams inside nodes, or of whole nodes; use one "
-                f"of {self.team_sizes}"
+                f"ulysses_degree={degree} does not divide {self} into groups inside nodes, or of whole nodes; use "
+                f"one of {self.ulysses_degrees}"
             )
         return Topology(max(1, self.ranks // max(degree, self.ranks_per_node)), max(1, self.ranks_per_node // degree))
 
     @property
-    def team_sizes(self) -> list[int]:
-        """Into teams of how many ranks it can be divided, inside nodes or of whole nodes."""
+    def ulysses_degrees(self) -> list[int]:
+        """Into Ulysses groups of how many ranks it can be divided, inside nodes or of whole nodes."""
         inside = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         return [*inside, *(n * self.ranks_per_node for n in range(2, self.nodes + 1) if self.nodes % n == 0)]
 
@@ -145,7 +145,7 @@ class Topology:
 
     @classmethod
     def from_node_ids(cls, ids: Sequence[str]) -> Topology | None:
-        """From each rank's node identity (see `node_id`); None if nodes are ragged or interleaved."""
+        """From each rank's node identity (see `node_id`); None if nodes are varlen or interleaved."""
         runs = [1]
         for before, here in pairwise(ids):
             if here == before:

@@ -22,7 +22,7 @@ from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.call import Call
 from burst_plugin.ring.choices import prepare
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.scores import Scores
@@ -57,10 +57,11 @@ class VirtualRing:
         seed = whole_number("VirtualRing(seed={})", seed, "use an integer", None)
         self.network = network or HostileNetwork(topology.ranks, seed)
         table = RouteTable(topology, strategy)
-        wires = zip(self.network.transports(), self.network.transports(), strict=True)  # of the ring, and of teams
-        self.members = [Member(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
+        # Of the ring, and of its Ulysses group.
+        wires = zip(self.network.transports(), self.network.transports(), strict=True)
+        self.rank_states = [RankState(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
         self._number = 0
-        self._known: list[dict[Hashable, Call]] = [{} for _ in self.members]
+        self._known: list[dict[Hashable, Call]] = [{} for _ in self.rank_states]
 
     def attention(
         self,
@@ -90,15 +91,15 @@ class VirtualRing:
             whole = whole._replace(sink=sink.to(torch.promote_types(sink.dtype, torch.float32)))
         inputs = self._dealt(whole, *tokens)
         calls = [
-            prepare(member, mine, request, known)
-            for member, mine, known in zip(self.members, inputs, self._known, strict=True)
+            prepare(rank_state, mine, request, known)
+            for rank_state, mine, known in zip(self.rank_states, inputs, self._known, strict=True)
         ]
         for call in calls:
-            call.kind.member.note_call(call.kind.choices)
+            call.kind.rank_state.note_call(call.kind.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
             outputs = attention_of_ranks(calls, CallId(self._number), inputs)
-        layout = self.members[0].route_table.layout(tokens[0])
+        layout = self.rank_states[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])
         return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])
 
@@ -106,11 +107,11 @@ class VirtualRing:
         """What every rank is given of whole tensors."""
 
         def shards(x: Tensor, tokens: Tokens, dim: int = 1) -> list[Tensor]:
-            layout, ranks = self.members[0].route_table.layout(tokens), len(self.members)
+            layout, ranks = self.rank_states[0].route_table.layout(tokens), len(self.rank_states)
             return [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
 
         q, k, v = (shards(x, t) for x, t in zip(inputs[:3], (q_tokens, kv_tokens, kv_tokens), strict=True))
-        nothing: list[Tensor | None] = [None] * len(self.members)
+        nothing: list[Tensor | None] = [None] * len(self.rank_states)
         bias = nothing if inputs.bias is None else shards(inputs.bias, q_tokens, 2)
         return [Inputs(*qkv, inputs.sink, rows) for qkv, rows in zip(zip(q, k, v, strict=True), bias, strict=True)]
 
@@ -119,13 +120,14 @@ class VirtualRing:
         """What each rank does until the end of the `with` block. Waits are for copies here, never for a peer."""
         with ExitStack() as stack:
             yield [
-                stack.enter_context(member.profiled(Profile(member.rank, member.topology))) for member in self.members
+                stack.enter_context(rank_state.profiled(Profile(rank_state.rank, rank_state.topology)))
+                for rank_state in self.rank_states
             ]
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
-        return self.members[rank].traffic()
+        return self.rank_states[rank].traffic()
 
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
         """The same, as the schedule counts it."""
-        return self.members[rank].expected_traffic()
+        return self.rank_states[rank].expected_traffic()

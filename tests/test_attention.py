@@ -1,4 +1,4 @@
-"""All ranks in one process, against float64: every layout x topology x traveller x heads, out, dq, dk and dv."""
+"""All ranks in one process, against float64: every layout x topology x moving x heads, out, dq, dk and dv."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import TorchCpuKernel
 from burst_plugin.ring import choices
 from burst_plugin.sequence.regions import Region
-from burst_plugin.strategy import choose_traveller
+from burst_plugin.strategy import choose_moving_side
 from tests.support.ranks import last_lines, run_ranks
 from tests.support.reference import Problem, reference, relative
 
@@ -183,7 +183,7 @@ def test_a_backends_error_is_cut_to_what_happened() -> None:
 def test_keys_and_values_travel_if_bytes_are_equal() -> None:
     tie = Shapes(1, 2, 3, 1, 1, 1, 1, torch.float32)
     assert hop_bytes(tie, "forward", "q") == hop_bytes(tie, "forward", "kv")
-    assert choose_traveller(Strategy(forward="auto"), "forward", tie) == "kv"
+    assert choose_moving_side(Strategy(forward="auto"), "forward", tie) == "kv"
 
 
 def test_what_attends_to_nothing_is_zero_on_one_rank() -> None:

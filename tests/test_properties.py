@@ -147,7 +147,7 @@ def test_needs_are_the_rows_of_the_tiles(data: st.DataObject, ranks: int, size: 
     side: Side
     for side in SIDES:
         with mock.patch.object(needs, "_MOST_ROWS", 2.0):  # not even all of them
-            found = pairs.needs(side)
+            found = pairs.required(side)
         visits = [[pairs.of_visit(side, owner, rank) for owner in range(ranks)] for rank in range(ranks)]
         assert found == [
             {

@@ -162,7 +162,10 @@ def test_unshard_refuses_to_lose_a_gradient(cp: ContextParallel) -> None:
 
 
 def test_entering_twice_at_once_is_refused(cp: ContextParallel) -> None:
-    with cp.member.exclusive(torch.device("cpu")), pytest.raises(RuntimeError, match="while another of its passes"):
+    with (
+        cp.rank_state.exclusive(torch.device("cpu")),
+        pytest.raises(RuntimeError, match="while another of its passes"),
+    ):
         burst_attention(*Problem.draw(8, (2, 2))[:3], cp)
 
 

@@ -9,7 +9,7 @@ from burst_plugin import Strategy, Topology
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.strategy import choose_traveller
+from burst_plugin.strategy import choose_moving_side
 
 MHA = Shapes(1, 1, 1, 32, 32, 128, 128, torch.bfloat16)
 GQA = MHA._replace(kv_heads=8)
@@ -67,11 +67,11 @@ def test_bytes_per_token_and_hop_are_those_of_the_design() -> None:
 
 
 def test_the_side_with_fewer_bytes_travels_unless_one_is_forced() -> None:
-    assert choose_traveller(Strategy(), "backward", MHA) == "q"
-    assert choose_traveller(Strategy(), "backward", GQA) == "kv"
-    assert choose_traveller(Strategy(backward="q"), "backward", GQA) == "q"
-    assert choose_traveller(Strategy(forward="auto"), "forward", MHA._replace(q_len=1, kv_len=64)) == "q"
-    assert choose_traveller(Strategy(), "forward", MHA) == "kv"
+    assert choose_moving_side(Strategy(), "backward", MHA) == "q"
+    assert choose_moving_side(Strategy(), "backward", GQA) == "kv"
+    assert choose_moving_side(Strategy(backward="q"), "backward", GQA) == "q"
+    assert choose_moving_side(Strategy(forward="auto"), "forward", MHA._replace(q_len=1, kv_len=64)) == "q"
+    assert choose_moving_side(Strategy(), "forward", MHA) == "kv"
 
 
 def test_float16_queries_take_their_output_along() -> None:

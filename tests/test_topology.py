@@ -59,7 +59,7 @@ def test_nodes_are_found_from_node_ids() -> None:
     assert Topology.from_node_ids(["a", "b", "c"]) == Topology(3, 1)
 
 
-@pytest.mark.parametrize("ids", ["aab", "abab", "aabba"], ids=["ragged", "interleaved", "split node"])
+@pytest.mark.parametrize("ids", ["aab", "abab", "aabba"], ids=["varlen", "interleaved", "split node"])
 def test_uneven_nodes_are_not_a_topology(ids: str) -> None:
     assert Topology.from_node_ids(list(ids)) is None
 

@@ -36,8 +36,8 @@ class Burst:
     def refuse(self, case: Case) -> str | None:
         """See `Contender.refuse`."""
         degree = self.strategy.ulysses_degree
-        sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
-        if degree not in sizes or degree not in case.shapes.team_degrees:
+        sizes = Topology(case.nodes, case.ranks_per_node).ulysses_degrees
+        if degree not in sizes or degree not in case.shapes.ulysses_degrees:
             return f"no teams of {degree} ranks can share {case.q_heads} query and {case.kv_heads} key/value heads"
         return None
 
@@ -45,7 +45,7 @@ class Burst:
         """See `Contender.configurations`; `several` of them differ in who travels, and how many exchange heads."""
         if not self.several:
             return (self,) if self.refuse(case) is None else ()
-        sizes = Topology(case.nodes, case.ranks_per_node).team_sizes
+        sizes = Topology(case.nodes, case.ranks_per_node).ulysses_degrees
         by_keys = replace(self, name=f"{self.name}, kv back", strategy=replace(self.strategy, backward="kv"))
         exchanging = (self.of_degree(n) for n in sizes if n > 1)
         return tuple(each for each in (self, by_keys, *exchanging) if each.refuse(case) is None)

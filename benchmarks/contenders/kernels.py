@@ -31,7 +31,7 @@ class SleepingKernel:
     """
 
     name = "sleeping"
-    features = frozenset({"head dims", "deterministic", "ragged"})
+    features = frozenset({"head dims", "deterministic", "varlen"})
 
     def __init__(self, case: Case, slept: Slept, grads: torch.dtype | None = None) -> None:
         self._grads = grads or torch.promote_types(case.dtype, torch.float32)

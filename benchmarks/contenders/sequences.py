@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.contenders.kernels import tile
 from burst_plugin.kernels import Grads, How, Kernel, Lengths, Queries
-from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one
+from burst_plugin.kernels.varlen import backward_looped, forward_looped
 from burst_plugin.types import CAUSAL
 
 __all__ = ["backward", "forward", "how_of"]
@@ -27,20 +27,20 @@ def how_of(scale: float | None, causal: bool, head_dim: int, q_ends: Tensor, k_e
 
 def forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """out [1, T, Hq, D] and lse [1, Hq, T] of q [1, T, Hq, D], k and v [1, U, Hkv, D]."""
-    if "ragged" in kernel.features:
+    if "varlen" in kernel.features:
         return kernel.forward(q, k, v, how)
     rows, how = _in_squares(how)
-    out, lse = forward_one_by_one(kernel, _among(q, rows, 1), k, v, how)
+    out, lse = forward_looped(kernel, _among(q, rows, 1), k, v, how)
     return out[:, rows], lse[:, :, rows]
 
 
 def backward(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
     """The gradients, in the shapes of q, k and v."""
-    if "ragged" in kernel.features:
+    if "varlen" in kernel.features:
         return kernel.backward(queries, k, v, how)
     rows, how = _in_squares(how)
     q, dout, out = (_among(x, rows, 1) for x in queries[:3])
-    grads = backward_one_by_one(kernel, Queries(q, dout, out, _among(queries.lse, rows, 2)), k, v, how)
+    grads = backward_looped(kernel, Queries(q, dout, out, _among(queries.lse, rows, 2)), k, v, how)
     return grads._replace(dq=grads.dq[:, rows])
 
 

@@ -1,4 +1,4 @@
-"""`burst plan`: which schedule, exchange of heads, parts and traveller suit a cluster, by the planner's prices."""
+"""`burst plan`: which schedule, exchange of heads, parts and moving suit a cluster, by the planner's prices."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         strategy = plan.strategy
         yield (
             f"{strategy.schedule:<16}{strategy.ulysses_degree:>8}{strategy.parts!s:>8}"
-            f"{', '.join(plan.travellers):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
+            f"{', '.join(plan.moving_sides):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
             f"{plan.step_s / bound_s:>15.2f}x"
         )
     for name in left_out(topology):

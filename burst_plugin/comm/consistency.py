@@ -24,11 +24,11 @@ from burst_plugin.topology import Link, Traffic
 __all__ = [
     "DISAGREE",
     "EXCHANGE_BYTES",
-    "Agreement",
+    "ConsistencyCheck",
     "error_text",
+    "fingerprint",
     "prepared_together",
     "raise_if_unlike",
-    "statement",
 ]
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ _PROBLEM = "problem: "
 _PLACE = "at: "
 
 
-class Agreement:
+class ConsistencyCheck:
     """The ranks of `group` in conversation; `compare` and `exchange` are collective.
 
     On gloo all rings of the same ranks compare over the group of the first of them, so that ranks that are about to
@@ -99,7 +99,7 @@ class Agreement:
         """
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
-        said = self.exchange(statement(lines, problem), when)
+        said = self.exchange(fingerprint(lines, problem), when)
         raise_if_apart(dict(enumerate(said)), self._ranks)
         compares = all(text.startswith(_PLACE) for text in said)  # others would not come again
         if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
@@ -205,7 +205,7 @@ def error_text(error: BaseException) -> str:
     return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 
-def statement(ours: Sequence[str], problem: str) -> str:
+def fingerprint(ours: Sequence[str], problem: str) -> str:
     """What a rank says: its `problem`, or else what has to be the same on all, line by line."""
     return _PROBLEM + problem if problem else "\n".join(ours)
 

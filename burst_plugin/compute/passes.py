@@ -103,20 +103,20 @@ class BackwardPart:
 
 
 class PassCargo:
-    """What travels in a pass, see `executor.Cargo`; `own` are this rank's sums of side `traveller`."""
+    """What travels in a pass, see `executor.Cargo`; `own` are this rank's sums of side `moving`."""
 
-    def __init__(self, parts: Sequence[Part], traveller: Side, own: OwnSums, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], moving: Side, own: OwnSums, device: torch.device) -> None:
         self.device = device
-        self._parts, self._traveller, self._own = parts, traveller, own
+        self._parts, self._moving_side, self._own = parts, moving, own
 
     def operands(self, part: int, rows: Rows | None) -> Tensors:
         """See `executor.Cargo`."""
-        whole = self._parts[part].outgoing(self._traveller)
+        whole = self._parts[part].outgoing(self._moving_side)
         return whole if rows is None else tuple(take_rows(x, rows) for x in whole)
 
     def sums(self, part: int, place: Place, filled: bool) -> TileSums:
         """See `executor.Cargo`."""
-        return self._parts[part].sums(self._traveller, place, filled)
+        return self._parts[part].sums(self._moving_side, place, filled)
 
     def own_sums(self, part: int) -> TileSums:
         """See `executor.Cargo`."""

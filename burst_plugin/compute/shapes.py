@@ -36,12 +36,12 @@ class Shapes(NamedTuple):
         return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     @property
-    def team_degrees(self) -> list[int]:
+    def ulysses_degrees(self) -> list[int]:
         """How many ranks can share these heads between them."""
         degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
-    def of_team(self, degree: int) -> Shapes:
+    def of_ulysses_group(self, degree: int) -> Shapes:
         """The shapes of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
         return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
@@ -76,15 +76,15 @@ class Shapes(NamedTuple):
         return self.dtype is torch.float16
 
 
-def hop_bytes(shapes: Shapes, direction: Direction, traveller: Side) -> int:
+def hop_bytes(shapes: Shapes, direction: Direction, moving: Side) -> int:
     """Bytes of gather and reduce per block and hop, without alignment."""
-    return sum(hop_bytes_by_traffic(shapes, direction, traveller))
+    return sum(hop_bytes_by_traffic(shapes, direction, moving))
 
 
-def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, traveller: Side) -> tuple[int, int]:
+def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, moving: Side) -> tuple[int, int]:
     """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
     gather, reduce = (
         sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
-        for tensors in shapes.side(direction, traveller)
+        for tensors in shapes.side(direction, moving)
     )
     return gather, reduce

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from burst_plugin.compute.rows import token_dim
 from burst_plugin.kernels import Lengths
-from burst_plugin.kernels.ragged import lengths_of, sent
+from burst_plugin.kernels.varlen import lengths_of, sent
 from burst_plugin.sequence.tiles import Tile
 
 __all__ = ["SpanRows", "SpanTable", "put_back", "taken"]

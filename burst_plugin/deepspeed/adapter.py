@@ -24,7 +24,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
-from burst_plugin.comm.consistency import prepared_together, raise_if_unlike, statement
+from burst_plugin.comm.consistency import fingerprint, prepared_together, raise_if_unlike
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import (
     BLOCK,
@@ -309,7 +309,7 @@ def _agreed(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block,
     def agree(mine: tuple[Block, int] | None, problem: str) -> None:
         said: list[Any] = [None] * dist.get_world_size()
         lines = [] if mine is None else [f"context_parallel_size={mine[1]}", str(mine[0])]
-        dist.all_gather_object(said, statement(lines, problem))
+        dist.all_gather_object(said, fingerprint(lines, problem))
         raise_if_unlike(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
 
     return prepared_together(prepared, agree)[0]

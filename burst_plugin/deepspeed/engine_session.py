@@ -17,7 +17,7 @@ from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, as_given
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.config import MEAN_OF_RANKS, TOKEN_MEAN
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 
 __all__ = ["Session"]
 
@@ -252,17 +252,17 @@ class Session:
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels, valid_tokens=...)"
             )
 
-    def _ring_of(self, kwargs: Mapping[str, Any]) -> Member:
+    def _ring_of(self, kwargs: Mapping[str, Any]) -> RankState:
         """The ring of the batch: another engine's, if that has cut it."""
         shard = kwargs.get(SHARD_KEY)
         if not isinstance(shard, SequenceShard):
-            return self.cp.member
+            return self.cp.rank_state
         if shard.cp.ranks != self.cp.ranks:
             raise ValueError(
                 f"got shards of a ring of {shard.cp.ranks} ranks in an engine with rings of {self.cp.ranks}, whose "
                 "losses are scaled for these; give both engines the same context_parallel_size"
             )
-        return shard.cp.member
+        return shard.cp.rank_state
 
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         sharded = SHARD_KEY in kwargs

@@ -98,14 +98,14 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
     None says that there are no more, and gives []. ValueError on every rank if only some say so, or if a batch of
     some rank is no dict.
     """
-    cp.member.check_open()
+    cp.rank_state.check_open()
     if cp.group is None:
         return [] if batch is None else [batch]
     everyone: list[Any] = [None] * cp.ranks
     mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
     if isinstance(batch, Mapping):
         mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
-    with cp.member.alone():
+    with cp.rank_state.alone():
         dist.all_gather_object(everyone, mine, group=cp.group)
     strange = {rank: each for rank, each in enumerate(everyone) if isinstance(each, str)}
     if strange:

@@ -65,7 +65,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
     enter_forward(model, shard, kwargs.get("position_ids"))
-    setattr(model, _CALLS, 0 if shard is None else shard.cp.member.calls_made)
+    setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -78,7 +78,7 @@ def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) ->
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """After a forward pass: whether there were any attention calls."""
     shard = kwargs.get(SHARD_KEY)
-    if shard is None or shard.as_given or shard.cp.member.calls_made != getattr(model, _CALLS):
+    if shard is None or shard.as_given or shard.cp.rank_state.calls_made != getattr(model, _CALLS):
         return
     raise ValueError(
         f"{type(model).__name__} got a sharded batch and has computed a forward without the ring, so that ranks "

@@ -21,16 +21,16 @@ from torch import Tensor
 
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import Case, Grads, How, Lengths, Queries
-from burst_plugin.kernels.ragged import (
+from burst_plugin.kernels.shaping import fit, round_up
+from burst_plugin.kernels.varlen import (
     DQ_ROWS,
     Trial,
-    backward_one_by_one,
-    forward_one_by_one,
+    backward_looped,
+    forward_looped,
     in_rows,
     in_rows_of_heads,
     is_right,
 )
-from burst_plugin.kernels.shaping import fit, round_up
 from burst_plugin.types import FULL, Band
 
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
@@ -108,11 +108,11 @@ class FlashKernel(ABC):
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv); all tensors have one type, and the lse is contiguous."""
 
-    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         """`_forward` of sequences one after another, [T, H, D]: (out [T, Hq, Dv], lse [Hq, T])."""
         raise NotImplementedError
 
-    def _backward_ragged(
+    def _backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`_backward` of sequences one after another, [T, H, D]; the lse is [Hq, T]."""
@@ -122,8 +122,8 @@ class FlashKernel(ABC):
         """See `Kernel.forward`."""
         if how.lengths is not None:
             if self._takes_at_once(q, v, how, how.lengths):
-                return self.forward_at_once(q, k, v, how, how.lengths)
-            return forward_one_by_one(self, q, k, v, how)
+                return self.forward_batched(q, k, v, how, how.lengths)
+            return forward_looped(self, q, k, v, how)
         v_dim = v.shape[-1]
         qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
         q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
@@ -138,8 +138,8 @@ class FlashKernel(ABC):
         """See `Kernel.backward`."""
         if how.lengths is not None:
             if self._takes_at_once(queries.q, v, how, how.lengths):
-                return self.backward_at_once(queries, k, v, how, how.lengths)
-            return backward_one_by_one(self, queries, k, v, how)
+                return self.backward_batched(queries, k, v, how, how.lengths)
+            return backward_looped(self, queries, k, v, how)
         qk_dim, v_dim = k.shape[-1], v.shape[-1]
         qk_dims, v_dims = self._dims(qk_dim, v_dim)
         q, k, v = fit(queries.q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
@@ -154,23 +154,23 @@ class FlashKernel(ABC):
         dk, dv = (_summed([grads[n] for grads in by_part], parts, x) for n, x in ((1, k), (2, v)))
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
-    def forward_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
         """`forward` of all sequences in one call."""
         v_dim, batch = v.shape[-1], q.shape[0]
         qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
         v = fit(v, v_dims, ALIGN_BYTES).flatten(0, 1)
-        out, lse = self._forward_ragged(q, k, v, _ask_ragged(how), lengths)
+        out, lse = self._forward_varlen(q, k, v, _ask_varlen(how), lengths)
         return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
 
-    def backward_at_once(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
+    def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
         """`backward` of all sequences in one call."""
         qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
         qk_dims, v_dims = self._dims(qk_dim, v_dim)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
         v, dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES).flatten(0, 1) for x in (v, queries.dout, queries.out))
         lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
-        grads = self._backward_ragged(Queries(q, dout, out, lse), k, v, _ask_ragged(how), lengths)
+        grads = self._backward_varlen(Queries(q, dout, out, lse), k, v, _ask_varlen(how), lengths)
         dq, dk, dv = (in_rows(grad, batch) for grad in grads)
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
@@ -219,7 +219,7 @@ class FlashKernel(ABC):
 class FlashAttention2(FlashKernel):
     """A build of flash-attention 2: that of the package flash-attn, and PyTorch's own."""
 
-    features = FlashKernel.features | {"ragged"}
+    features = FlashKernel.features | {"varlen"}
     tall = False
     largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
@@ -252,7 +252,7 @@ def _is_right(kernel: FlashKernel, trial: Trial) -> bool:
     return is_right(kernel, trial)
 
 
-def _ask_ragged(how: How) -> Ask:
+def _ask_varlen(how: How) -> Ask:
     """What is asked for sequences that are full, or causal squares."""
     return _ask(how, pieces(how.band, 1, 1, tall=True)[0])
 

@@ -40,7 +40,7 @@ class FlashAttn2Kernel(FlashAttention2):
         out, lse, *_ = library.load(_MODULE)._flash_attn_forward(q, k, v, **_options(ask), return_softmax=False)
         return out, lse
 
-    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         forward = library.load(_MODULE)._flash_attn_varlen_forward
         out, lse, *_ = forward(q, k, v, **sequence_options(lengths), **_options(ask), return_softmax=False)
         return out, lse
@@ -53,7 +53,7 @@ class FlashAttn2Kernel(FlashAttention2):
         )
         return grads[0], grads[1], grads[2]
 
-    def _backward_ragged(
+    def _backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, dout, out, lse = queries

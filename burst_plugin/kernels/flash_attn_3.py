@@ -33,7 +33,7 @@ class FlashAttn3Kernel(FlashKernel):
         capability=((9, 0), (9, 0)),
         library="flash-attention 3 (`flash_attn_interface`)",
     )
-    features = FlashKernel.features | {"softcap", "ragged"}
+    features = FlashKernel.features | {"softcap", "varlen"}
 
     def _refuse_library(self, case: Case) -> str | None:
         if "deterministic" in case.features and max(case.qk_dim, case.v_dim) > 192:
@@ -54,7 +54,7 @@ class FlashAttn3Kernel(FlashKernel):
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_options(ask), num_splits=1)
         return out, lse
 
-    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
         out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **sequence_options(lengths), **_options(ask), num_splits=1)
         return out, lse
@@ -62,7 +62,7 @@ class FlashAttn3Kernel(FlashKernel):
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         return _gradients(queries, k, v, _options(ask) | {"deterministic": ask.deterministic})
 
-    def _backward_ragged(
+    def _backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = sequence_options(lengths) | _options(ask) | {"deterministic": ask.deterministic}

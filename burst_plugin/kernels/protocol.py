@@ -17,7 +17,7 @@ __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Lengths", "Queries"]
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "windows": "works on a window as one tile; without it, windows are cut into full and causal tiles",
-        "ragged": "works on many documents in one call; without it, on one after another",
+        "varlen": "works on many documents in one call; without it, on one after another",
         "head dims": "v may have another head dim than q and k (MLA)",
         "softcap": "scores are capped by a tanh",
         "alibi": "a slope per head times the distance is added to scores",
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     kv_heads: int
     qk_dim: int
     v_dim: int
-    features: frozenset[str] = frozenset()  # names in `FEATURES`, but "windows" and "ragged"
+    features: frozenset[str] = frozenset()  # names in `FEATURES`, but "windows" and "varlen"
     new_tiles: bool = False  # whether batches may bring tiles of shapes that were not there before
 
 
@@ -59,7 +59,7 @@ class How(NamedTuple):
     `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk], and its gradient is wanted if `bias_has_grad`; `q_positions` [Sq]
     and `k_positions` [Sk], int64, are there if `scores` needs them, or with a bias; `first_batch_row` and
     `first_head` are the numbers of the first batch row and query head; with `deterministic` two runs have to give
-    the same bits. With `lengths`, for kernels that are "ragged", every sequence attends to itself, full, or causal in
+    the same bits. With `lengths`, for kernels that are "varlen", every sequence attends to itself, full, or causal in
     squares; then there is no bias.
     """
 
@@ -113,7 +113,7 @@ class Kernel(Protocol):
 
     Hq is a multiple of Hkv: query head h reads key head `h // (Hq / Hkv)`. Inputs may be strided views whose
     last dim is dense. Bands are full, and causal and anticausal on squares, and, for kernels with "windows", any.
-    Every query of a tile has a key. Only kernels with "ragged" get `How.lengths`. Importing a kernel imports no
+    Every query of a tile has a key. Only kernels with "varlen" get `How.lengths`. Importing a kernel imports no
     library.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from burst_plugin.kernels.dropout import keep
 from burst_plugin.kernels.limits import Limits
 from burst_plugin.kernels.protocol import FEATURES, Case, Grads, How, Queries
-from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one
+from burst_plugin.kernels.varlen import backward_looped, forward_looped
 from burst_plugin.types import FULL
 
 __all__ = ["ReferenceKernel", "largest_scores"]
@@ -34,7 +34,7 @@ class ReferenceKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`; rows without a key get out 0 and lse -inf."""
         if how.lengths is not None:
-            return forward_one_by_one(self, q, k, v, how)
+            return forward_looped(self, q, k, v, how)
         dtype = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty((*q.shape[:3], v.shape[-1]), dtype=dtype)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=dtype)
@@ -50,7 +50,7 @@ class ReferenceKernel:
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`. Source: flash-attention, arXiv 2205.14135, appendix B.2."""
         if how.lengths is not None:
-            return backward_one_by_one(self, queries, k, v, how)
+            return backward_looped(self, queries, k, v, how)
         q = queries.q
         dtype = torch.promote_types(q.dtype, torch.float32)
         keys, values = _by_query_head(k, q, dtype), _by_query_head(v, q, dtype)

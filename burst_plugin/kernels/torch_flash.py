@@ -43,7 +43,7 @@ class TorchFlashKernel(FlashAttention2):
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         return self._run(q, k, v, ask, (None, None, q.shape[1], k.shape[1]))
 
-    def _forward_ragged(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
         return self._run(q, k, v, ask, _sequences(lengths))
 
     @staticmethod
@@ -60,7 +60,7 @@ class TorchFlashKernel(FlashAttention2):
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
         return self._run_backward(queries, k, v, ask, (None, None, queries.q.shape[1], k.shape[1]))
 
-    def _backward_ragged(
+    def _backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._run_backward(queries, k, v, ask, _sequences(lengths))

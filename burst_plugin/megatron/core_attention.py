@@ -291,7 +291,7 @@ class BurstCoreAttention(MegatronModule):
 
         def read(tensor: Tensor) -> tuple[int, ...]:
             if id(tensor) not in here:
-                seen = self._registry.seen
+                seen = self._registry.tensor_cache
                 here[id(tensor)] = seen.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()), id(self))
             return here[id(tensor)]
 
@@ -303,7 +303,9 @@ class BurstCoreAttention(MegatronModule):
         offsets = getattr(packed_seq_params, "cu_seqlens_kv", None)
         if offsets is None:
             return False
-        numbers = self._registry.seen.get(offsets, "numbers", lambda: tuple(offsets.flatten().tolist()), id(self))
+        numbers = self._registry.tensor_cache.get(
+            offsets, "numbers", lambda: tuple(offsets.flatten().tolist()), id(self)
+        )
         return numbers == tuple(row * key.shape[0] * cp.ranks for row in range(key.shape[1] + 1))
 
     def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
@@ -312,7 +314,7 @@ class BurstCoreAttention(MegatronModule):
             attention_mask = attention_mask[-1]
         plain, registry = masks.BY_TYPE[kind], self._registry
         if kind in ("padding", "padding_causal"):
-            return mask & registry.seen.get(
+            return mask & registry.tensor_cache.get(
                 attention_mask, ("keys", plain), lambda: masks.read_key_padding(cp, attention_mask, plain), id(self)
             )
         registry.check_mask(cp, attention_mask, plain, id(self))

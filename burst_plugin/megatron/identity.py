@@ -124,10 +124,10 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
         return original(model, microbatch_id, *args, **kwargs)
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
-        before = {cp: cp.member.calls_made for cp in rings()}
+        before = {cp: cp.rank_state.calls_made for cp in rings()}
         result = original(*args, **kwargs)
         for cp in rings():
-            if cp.member.calls_made != before.get(cp, 0):  # others may not be those of this model
+            if cp.rank_state.calls_made != before.get(cp, 0):  # others may not be those of this model
                 cp.meet("the end of a forward-backward pass")
         return result
 

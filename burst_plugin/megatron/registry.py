@@ -16,7 +16,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.megatron.arguments import parsed_strategy
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.masks import check_same
-from burst_plugin.megatron.seen import Seen
+from burst_plugin.megatron.tensor_cache import TensorCache
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.strategy import Strategy
 
@@ -32,7 +32,7 @@ class Registry:
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
-        self.seen = Seen()
+        self.tensor_cache = TensorCache()
         self.identity = Identity()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
@@ -111,7 +111,7 @@ class Registry:
         """
         self._looks[cp, mask] += 1
         if not attention_mask.is_cuda or cp.strategy.check == "always":
-            self.seen.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask), layer)
+            self.tensor_cache.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask), layer)
         elif cp.strategy.check_is_due(self._looks[cp, mask], cheap=False):
             # Whatever was seen: the same calls on every rank, since it is collective.
             check_same(cp, attention_mask, mask)

@@ -20,7 +20,7 @@ from burst_plugin.planning.buffer_count import as_many_buffers, most_held
 from burst_plugin.planning.price import Price, price, price_by_name
 from burst_plugin.planning.simulator import Links, Load
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
-from burst_plugin.strategy import Strategy, choose_traveller
+from burst_plugin.strategy import Strategy, choose_moving_side
 from burst_plugin.topology import Link, Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     strategy: Strategy
     forward: Price
     backward: Price
-    travellers: tuple[Side, Side]
+    moving_sides: tuple[Side, Side]
     """The side that travels forward, and that which travels backward."""
 
     @property
@@ -74,12 +74,12 @@ def pass_price(
     """
     degree = strategy.ulysses_degree
     ring = _in_ring(shapes, degree)
-    traveller = choose_traveller(strategy, direction, ring)
-    load = Load.of(ring, direction, traveller, degree * visit_s)
-    teams = topology.of_teams(degree)
+    moving = choose_moving_side(strategy, direction, ring)
+    load = Load.of(ring, direction, moving, degree * visit_s)
+    groups = topology.of_ulysses_groups(degree)
     parts = strategy.parts_of(direction)
     ring_price = price_by_name(
-        strategy.schedule_for(teams), teams, parts, load, _links_of_ring(degree, topology, links)
+        strategy.schedule_for(groups), groups, parts, load, _links_of_ring(degree, topology, links)
     )
     exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
@@ -87,19 +87,19 @@ def pass_price(
 
 
 def _links_of_ring(degree: int, topology: Topology, links: Links) -> Links:
-    """The links of one of the rings that the members of a team have, each its own: they share the NIC of a node."""
+    """The links of one of the rings that the members of a group have, each its own: they share the NIC of a node."""
     if links.nic == "rank":
         return links
     return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / min(degree, topology.ranks_per_node))
 
 
 def _in_ring(shapes: Shapes, degree: int) -> Shapes:
-    """What goes around, once the ranks of a team have exchanged heads: blocks of all of its tokens."""
-    return shapes.of_team(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+    """What goes around, once the ranks of a group have exchanged heads: blocks of all of its tokens."""
+    return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
 
 
 def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """How long each link is busy while ranks exchange heads: every other member of a team gets `nbytes`."""
+    """How long each link is busy while ranks exchange heads: every other member of a group gets `nbytes`."""
     inside = min(degree, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {
@@ -113,7 +113,7 @@ def _exchanged_bytes(shapes: Shapes, degree: int, direction: Direction) -> int:
 
     They are exchanged in the type of the inputs, but for gradients of key/value heads that members share.
     """
-    share = shapes.of_team(degree)
+    share = shapes.of_ulysses_group(degree)
     q_numel, kv_numel = (
         share.batch * length * heads * (share.qk_dim + share.v_dim)
         for length, heads in ((share.q_len, share.q_heads), (share.kv_len, share.kv_heads))
@@ -139,8 +139,8 @@ def plans(
     """
     settings = []
     for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
-        if name not in left_out(topology.of_teams(degree)):
-            several = [n for n in _PARTS if shapes.of_team(degree).kv_heads % n == 0]
+        if name not in left_out(topology.of_ulysses_groups(degree)):
+            several = [n for n in _PARTS if shapes.of_ulysses_group(degree).kv_heads % n == 0]
             plain = Strategy(schedule=name, ulysses_degree=degree, ranks_per_node=topology.ranks_per_node)
             settings.append((plain, several))
     total = sum(len(DIRECTIONS) * len(several) for _, several in settings)
@@ -148,20 +148,22 @@ def plans(
     for plain, several in settings:
         best = {}
         for (direction, each_s), n in product(zip(DIRECTIONS, visit_s, strict=True), several):
-            best[direction, n] = _best_traveller(replace(plain, parts=n), direction, topology, shapes, each_s, links)
+            best[direction, n] = _best_moving_side(
+                replace(plain, parts=n), direction, topology, shapes, each_s, links
+            )
             done += 1
             if progress is not None:
                 progress(done, total)
         for parts in product(several, several):
             forward, backward = (best[each] for each in zip(DIRECTIONS, parts, strict=True))
             strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
-            travellers = forward.traveller, backward.traveller
-            candidates.append(Plan(strategy, forward.price, backward.price, travellers))
+            moving_sides = forward.moving, backward.moving
+            candidates.append(Plan(strategy, forward.price, backward.price, moving_sides))
     least_s = least_seconds(topology, shapes, visit_s, links)
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
         degree = plan.strategy.ulysses_degree
-        is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_teams(degree))
+        is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_ulysses_groups(degree))
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
@@ -174,8 +176,8 @@ def left_out(topology: Topology) -> list[str]:
 
 def _degrees(topology: Topology, shapes: Shapes) -> list[int]:
     """Between how many ranks heads can be exchanged; 1 is no exchange."""
-    possible = set(shapes.team_degrees)
-    return [degree for degree in topology.team_sizes if degree in possible]
+    possible = set(shapes.ulysses_degrees)
+    return [degree for degree in topology.ulysses_degrees if degree in possible]
 
 
 def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> float:
@@ -199,9 +201,9 @@ def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, floa
     )
 
 
-def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, traveller: Side) -> tuple[int, int]:
-    """Bytes of a block in the ring with its sums, and of what a rank sends to each other one of its team."""
-    block_bytes = hop_bytes(_in_ring(shapes, degree), direction, traveller)
+def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side) -> tuple[int, int]:
+    """Bytes of a block in the ring with its sums, and of what a rank sends to each other one of its group."""
+    block_bytes = hop_bytes(_in_ring(shapes, degree), direction, moving)
     return block_bytes, _exchanged_bytes(shapes, degree, direction)
 
 
@@ -209,11 +211,11 @@ def _least_seconds_of_pass(
     topology: Topology, degree: int, visit_s: float, links: Links, sent_bytes: tuple[int, int]
 ) -> float:
     """The bound of one pass with such messages; see `least_seconds`."""
-    teams, width = topology.of_teams(degree), topology.ranks_per_node
+    groups, width = topology.of_ulysses_groups(degree), topology.ranks_per_node
     block_bytes, exchanged_bytes = sent_bytes
     inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
-    inter_bytes = block_bytes * (teams.nodes - 1) + exchanged_bytes * max(0, degree - width)
-    all_bytes = block_bytes * (teams.ranks - 1) + exchanged_bytes * (degree - 1)
+    inter_bytes = block_bytes * (groups.nodes - 1) + exchanged_bytes * max(0, degree - width)
+    all_bytes = block_bytes * (groups.ranks - 1) + exchanged_bytes * (degree - 1)
     all_bytes_per_s = links.intra_bytes_per_s + (inter_bytes_per_s if topology.nodes > 1 else 0)
     return max(topology.ranks * visit_s, inter_bytes / inter_bytes_per_s, all_bytes / all_bytes_per_s)
 
@@ -222,15 +224,15 @@ class _Choice(NamedTuple):
     """The price of a pass, the side that travels then, and the option that has it travel."""
 
     price: Price
-    traveller: Side
+    moving: Side
     option: str
 
 
-def _best_traveller(
+def _best_moving_side(
     strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> _Choice:
     """The side to send around in one pass: that of `strategy`, unless the other one saves time."""
-    usual_side = choose_traveller(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
+    usual_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
     other_side = next(side for side in SIDES if side != usual_side)
 
     def price_of(side: Side) -> Price:
@@ -251,11 +253,11 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     Buffers of one size serve either pass. An exchange of heads has what it sends and what it receives besides.
     """
     degree = plan.strategy.ulysses_degree
-    teams, ring = topology.of_teams(degree), _in_ring(shapes, degree)
+    groups, ring = topology.of_ulysses_groups(degree), _in_ring(shapes, degree)
     counts: Counter[float] = Counter()  # by size
-    for direction, traveller in zip(DIRECTIONS, plan.travellers, strict=True):
-        load, parts = Load.of(ring, direction, traveller, 0.0), plan.strategy.parts_of(direction)
-        schedule = SCHEDULES[plan.strategy.schedule_for(teams)](as_many_buffers(teams), load.reduce_bytes > 0)
+    for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
+        load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)
+        schedule = SCHEDULES[plan.strategy.schedule_for(groups)](as_many_buffers(groups), load.reduce_bytes > 0)
         held = most_held(schedule.in_parts(parts))
         in_pass = Counter({load.gather_bytes / parts: held.operands})
         in_pass[load.reduce_bytes / parts] += held.sums

@@ -60,9 +60,9 @@ class Load:
     visit_s: float
 
     @classmethod
-    def of(cls, shapes: Shapes, direction: Direction, traveller: Side, visit_s: float) -> Load:
-        """The load of a "forward" or "backward" pass in which side `traveller`, "q" or "kv", travels."""
-        return cls(*hop_bytes_by_traffic(shapes, direction, traveller), visit_s)
+    def of(cls, shapes: Shapes, direction: Direction, moving: Side, visit_s: float) -> Load:
+        """The load of a "forward" or "backward" pass in which side `moving`, "q" or "kv", travels."""
+        return cls(*hop_bytes_by_traffic(shapes, direction, moving), visit_s)
 
     def bytes_of(self, traffic: Traffic) -> float:
         """Bytes of a hop."""

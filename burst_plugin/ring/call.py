@@ -23,13 +23,13 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import NO_POSITIONS, TileWork, VisitPositions
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel
-from burst_plugin.kernels.ragged import DQ_ROWS
+from burst_plugin.kernels.varlen import DQ_ROWS
 from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.itinerary import Itinerary
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.routes import Attending, Route
+from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import TeamBlock
+from burst_plugin.ring.ulysses_groups import GroupBlock
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import positions, token_count
 from burst_plugin.sequence.tile_splitting import cut, in_turns, one_by_one, together
@@ -66,15 +66,15 @@ class CallKind:
     """Calls of one rank that differ in nothing but the seed of dropout, and what is looked up once for all of them.
 
     `shapes` are those of the ring, after heads have been exchanged, with the lengths of the longest block; `scores`
-    are those of all heads, seed aside; `ranks_per_kv_head` ranks of a team work with the same key/value head.
+    are those of all heads, seed aside; `ranks_per_kv_head` ranks of a Ulysses group share a key/value head.
     """
 
-    member: Member
+    rank_state: RankState
     shapes: Shapes
     attending: Attending
     scores: Scores
     kernel: Kernel
-    travellers: Mapping[Direction, Side]
+    moving_sides: Mapping[Direction, Side]
     device: torch.device
     extras: Extras
     deterministic: bool = False
@@ -84,15 +84,15 @@ class CallKind:
 
     @property
     def heads(self) -> int:
-        """Query heads of all ranks of a team together, those that q had before they were exchanged."""
-        return self.shapes.q_heads * self.member.strategy.ulysses_degree
+        """Query heads of all ranks of a Ulysses group together, those that q had before they were exchanged."""
+        return self.shapes.q_heads * self.rank_state.strategy.ulysses_degree
 
     @cached_property
     def choices(self) -> dict[str, str]:
         """What was chosen, for people to read."""
         schedules = dict.fromkeys(route.schedule.name for route in self.routes.values())
         return {
-            **dict[str, str](self.travellers.items()),
+            **dict[str, str](self.moving_sides.items()),
             "kernel": self.kernel.name,
             "schedule": " / ".join(schedules),
         }
@@ -102,10 +102,10 @@ class CallKind:
     @cached_property
     def routes(self) -> dict[Direction, Route]:
         """By direction: the visits of this rank, and what it sends."""
-        table, rank, routes = self.member.route_table, self.member.ring_rank, {}
-        for direction, traveller in self.travellers.items():
-            _, sums = self.shapes.side(direction, traveller)
-            routes[direction] = table.route(rank, self.attending, traveller, bool(sums), self.part_count(direction))
+        table, rank, routes = self.rank_state.route_table, self.rank_state.ring_rank, {}
+        for direction, moving in self.moving_sides.items():
+            _, sums = self.shapes.side(direction, moving)
+            routes[direction] = table.route(rank, self.attending, moving, bool(sums), self.part_count(direction))
         return routes
 
     @cached_property
@@ -114,7 +114,7 @@ class CallKind:
         by_turn = {}
         for direction, route in self.routes.items():
             for owner, tiles in route.tiles.items():
-                turns = in_turns(tiles, route.schedule.kept if owner == self.member.ring_rank else 0.0)
+                turns = in_turns(tiles, route.schedule.kept if owner == self.rank_state.ring_rank else 0.0)
                 for turn, mine in enumerate(turns):
                     by_turn[direction, owner, turn] = self._supported_by_the_kernel(mine)
         return by_turn
@@ -125,7 +125,7 @@ class CallKind:
             tiles = [piece for tile in tiles for piece in cut(tile, most)]
         if self._needs_positions:  # which pieces cannot share as a batch
             tiles = [piece for tile in tiles for piece in one_by_one(tile)]
-        elif "ragged" in self.kernel.features and not self.max_logits:
+        elif "varlen" in self.kernel.features and not self.max_logits:
             tiles = [*together(tiles, self._most_spans)]
         return tuple(tiles)
 
@@ -157,12 +157,12 @@ class CallKind:
     @property
     def sends_row_factor(self) -> bool:
         """Whether queries travel backward, with a factor per row in place of out (`softmax.row_factor`)."""
-        travel = self.travellers["backward"] == "q" and self.member.route_table.ring_ranks > 1
+        travel = self.moving_sides["backward"] == "q" and self.rank_state.route_table.ring_ranks > 1
         return travel and not self.shapes.sends_out
 
     def part_count(self, direction: Direction) -> int:
         """How many parts the heads are cut into."""
-        return self.member.strategy.parts_of(direction)
+        return self.rank_state.strategy.parts_of(direction)
 
     def rounds(self, direction: Direction, side: Side) -> bool:
         """Whether complete sums go into the type of q, k and v before anything else is done to them."""
@@ -176,15 +176,15 @@ class CallKind:
     @cached_property
     def _own_specs(self) -> dict[tuple[Direction, Side], Sequence[Spec]]:
         """Shapes and types of the sums of this rank's block, by direction and side."""
-        whole = self._of_block(self.member.ring_rank, None)
+        whole = self._of_block(self.rank_state.ring_rank, None)
         return {(direction, side): whole.side(direction, side)[1] for direction in DIRECTIONS for side in SIDES}
 
     @cached_property
-    def itineraries(self) -> dict[Direction, Itinerary]:
+    def itineraries(self) -> dict[Direction, SendRecvPlan]:
         """By direction: the steps and messages of a pass."""
-        peers = self.member.ring_peers
+        peers = self.rank_state.ring_peers
         return {
-            direction: Itinerary(route.schedule, peers, cache(partial(self._packing_of_block, direction)))
+            direction: SendRecvPlan(route.schedule, peers, cache(partial(self._packing_of_block, direction)))
             for direction, route in self.routes.items()
         }
 
@@ -197,7 +197,7 @@ class CallKind:
         """How rows of a part of a rank's block, or of its sums, travel."""
         owner = self.routes[direction].schedule.owner(block)
         part = self._of_block(owner, rows).of_part(self.part_count(direction))
-        operands, sums = part.side(direction, self.travellers[direction])
+        operands, sums = part.side(direction, self.moving_sides[direction])
         return self.packing(tuple(operands if traffic is Traffic.GATHER else sums))
 
     @cached_property
@@ -215,14 +215,14 @@ class CallKind:
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """How many tokens of either side every rank holds."""
-        runs = self.member.route_table.pairs(self.attending).runs
+        runs = self.rank_state.route_table.pairs(self.attending).runs
         return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
 
     @cached_property
-    def team_blocks(self) -> dict[str, TeamBlock]:
-        """What the team of this rank holds of either side."""
-        teams, place = self.member.route_table.team_blocks, self.member.ring_rank
-        return {side: teams(self.attending.of(side))[place] for side in SIDES}
+    def group_blocks(self) -> dict[str, GroupBlock]:
+        """What the Ulysses group of this rank holds of either side."""
+        table, rank = self.rank_state.route_table, self.rank_state.ring_rank
+        return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class Call:
     def signature(self) -> Mapping[str, object]:
         """What has to be the same on every rank."""
         kind = self.kind
-        degree = kind.member.team.degree
+        degree = kind.rank_state.ulysses_group.degree
         heads = {"q_heads": kind.heads, "kv_heads": kind.shapes.kv_heads * degree // kind.ranks_per_kv_head}
         named = {**kind.shapes._asdict(), **heads}
         return {
@@ -245,7 +245,7 @@ class Call:
             "key tokens": kind.attending.kv,
             "with": kind.extras.listed,
             **({"return_lse": kind.lse} if degree > 1 else {}),  # then it is exchanged
-            **{f"{direction} traveller": side for direction, side in kind.travellers.items()},
+            **{f"{direction} moving": side for direction, side in kind.moving_sides.items()},
             "kernel in use": kind.kernel.name,
             "mask": kind.attending.mask,
             "scores": self.scores,
@@ -255,7 +255,7 @@ class Call:
         """The kernel, ready to work on the tiles of a pass; one for each part of the heads."""
         kind, parts = self.kind, self.kind.part_count(direction)
         heads, works = kind.shapes.q_heads // parts, []
-        first_head = kind.member.team.heads_of(kind.heads).start
+        first_head = kind.rank_state.ulysses_group.heads_of(kind.heads).start
         for part in range(parts):
             largest = None
             if kind.max_logits and direction == "forward":
@@ -270,38 +270,40 @@ class Call:
 
     def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
         """The exchange of heads before and after the ring, in one pass."""
-        kind, member = self.kind, self.kind.member
-        label = self._label(direction, which) if member.team.degree > 1 else None  # no messages in a team of one
+        kind, rank_state = self.kind, self.kind.rank_state
+        label = (
+            self._label(direction, which) if rank_state.ulysses_group.degree > 1 else None
+        )  # no messages in a group of one
         return HeadExchange(
-            team=member.team,
-            transport=member.team_transport,
-            blocks=kind.team_blocks,
-            expected_bytes=member.expected_bytes,
+            ulysses_group=rank_state.ulysses_group,
+            transport=rank_state.ulysses_transport,
+            blocks=kind.group_blocks,
+            expected_bytes=rank_state.expected_bytes,
             packing=kind.packing,
             label=label,
-            profile=member.profile,
+            profile=rank_state.profile,
             ranks_per_kv_head=kind.ranks_per_kv_head,
         )
 
     def ring_pass(self, direction: Direction, parts: Sequence[Part], own: OwnSums, which: CallId) -> RingPass:
         """The ring of this pass; what travels is summed up in `own` when it is home."""
-        kind, member = self.kind, self.kind.member
-        itinerary = kind.itineraries[direction]
-        member.expected_bytes.update(itinerary.sent_bytes)
-        member.progress.ring_pass = ring_pass = RingPass(
-            itinerary,
-            member.transport,
-            PassCargo(parts, kind.travellers[direction], own, kind.device),
+        kind, rank_state = self.kind, self.kind.rank_state
+        send_recv = kind.itineraries[direction]
+        rank_state.expected_bytes.update(send_recv.sent_bytes)
+        rank_state.progress.ring_pass = ring_pass = RingPass(
+            send_recv,
+            rank_state.transport,
+            PassCargo(parts, kind.moving_sides[direction], own, kind.device),
             direction=direction,
             label=self._label(direction, which),
-            profile=member.profile,
+            profile=rank_state.profile,
         )
         return ring_pass
 
     @cached_property
     def _digest(self) -> bytes:
-        member = self.kind.member
-        text = repr((member.ring_id, self.signature, member.topology, member.strategy.compared()))
+        rank_state = self.kind.rank_state
+        text = repr((rank_state.ring_id, self.signature, rank_state.topology, rank_state.strategy.compared()))
         return blake2b(text.encode(), digest_size=8).digest()
 
     def _label(self, direction: Direction, which: CallId) -> Tensor | None:

@@ -10,12 +10,12 @@ import torch
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
 from burst_plugin.ring.call import Call, CallKind, Extras
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.ring.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
-from burst_plugin.strategy import Strategy, choose_traveller
+from burst_plugin.strategy import Strategy, choose_moving_side
 from burst_plugin.types import DIRECTIONS, Direction, Side
 
 __all__ = ["prepare"]
@@ -24,7 +24,7 @@ _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 
 
-def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
+def prepare(rank_state: RankState, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
     """Check one rank's local tensors and make every choice; once for calls that are alike, kept in `known`.
 
     Raises ValueError, before any communication.
@@ -33,7 +33,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     request = scaled(request)
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
-    deterministic = _deterministic(member.strategy)
+    deterministic = _deterministic(rank_state.strategy)
     key = (
         seedless,
         deterministic,
@@ -42,7 +42,7 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     )
     call = known.get(key)
     if call is None:
-        kind = _choose(member, inputs, seedless, deterministic)
+        kind = _choose(rank_state, inputs, seedless, deterministic)
         call = Call(kind, kind.scores)
         if len(known) >= _KNOWN_CALLS:
             known.clear()
@@ -52,30 +52,30 @@ def prepare(member: Member, inputs: Inputs, request: Request, known: dict[Hashab
     return call
 
 
-def _choose(member: Member, inputs: Inputs, request: Request, deterministic: bool) -> CallKind:
+def _choose(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> CallKind:
     """The kind of call that these arguments make."""
     q, k, v = inputs[:3]
     check_tensors(q, k, v)
     local = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    tokens, longest = _tokens(member, local, request)
-    _check_heads(member.strategy, local)
+    tokens, longest = _tokens(rank_state, local, request)
+    _check_heads(rank_state.strategy, local)
     _check_mask(request, local.batch)
-    degree = member.strategy.ulysses_degree
-    shapes = local.of_team(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
-    _check_parts(member.strategy, shapes)
+    degree = rank_state.strategy.ulysses_degree
+    shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
+    _check_parts(rank_state.strategy, shapes)
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
-    member.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    rank_state.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
     check_extras(inputs, attending.kv.length)
     extras = _extras(inputs, degree)
     scores = request.scores.resolved(shapes.qk_dim, local.q_heads)
     features = _features(shapes, scores, deterministic, extras)
     return CallKind(
-        member=member,
+        rank_state=rank_state,
         shapes=shapes,
         attending=attending,
         scores=scores,
-        kernel=_kernel(member.strategy, q.device, shapes, features, new_tiles=_new_tiles(member, attending)),
-        travellers=_travellers(member.strategy, shapes, extras),
+        kernel=_kernel(rank_state.strategy, q.device, shapes, features, new_tiles=_new_tiles(rank_state, attending)),
+        moving_sides=_moving_sides(rank_state.strategy, shapes, extras),
         device=q.device,
         extras=extras,
         deterministic=deterministic,
@@ -85,10 +85,10 @@ def _choose(member: Member, inputs: Inputs, request: Request, deterministic: boo
     )
 
 
-def _tokens(member: Member, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
+def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """By side: the whole sequence, and the most tokens of it that a rank of the ring holds."""
-    ranks, rank, table = member.topology.ranks, member.rank, member.route_table
-    degree, lengths = member.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
+    ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
+    degree, lengths = rank_state.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
@@ -105,11 +105,11 @@ def _tokens(member: Member, local: Shapes, request: Request) -> tuple[dict[str, 
 
 
 def _check_heads(strategy: Strategy, local: Shapes) -> None:
-    """Raise ValueError unless a team can share the heads between its ranks."""
-    if strategy.ulysses_degree not in local.team_degrees:
+    """Raise ValueError unless a Ulysses group can share the heads between its ranks."""
+    if strategy.ulysses_degree not in local.ulysses_degrees:
         raise ValueError(
             f"ulysses_degree={strategy.ulysses_degree} ranks cannot share the {local.q_heads} query heads and "
-            f"{local.kv_heads} key/value heads that are here; use one of {local.team_degrees}"
+            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}"
         )
 
 
@@ -146,11 +146,11 @@ def _extras(inputs: Inputs, degree: int) -> Extras:
     return Extras(inputs.sink is not None, True, bias.shape[1] == 1, exchanged)
 
 
-def _new_tiles(member: Member, attending: Attending) -> bool:
+def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
     """Whether batches may bring tiles of new shapes: by their masks, or by lengths, where many were unlike."""
-    if len(member.lengths) <= _FEW_LENGTHS:
-        member.lengths.add((attending.q.length, attending.kv.length))
-    return not attending.mask.is_fixed or len(member.lengths) > _FEW_LENGTHS
+    if len(rank_state.lengths) <= _FEW_LENGTHS:
+        rank_state.lengths.add((attending.q.length, attending.kv.length))
+    return not attending.mask.is_fixed or len(rank_state.lengths) > _FEW_LENGTHS
 
 
 def _kernel(
@@ -182,10 +182,10 @@ def _deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _travellers(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
+def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
     """By direction: which side travels. A bias belongs to the queries, which stay at home with it."""
     if not extras.bias:
-        return {direction: choose_traveller(strategy, direction, shapes) for direction in DIRECTIONS}
+        return {direction: choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS}
     for direction in DIRECTIONS:
         if getattr(strategy, direction) == "q":
             raise ValueError(

@@ -1,11 +1,11 @@
 """Runs a rank's part of a schedule over a transport. Knows operands and sums, and nothing of attention.
 
-    ring = RingPass(itinerary, transport, cargo, direction="forward")
+    ring = RingPass(send_recv, transport, cargo, direction="forward")
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         with ring.traced(visit):
             ...                           # read visit.operands, add to visit.sums
         yield                             # one step done: lets ranks in one process take turns
-    yield from ring.homecoming()          # then the rank's own sums are complete
+    yield from ring.final_reduce_hops()          # then the rank's own sums are complete
 
 At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
 work of step t, and what crosses between nodes during a whole inner ring.
@@ -27,7 +27,7 @@ from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Place, TileSums
 from burst_plugin.profiling.recorder import Profile
-from burst_plugin.ring.itinerary import Itinerary, Post
+from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Direction, Rows
 
@@ -126,7 +126,7 @@ class RingPass:
 
     def __init__(
         self,
-        itinerary: Itinerary,
+        send_recv: SendRecvPlan,
         transport: Transport,
         cargo: Cargo,
         *,
@@ -134,7 +134,7 @@ class RingPass:
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self._itinerary, self._schedule, self._cargo = itinerary, itinerary.schedule, cargo
+        self._send_recv, self._schedule, self._cargo = send_recv, send_recv.schedule, cargo
         self._label = label
         self._direction = direction
         self._step = 0
@@ -174,7 +174,7 @@ class RingPass:
             named = torch.cuda.nvtx.range(name)
         return named if self._log is None else self._log.timed("kernel", named)
 
-    def homecoming(self) -> Generator[None, None, None]:
+    def final_reduce_hops(self) -> Generator[None, None, None]:
         """The steps after the last visit; then the rank's own sums are complete."""
         for step in range(self._schedule.visit_steps, len(self._schedule.steps)):
             self._advance(step)
@@ -209,7 +209,7 @@ class RingPass:
 
     def _post(self) -> None:
         """Post this step's messages, those that are due together in one batch per communicator."""
-        for due, posts, awaited in self._itinerary.batches[self._step]:
+        for due, posts, awaited in self._send_recv.batches[self._step]:
             sends = [Message(post.peer, post.channel, self._outgoing(post).data) for post in posts]
             arriving = [(post, self._transport.pool.lease(post.packing.nbytes, self._device)) for post in awaited]
             recvs = [Message(post.peer, post.channel, buffer.data) for post, buffer in arriving]
@@ -279,7 +279,7 @@ class RingPass:
         if self._schedule.is_own(block):  # these outlive the ring
             return self._cargo.own_sums(part)
         if block not in self._bags:
-            packing = self._itinerary.packing(Traffic.REDUCE, block, self._itinerary.rows.get(block))
+            packing = self._send_recv.packing(Traffic.REDUCE, block, self._send_recv.rows.get(block))
             room = _LeasedRoom(packing, self._lease)
             self._bags[block] = _Bag(room, self._cargo.sums(part, room, False))
         return self._bags[block].sums
@@ -291,7 +291,7 @@ class RingPass:
         return buffer
 
     def _give_up(self, lost: PeerLostError) -> NoReturn:
-        rank = self._itinerary.peers[self._schedule.rank]
+        rank = self._send_recv.peers[self._schedule.rank]
         raise lost_peer_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
 
 

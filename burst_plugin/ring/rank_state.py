@@ -1,6 +1,6 @@
 """One rank's place in a ring, and what it notes of its calls.
 
-A `ContextParallel` is a member and process groups; a `VirtualRing` is all members of a ring in one process.
+A `ContextParallel` is a rank_state and process groups; a `VirtualRing` is all rank_states of a ring in one process.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from functools import cached_property
 import torch
 
 from burst_plugin.comm.call_identity import CallId, Progress
-from burst_plugin.comm.consistency import Agreement
+from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.transport import Channel, Transport
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
-from burst_plugin.ring.ulysses_groups import Team
+from burst_plugin.ring.ulysses_groups import UlyssesGroup
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Direction
 
-__all__ = ["Member"]
+__all__ = ["RankState"]
 
 
 @dataclass
-class Member:
-    """A rank of the context-parallel group, the ring it is in, and its transports: of the ring, and of its team.
+class RankState:
+    """A rank of the context-parallel group, and its transports: of its ring, and of its Ulysses group.
 
-    `agreement` is how it compares its calls with those of the other ranks, where these are other processes.
+    `consistency` is how it compares its calls with those of the other ranks, where these are other processes.
     """
 
     rank: int
     topology: Topology
     strategy: Strategy
     transport: Transport
-    team_transport: Transport
+    ulysses_transport: Transport
     route_table: RouteTable
-    agreement: Agreement | None = None
+    consistency: ConsistencyCheck | None = None
     profile: Profile | None = None
     choices: dict[str, str] = field(default_factory=dict)  # of the call made last, for people to read
     calls_made: int = 0
@@ -56,15 +56,15 @@ class Member:
     _broken: str = ""  # why a pass was left half way, or a call refused by this rank alone
 
     @cached_property
-    def team(self) -> Team:
+    def ulysses_group(self) -> UlyssesGroup:
         """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
         degree = self.strategy.ulysses_degree
         first, place = self.rank - self.rank % degree, self.rank % degree
-        return Team(self.topology, range(first, first + degree), place)
+        return UlyssesGroup(self.topology, range(first, first + degree), place)
 
     @property
     def ring_rank(self) -> int:
-        """The number of this rank in its ring: that of its team."""
+        """The number of this rank in its ring: that of its Ulysses group."""
         return self.rank // self.strategy.ulysses_degree
 
     @property
@@ -78,8 +78,8 @@ class Member:
         ring = self.ring_peers
         if not by_link:
             return dict.fromkeys(Link, tuple(ring))
-        teams = self.topology.of_teams(self.strategy.ulysses_degree)
-        places = {Link.INTRA: teams.node_peers(self.ring_rank), Link.INTER: teams.counterparts(self.ring_rank)}
+        groups = self.topology.of_ulysses_groups(self.strategy.ulysses_degree)
+        places = {Link.INTRA: groups.node_peers(self.ring_rank), Link.INTER: groups.counterparts(self.ring_rank)}
         return {link: tuple(ring[place] for place in there) for link, there in places.items()}
 
     def note_call(self, choices: dict[str, str]) -> None:
@@ -89,7 +89,7 @@ class Member:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """See `ContextParallel.traffic`."""
-        return _by_name(self.transport.sent_bytes + self.team_transport.sent_bytes)
+        return _by_name(self.transport.sent_bytes + self.ulysses_transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
         """See `ContextParallel.expected_traffic`."""
@@ -97,7 +97,7 @@ class Member:
 
     def reset_traffic(self) -> None:
         """See `ContextParallel.reset_traffic`."""
-        for counter in (self.transport.sent_bytes, self.team_transport.sent_bytes, self.expected_bytes):
+        for counter in (self.transport.sent_bytes, self.ulysses_transport.sent_bytes, self.expected_bytes):
             counter.clear()
 
     @contextmanager
@@ -141,35 +141,35 @@ class Member:
 
         Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
         """
-        if self.agreement is None:  # one rank, or all in this process
+        if self.consistency is None:  # one rank, or all in this process
             if problem:
                 raise ValueError(problem)
             return
         passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
         options = {"topology": self.topology, **self.strategy.compared()}
         compared = {
-            "ring": self.agreement.ring_name(self.ring_id),
+            "ring": self.consistency.ring_name(self.ring_id),
             "order of passes so far": passes,
             **signature,
             **options,
         }
         self.progress.where = f"before {at}"
-        with self.alone(), self._noted(self.agreement):
-            self.agreement.compare(at, compared, problem)
+        with self.alone(), self._noted(self.consistency):
+            self.consistency.compare(at, compared, problem)
 
     @contextmanager
-    def _noted(self, agreement: Agreement) -> Iterator[None]:
+    def _noted(self, consistency: ConsistencyCheck) -> Iterator[None]:
         """Note a comparison, and whom it waits for, in the profile, if there is one."""
         if self.profile is None:
             yield
             return
         log = self.profile.begin_pass("comparison", torch.device("cpu"))
-        before, agreement.watched = agreement.watched, log.watched
+        before, consistency.watched = consistency.watched, log.watched
         try:
             with log.timed("move"):
                 yield
         finally:
-            agreement.watched = before
+            consistency.watched = before
 
     def compare_backward(self, call: CallId) -> None:
         """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.
@@ -213,7 +213,7 @@ class Member:
             )
         self.is_closed = True
         self.transport.close()
-        self.team_transport.close()
+        self.ulysses_transport.close()
         self._busy.release()
 
     @property
@@ -224,8 +224,8 @@ class Member:
     def give_up(self, error: BaseException) -> None:
         """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
-            if self.agreement is not None:
-                self.agreement.forget_wire()
+            if self.consistency is not None:
+                self.consistency.forget_wire()
             self._broken = f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 

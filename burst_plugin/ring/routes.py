@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from burst_plugin.ring.ulysses_groups import TeamBlock, team_block
+from burst_plugin.ring.ulysses_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.sequence.required_rows import NeededRows, find_needs
+from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
@@ -54,7 +54,7 @@ class Pairs:
             start = stop
         self.runs = runs
         check_strides(run for shards in runs.values() for held in shards for run in held)
-        self._needs: dict[Side, NeededRows | None] = {}
+        self._required: dict[Side, RequiredRows | None] = {}
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
@@ -67,9 +67,9 @@ class Pairs:
             for tile in tiles_of(regions, q_runs, k_runs)
         )
 
-    def of_visit(self, traveller: Side, owner: int, rank: int) -> tuple[Tile, ...]:
-        """The work of side `traveller` of rank `owner` with the other side of rank `rank`."""
-        return self.of_ranks(owner, rank) if traveller == "q" else self.of_ranks(rank, owner)
+    def of_visit(self, moving: Side, owner: int, rank: int) -> tuple[Tile, ...]:
+        """The work of side `moving` of rank `owner` with the other side of rank `rank`."""
+        return self.of_ranks(owner, rank) if moving == "q" else self.of_ranks(rank, owner)
 
     def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
         """The work of rank q's queries on rank k's keys."""
@@ -77,12 +77,12 @@ class Pairs:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
-    def needs(self, traveller: Side) -> NeededRows | None:
-        """The rows of every block of side `traveller` that every rank works on; None if blocks go to all."""
-        if traveller not in self._needs:
-            regions = [of_rows if traveller == "kv" else of_rows.transposed for _, of_rows in self._regions]
-            self._needs[traveller] = find_needs(regions, self.runs[OTHER_SIDE[traveller]], self.runs[traveller])
-        return self._needs[traveller]
+    def required(self, moving: Side) -> RequiredRows | None:
+        """The rows of every block of side `moving` that every rank works on; None if blocks go to all."""
+        if moving not in self._required:
+            regions = [of_rows if moving == "kv" else of_rows.transposed for _, of_rows in self._regions]
+            self._required[moving] = find_required_rows(regions, self.runs[OTHER_SIDE[moving]], self.runs[moving])
+        return self._required[moving]
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ class Route:
 class RouteTable:
     """The routes under one topology and strategy; ranks of one process may share them.
 
-    With a `ulysses_degree` the ring is one of teams: its rank r is team r, and its blocks are what teams hold. Only
+    With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block is what that group holds. Only
     `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
     """
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
         self._cp_topology, self._strategy = topology, strategy
-        self._ring_topology = topology.of_teams(strategy.ulysses_degree)
+        self._ring_topology = topology.of_ulysses_groups(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
-        self._teams: dict[Tokens, list[TeamBlock]] = {}
+        self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
         self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
         self._dense: dict[bool, Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
@@ -154,20 +154,20 @@ class RouteTable:
         layout, ranks = self.layout(tokens), self._cp_topology.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
-    def team_blocks(self, tokens: Tokens) -> list[TeamBlock]:
-        """What every team holds."""
-        if tokens not in self._teams:
-            if len(self._teams) >= _KNOWN:
-                self._teams.clear()
+    def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
+        """What every group holds."""
+        if tokens not in self._group_blocks:
+            if len(self._group_blocks) >= _KNOWN:
+                self._group_blocks.clear()
             shards, degree = self.shards(tokens), self._strategy.ulysses_degree
-            self._teams[tokens] = [
-                team_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
+            self._group_blocks[tokens] = [
+                group_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
             ]
-        return self._teams[tokens]
+        return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """What every rank of the ring holds: the block of its team."""
-        return [team.runs for team in self.team_blocks(tokens)]
+        """What every rank of the ring holds: the block of its group."""
+        return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending) -> Pairs:
         """The tiles of every pair of ranks."""
@@ -178,25 +178,25 @@ class RouteTable:
             self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
         return self._pairs[attending]
 
-    def route(self, ring_rank: int, attending: Attending, traveller: Side, reduces: bool, parts: int = 1) -> Route:
-        """One rank's route of a pass in which side `traveller` travels, and sums come home if it `reduces`."""
+    def route(self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1) -> Route:
+        """One rank's route of a pass in which side `moving` travels, and sums come home if it `reduces`."""
         pairs = self.pairs(attending)
-        key = (ring_rank, attending, traveller, reduces, parts)
+        key = (ring_rank, attending, moving, reduces, parts)
         if key not in self._routes:
-            schedule = self._schedule(attending, traveller, reduces).in_parts(parts).of_rank(ring_rank)
-            home = OTHER_SIDE[traveller]
+            schedule = self._schedule(attending, moving, reduces).in_parts(parts).of_rank(ring_rank)
+            home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
-            runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), traveller: {}}
+            runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), moving: {}}
             tiles = {}
             for owner in owners:
                 rows, block = (
                     rows_of.get(owner),
-                    pairs.runs[traveller][owner],
+                    pairs.runs[moving][owner],
                 )  # part 0 of a block has its owner's number
-                runs[traveller][owner] = block if rows is None else cut_runs(block, rows)
+                runs[moving][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
-                    tiles[owner] = pairs.of_visit(traveller, owner, ring_rank)
+                    tiles[owner] = pairs.of_visit(moving, owner, ring_rank)
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
             self._routes[key] = Route(schedule, tiles, runs)
@@ -216,24 +216,24 @@ class RouteTable:
     def rows_visited(self, attending: Attending) -> list[int]:
         """By rank of the ring: how many rows of keys its queries are worked on with, in all its visits."""
         pairs = self.pairs(attending)
-        needs = pairs.needs("kv")
-        if needs is None:
+        required = pairs.required("kv")
+        if required is None:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
-        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in needs]
+        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
 
-    def _schedule(self, attending: Attending, traveller: Side, reduces: bool) -> Schedule:
+    def _schedule(self, attending: Attending, moving: Side, reduces: bool) -> Schedule:
         """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending), (attending, traveller, reduces)
-        needs = pairs.needs(traveller)
-        if needs is None:
+        pairs, key = self.pairs(attending), (attending, moving, reduces)
+        required = pairs.required(moving)
+        if required is None:
             return self.dense(reduces)
         if key not in self._schedules:
-            lengths = [token_count(held) for held in pairs.runs[traveller]]
+            lengths = [token_count(held) for held in pairs.runs[moving]]
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
-                SCHEDULES[name](self._ring_topology, reduces, needs)
+                SCHEDULES[name](self._ring_topology, reduces, required)
                 if name in SPARSE
-                else self.dense(reduces).pruned(needs)
+                else self.dense(reduces).pruned(required)
                 for name in names
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))

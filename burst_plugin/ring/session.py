@@ -20,12 +20,12 @@ from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.comm.call_identity import CallId, call_name
-from burst_plugin.comm.consistency import Agreement
+from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
-from burst_plugin.ring.rank_state import Member
+from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
@@ -43,11 +43,11 @@ class Session:
     Args:
         group: that of all ranks; None for a single rank.
         levels: groups that a framework has made for the levels of a topology.
-        rank, global_ranks: this rank within the group, and the global ranks of its members.
+        rank, global_ranks: this rank within the group, and the global ranks of its rank_states.
         strategy: the options of the run.
     """
 
-    member: Member
+    rank_state: RankState
 
     def __init__(
         self,
@@ -59,14 +59,16 @@ class Session:
     ) -> None:
         self.strategy, self.rank, self._global_ranks = strategy, rank, list(global_ranks)
         self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
-        self._agreement = None if self.group is None else Agreement(self.group, self.rank, self._global_ranks)
-        if self._agreement is not None and self._agreement.is_on_cpu and self.strategy.check == "sparse":
+        self._consistency = (
+            None if self.group is None else ConsistencyCheck(self.group, self.rank, self._global_ranks)
+        )
+        if self._consistency is not None and self._consistency.is_on_cpu and self.strategy.check == "sparse":
             raise ValueError(
                 "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
                 "than it expects, so that ranks compare every call there; use check='auto'"
             )
         self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
-        self._agreement_count = self._attention_count = self._meetings = 0
+        self._comparison_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # whose tensors the group is known to move
@@ -84,10 +86,10 @@ class Session:
 
     def _begin(self, topology: Topology) -> None:
         """Take a place in the ring, now that its topology is known."""
-        ring, team = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
+        ring, ulysses = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
         table = RouteTable(topology, self.strategy)
-        self.member = Member(self.rank, topology, self.strategy, ring, team, table, self._agreement)
-        weakref.finalize(self, _note_a_dropped_ring, self.member, self._communicators).atexit = False
+        self.rank_state = RankState(self.rank, topology, self.strategy, ring, ulysses, table, self._consistency)
+        weakref.finalize(self, _note_a_dropped_ring, self.rank_state, self._communicators).atexit = False
         _tell_of_dropped_rings()
 
     # ------------------------------------------------------------------------------------------- meeting and parting
@@ -98,37 +100,37 @@ class Session:
         `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls whose
         mask leaves most of the work.
         """
-        self.member.check_open()
-        if self._agreement is None or self.group is None:
+        self.rank_state.check_open()
+        if self._consistency is None or self.group is None:
             return
-        if not self.member.ring_id:
-            self._meet(self._agreement)
-        if self.member.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+        if not self.rank_state.ring_id:
+            self._meet(self._consistency)
+        if self.rank_state.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
             return
         if by_link is None:
-            by_link = {self.member.route_table.dense(True).by_link}
+            by_link = {self.rank_state.route_table.dense(True).by_link}
         for each in sorted(by_link):
             if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
-                self._communicators.connect(self.member.link_peers(each), each, self.member.ring_id)
+                self._communicators.connect(self.rank_state.link_peers(each), each, self.rank_state.ring_id)
                 if launches_batches(self.group):
                     self._meet_neighbours(each)
 
-    def _meet(self, agreement: Agreement) -> None:
+    def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        said = [text.split() for text in agreement.meet(f"{token_hex(8)} {socket.gethostname()}")]
+        said = [text.split() for text in consistency.meet(f"{token_hex(8)} {socket.gethostname()}")]
         ring_id, hosts = said[0][0], [each[1] for each in said]
         names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()
         own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
-        board = Board(store, self.rank, names, self.member.progress, self.strategy.late_after)
-        agreement.board = board
-        self.member.transport = DistributedTransport(self._communicators, self._global_ranks, board)
+        board = Board(store, self.rank, names, self.rank_state.progress, self.strategy.late_after)
+        consistency.board = board
+        self.rank_state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): self._communicators.whole for traffic in Traffic for link in Link}
-            self.member.team_transport = DistributedTransport(channels, self._global_ranks, board)
+            self.rank_state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         self._watch = FailureWatch(board)
-        self.member.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
+        self.rank_state.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
@@ -138,7 +140,7 @@ class Session:
         transport = DistributedTransport(self._communicators, self._global_ranks)  # counts for itself
         sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self._communicators.whole))
         for traffic in Traffic:
-            for link, peers in self.member.link_peers(by_link).items():
+            for link, peers in self.rank_state.link_peers(by_link).items():
                 if len(peers) > 1:
                     channel, place = Channel(traffic, link, by_link), peers.index(self.rank)
                     to = Message(peers[(place + 1) % len(peers)], channel, sent)
@@ -155,7 +157,7 @@ class Session:
         `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
         could wait. RuntimeError in the middle of a pass.
         """
-        some_gave_up = self.member.is_broken or (self._watch is not None and self._watch.some_gave_up())
+        some_gave_up = self.rank_state.is_broken or (self._watch is not None and self._watch.some_gave_up())
         self.release()
         if self.group is not None and self._communicators and dist.is_initialized():
             if some_gave_up or sys.exc_info()[0] is not None:
@@ -167,7 +169,7 @@ class Session:
 
     def release(self) -> None:
         """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
-        self.member.close()
+        self.rank_state.close()
         self.calls.clear()
         if self._watch is not None:
             self._watch.close()
@@ -182,10 +184,10 @@ class Session:
                 "a rank of the context-parallel group ended, or did not come, before all had closed the ring "
                 f"({reason}); it is closed on this rank, and another close() waits for nobody"
             )
-            self.member.give_up(lost)
+            self.rank_state.give_up(lost)
             raise lost from error
         except BaseException as error:
-            self.member.give_up(error)
+            self.rank_state.give_up(error)
             raise
 
     # ---------------------------------------------------------------------------------------------------- comparing
@@ -196,8 +198,8 @@ class Session:
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
         by name, or in their options.
         """
-        number = self._next_agreement()
-        self.member.compare(f"comparison {number}, of a batch", signature, problem)
+        number = self._next_comparison()
+        self.rank_state.compare(f"comparison {number}, of a batch", signature, problem)
         return number
 
     def meet(self, at: str) -> None:
@@ -206,18 +208,18 @@ class Session:
         For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
         """
         self._meetings += 1
-        agreement = self._agreement
-        if agreement is not None and self.strategy.check_is_due(self._meetings, agreement.is_on_cpu):
-            self.member.check_open()
-            self.member.compare(at, {})
+        consistency = self._consistency
+        if consistency is not None and self.strategy.check_is_due(self._meetings, consistency.is_on_cpu):
+            self.rank_state.check_open()
+            self.rank_state.compare(at, {})
 
     def name_of_next_call(self, tag: object) -> str:
         """Return the name of the next attention call; a tag, which may lie on a GPU, is read only where ranks do."""
-        agreement = self._agreement
-        reads = agreement is not None and (
-            agreement.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, agreement.is_on_cpu)
+        consistency = self._consistency
+        reads = consistency is not None and (
+            consistency.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, consistency.is_on_cpu)
         )
-        return call_name(self.member.training_step, tag if reads else None)
+        return call_name(self.rank_state.training_step, tag if reads else None)
 
     def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", name: str = "") -> CallId:
         """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
@@ -226,28 +228,28 @@ class Session:
         `name` is that of `name_of_next_call`.
         """
         self._attention_count += 1
-        agreement = self._agreement
-        due = agreement is None or self.strategy.check_is_due(self._attention_count, agreement.is_on_cpu)
-        call = CallId(self._next_agreement(), name, due)
+        consistency = self._consistency
+        due = consistency is None or self.strategy.check_is_due(self._attention_count, consistency.is_on_cpu)
+        call = CallId(self._next_comparison(), name, due)
         if due:
-            self.member.compare(f"the forward pass of {call}", signature, problem)
+            self.rank_state.compare(f"the forward pass of {call}", signature, problem)
             return call
         if problem:
             ended = "; ranks did not compare this call, so that the ring has ended (see Strategy.check)"
             refusal = ValueError(problem + ended)
-            self.member.give_up(refusal)
+            self.rank_state.give_up(refusal)
             raise refusal
         return call
 
-    def _next_agreement(self) -> int:
-        self.member.check_open()
+    def _next_comparison(self) -> int:
+        self.rank_state.check_open()
         if self.group is not None and os.getpid() != self._process:
             raise RuntimeError(
                 "this ContextParallel belongs to the process that made it, and a data loader's worker is another: "
                 "cut batches in the training loop, with shard_batch or burst_plugin.deepspeed.sharded_loader"
             )
-        self._agreement_count += 1
-        return self._agreement_count
+        self._comparison_count += 1
+        return self._comparison_count
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError if the group cannot move tensors of `device`."""
@@ -267,9 +269,9 @@ class Session:
         self._devices.add(device)
 
 
-def _note_a_dropped_ring(member: Member, communicators: Communicators) -> None:
+def _note_a_dropped_ring(rank_state: RankState, communicators: Communicators) -> None:
     """Remember that a ring was dropped with its process groups still there, which nothing else destroys."""
-    if communicators.created and not member.is_closed and dist.is_initialized():
+    if communicators.created and not rank_state.is_closed and dist.is_initialized():
         _DROPPED.append(len(communicators.created))
 
 

@@ -1,16 +1,16 @@
-"""Heads exchanged inside teams of ranks, so that a ring of teams is left: Ulysses and ring, "2D attention".
+"""Exchange heads inside Ulysses groups of ranks, so that a ring of groups is left: "2D attention".
 
-`ulysses_degree` consecutive ranks are a *team*. Before the ring each of them gives its tokens of some heads to those
-who work on these heads, and has the tokens of the whole team for its own share of the heads; afterwards outputs take
-the way back. Rank j of every team goes around a ring with the ranks j of the others.
+`ulysses_degree` consecutive ranks are a *Ulysses group*. Before the ring each of them sends its tokens of some heads
+to the ranks that work on these heads, and has the tokens of the whole group for its own share of the heads;
+afterwards outputs take the way back. Rank j of every group goes around a ring with the ranks j of the others.
 
 8 tokens over 4 ranks in zigzag, degree 2, heads a b; two rings, of ranks 0 2 (head a) and 1 3 (head b):
 
-                 before           after
-    team 0  rank 0   0 7   a b        0 1 6 7   a        rows are sorted by position, and neighbours joined: a team's
-            rank 1   1 6   a b        0 1 6 7   b        block in zigzag is what one rank of two would hold, and a
-    team 1  rank 2   2 5   a b        2 3 4 5   a        whole group's is the sequence: one ring of one rank
-            rank 3   3 4   a b        2 3 4 5   b
+                  before          after
+    group 0  rank 0   0 7   a b       0 1 6 7   a        rows are sorted by position, and neighbours joined: a group's
+             rank 1   1 6   a b       0 1 6 7   b        block in zigzag is what one rank of two would hold, and a
+    group 1  rank 2   2 5   a b       2 3 4 5   a        whole group's is the sequence: one ring of one rank
+             rank 3   3 4   a b       2 3 4 5   b
 
 What goes to where it is read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
 it is (degree - 1) / degree of q, k, v and out, once, whatever the number of ranks, but not hidden behind work.
@@ -35,7 +35,7 @@ from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.request import Inputs, Outputs
-from burst_plugin.ring.ulysses_groups import Team, TeamBlock
+from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Side, Spec
 
@@ -44,22 +44,22 @@ __all__ = ["HeadExchange"]
 
 @dataclass(frozen=True)
 class _Piece(ABC):
-    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_team, h, D].
+    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
 
     Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
-    (`members_per_head`), the same ones.
+    (`ranks_per_head`), the same ones.
     """
 
     local: Tensor
     joint: Tensor
-    block: TeamBlock
-    members_per_head: int
+    block: GroupBlock
+    ranks_per_head: int
     traffic: ClassVar[Traffic]
 
     def local_heads(self, member: int) -> Tensor:
         """The heads of a member, of the local rows."""
         heads = self.joint.shape[2]
-        return self.local.narrow(2, member // self.members_per_head * heads, heads)
+        return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
         """Shape and type of a message with the rows of a member."""
@@ -138,7 +138,7 @@ class _Home(_Piece):
     def arrive(self, sender: int, message: Tensor) -> None:
         """See `_Piece.arrive`."""
         mine = self.local_heads(sender)
-        if self.members_per_head > 1:
+        if self.ranks_per_head > 1:
             mine.add_(message)
         else:
             mine.copy_(message)
@@ -150,16 +150,16 @@ class _Home(_Piece):
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """One rank's part in the exchange of its team, in one pass.
+    """One rank's part in the exchange of its group, in one pass.
 
-    `blocks` says of side "q" and "kv" what the team holds; `label` to which call a message belongs (see
+    `blocks` says of side "q" and "kv" what the group holds; `label` to which call a message belongs (see
     `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
     is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
     """
 
-    team: Team
+    ulysses_group: UlyssesGroup
     transport: Transport
-    blocks: Mapping[str, TeamBlock]
+    blocks: Mapping[str, GroupBlock]
     expected_bytes: Counter[Channel]
     packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None
@@ -169,16 +169,18 @@ class HeadExchange:
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
     ) -> Generator[None, None, list[Tensor]]:
-        """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the team together.
+        """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the group together.
 
-        To heads: [B, S_local, H, D] becomes [B, S_team, H / degree, D], the team's rows of this rank's share. Back:
+        To heads: [B, S_local, H, D] becomes [B, S_group, H / degree, D], the group's rows of this rank's share. Back:
         the other way round, and what members have of a head that they share is added up. Yields once, while messages
         are under way, for ranks that take turns.
         """
         log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
         transport = self.transport if log is None else log.watch(self.transport)
         pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
-        packings = [self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.team.degree)]
+        packings = [
+            self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.ulysses_group.degree)
+        ]
         try:
             with nullcontext() if log is None else log.timed("move"):
                 leased, under_way = self._begin(transport, pieces, packings)
@@ -188,29 +190,29 @@ class HeadExchange:
                     pending.wait()
                 self._finish(transport, pieces, packings, leased)
         except PeerLostError as lost:
-            rank = self.team.peers[self.team.place]
+            rank = self.ulysses_group.peers[self.ulysses_group.place]
             raise lost_peer_error(transport, rank, "the exchange of heads", lost) from lost
         return [piece.result for piece in pieces]
 
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """What the ring is given: the team's rows of this rank's share of the heads."""
-        team = self.team
-        if team.degree == 1:
+        """What the ring is given: the group's rows of this rank's share of the heads."""
+        group = self.ulysses_group
+        if group.degree == 1:
             return inputs
         tensors = [inputs.q, inputs.k, inputs.v]
         sides: list[Side] = ["q", "kv", "kv"]
         if inputs.bias is not None:
             rows = inputs.bias.transpose(1, 2)  # one that heads share goes to each of them
-            tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, team.degree, -1))
+            tensors.append(rows if rows.shape[2] > 1 else rows.expand(-1, -1, group.degree, -1))
             sides.append("q")
         q, k, v, *bias = yield from self.run(True, tensors, sides)
-        sink = None if inputs.sink is None else inputs.sink[team.heads_of(inputs.q.shape[2])]
+        sink = None if inputs.sink is None else inputs.sink[group.heads_of(inputs.q.shape[2])]
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
     def outputs_home(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
         """What the ring gave, for this rank's rows of all heads; lse if it is asked for."""
-        team = self.team
-        if team.degree == 1:
+        group = self.ulysses_group
+        if group.degree == 1:
             return outs
         tensors = [outs.out]
         if with_lse and outs.lse is not None:
@@ -219,20 +221,20 @@ class HeadExchange:
         return Outputs(
             out,
             lse[0].squeeze(3).transpose(1, 2) if lse else None,
-            None if outs.max_logits is None else team.spread(outs.max_logits, -torch.inf),  # others' were not seen
+            None if outs.max_logits is None else group.spread(outs.max_logits, -torch.inf),  # others' were not seen
         )
 
     def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:
         """The gradient of the output, as the ring wants it."""
-        if self.team.degree == 1:
+        if self.ulysses_group.degree == 1:
             return dout.contiguous()
         (dout,) = yield from self.run(True, [dout], ["q"])
         return dout
 
     def grads_home(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
         """The gradients of `to_heads`' inputs; `shared_bias` says that heads share theirs."""
-        team = self.team
-        if team.degree == 1:
+        group = self.ulysses_group
+        if group.degree == 1:
             return grads
         dq, dk, dv, dsink, dbias = grads
         tensors = [dq, dk, dv]
@@ -244,17 +246,17 @@ class HeadExchange:
         dbias = rows[0].transpose(1, 2) if rows else None
         if dbias is not None and shared_bias:
             dbias = dbias.sum(1, keepdim=True)
-        return Inputs(dq, dk, dv, None if dsink is None else team.spread(dsink, 0.0), dbias)
+        return Inputs(dq, dk, dv, None if dsink is None else group.spread(dsink, 0.0), dbias)
 
     def _piece(self, to_heads: bool, x: Tensor, side: Side) -> _Piece:
-        block, members_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
-        different = self.team.degree // members_per_head
+        block, ranks_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
+        different = self.ulysses_group.degree // ranks_per_head
         batch, _, heads, dim = x.shape
         if to_heads:
-            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, members_per_head)
-        shape = (batch, block.counts[self.team.place], heads * different, dim)
-        local = x.new_empty(shape) if members_per_head == 1 else x.new_zeros(shape)
-        return _Home(local, x, block, members_per_head)
+            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, ranks_per_head)
+        shape = (batch, block.counts[self.ulysses_group.place], heads * different, dim)
+        local = x.new_empty(shape) if ranks_per_head == 1 else x.new_zeros(shape)
+        return _Home(local, x, block, ranks_per_head)
 
     def _begin(
         self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
@@ -263,22 +265,27 @@ class HeadExchange:
 
         `packings` are those of messages with the rows of each member.
         """
-        team, device, traffic, whose = self.team, pieces[0].local.device, pieces[0].traffic, pieces[0].whose_rows
+        group, device, traffic, whose = (
+            self.ulysses_group,
+            pieces[0].local.device,
+            pieces[0].traffic,
+            pieces[0].whose_rows,
+        )
         sends, recvs = [], []
         leased: list[tuple[Buffer, Buffer]] = []
-        for member in team.others:
-            out, back = packings[whose(team.place, member)], packings[whose(member, team.place)]
+        for member in group.others:
+            out, back = packings[whose(group.place, member)], packings[whose(member, group.place)]
             leaving, arriving = transport.pool.lease(out.nbytes, device), transport.pool.lease(back.nbytes, device)
             leased.append((leaving, arriving))
             for piece, view in zip(pieces, leaving.views(out), strict=True):
                 piece.leave(member, view)
             leaving.put_label(self.label)
-            sends.append(team.message(traffic, member, leaving.data))
-            recvs.append(team.message(traffic, member, arriving.data))
+            sends.append(group.message(traffic, member, leaving.data))
+            recvs.append(group.message(traffic, member, arriving.data))
             self.expected_bytes[sends[-1].channel] += out.nbytes
         under_way = transport.post(sends, recvs)
         for piece in pieces:
-            piece.stay(team.place)
+            piece.stay(group.place)
         return leased, under_way
 
     def _finish(
@@ -289,10 +296,10 @@ class HeadExchange:
         leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
         """Put what arrived in its place."""
-        for member, (leaving, arrived) in zip(self.team.others, leased, strict=True):
+        for member, (leaving, arrived) in zip(self.ulysses_group.others, leased, strict=True):
             if not arrived.has_label(self.label):
-                raise PeerLostError(self.team.peers[member], "what it sent belongs to another call")
-            packing = packings[pieces[0].whose_rows(member, self.team.place)]
+                raise PeerLostError(self.ulysses_group.peers[member], "what it sent belongs to another call")
+            packing = packings[pieces[0].whose_rows(member, self.ulysses_group.place)]
             for piece, view in zip(pieces, arrived.views(packing), strict=True):
                 piece.arrive(member, view)
             transport.pool.release(leaving)

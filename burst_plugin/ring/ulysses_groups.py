@@ -14,19 +14,19 @@ from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.sequence.layout import Run, token_count
 from burst_plugin.topology import Topology, Traffic
 
-__all__ = ["Span", "Team", "TeamBlock", "team_block"]
+__all__ = ["GroupBlock", "Span", "UlyssesGroup", "group_block"]
 
 
 class Span(NamedTuple):
-    """`length` rows: from `local` on in the rank's own order, from `joint` on in the team's."""
+    """`length` rows: from `local` on in the rank's own order, from `joint` on in the group's."""
 
     local: int
     joint: int
     length: int
 
 
-class TeamBlock(NamedTuple):
-    """What a team holds: its runs, and where each member's rows are among them."""
+class GroupBlock(NamedTuple):
+    """What a group holds: its runs, and where each member's rows are among them."""
 
     runs: tuple[Run, ...]
     spans: tuple[tuple[Span, ...], ...]
@@ -34,12 +34,12 @@ class TeamBlock(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Rows of the whole team."""
+        """Rows of the whole group."""
         return token_count(self.runs)
 
 
-def team_block(held: Sequence[tuple[Run, ...]]) -> TeamBlock:
-    """The rows of all members, by position; a team of one keeps its order."""
+def group_block(held: Sequence[tuple[Run, ...]]) -> GroupBlock:
+    """The rows of all members, by position; a group of one keeps its order."""
     pieces = []
     for member, runs in enumerate(held):
         starts = accumulate((run.length for run in runs), initial=0)
@@ -58,12 +58,12 @@ def team_block(held: Sequence[tuple[Run, ...]]) -> TeamBlock:
         else:
             joint_runs.append(run)
     counts = tuple(sum(span.length for span in each) for each in spans)
-    return TeamBlock(tuple(joint_runs), tuple(map(tuple, spans)), counts)
+    return GroupBlock(tuple(joint_runs), tuple(map(tuple, spans)), counts)
 
 
 @dataclass(frozen=True)
-class Team:
-    """A rank's team: its members are the CP ranks `peers`, of which this rank is number `place`."""
+class UlyssesGroup:
+    """A rank's group: its members are the CP ranks `peers`, of which this rank is number `place`."""
 
     topology: Topology
     peers: Sequence[int]

@@ -51,7 +51,7 @@ from itertools import accumulate, groupby
 from types import MappingProxyType
 from typing import Protocol
 
-from burst_plugin.schedule.schedule import Needs, Schedule, Transfer
+from burst_plugin.schedule.schedule import Required, Schedule, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Rows, union
 
@@ -69,7 +69,7 @@ __all__ = [
 
 
 def flat_ring(
-    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+    topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
 ) -> Schedule:
     """One ring over all ranks, whatever joins them (drawn at the top of this file).
 
@@ -90,11 +90,11 @@ def flat_ring(
         reduces=reduces,
         phases=tuple(range(ranks)),
     )
-    return schedule.keeping(_kept(topology, Link.INTER)).pruned(needs)
+    return schedule.keeping(_kept(topology, Link.INTER)).pruned(required)
 
 
 def two_level_ring(
-    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+    topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
 ) -> Schedule:
     """A ring inside every node, and a ring of nodes around it (drawn at the top of this file).
 
@@ -154,20 +154,21 @@ def two_level_ring(
         by_link=topology.levels == 2,
         phases=(0, *(when(outer, 0) for outer in range(1, n)), *([tail] if tail < n * w else [])),
     )
-    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(needs)
+    return schedule.keeping(_kept(topology, Link.INTRA if w > 1 else Link.INTER)).pruned(required)
 
 
 def direct(
-    topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+    topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
 ) -> Schedule:
     """From the owner to those that need rows of its block, and back (drawn at the top of this file).
 
     Everyone is sent just the rows that it needs. But where ranks of another node need the same block, all that cross
-    go over counterparts: an owner sends to its own there, once, what that node needs, which hands it on, adds up the
-    sums, and sends these back. Steps are those at which any rank needs anything, or a counterpart is sent something.
-    Without `needs` everybody needs everything.
+    go over counterparts: an owner sends to its own there, once, what that node needs. That one hands it on, adds up
+    the sums, and sends these back. Steps are those at which any rank needs anything, or a counterpart is sent
+    something.
+    Without `required` every rank needs every block.
     """
-    wanted: Needs = needs if needs is not None else [dict.fromkeys(range(topology.ranks))] * topology.ranks
+    wanted: Required = required if required is not None else [dict.fromkeys(range(topology.ranks))] * topology.ranks
     members = range(topology.ranks)[:drawn]
     pairs = [(rank, owner) for rank, owners in enumerate(wanted) for owner in (owners if drawn is None else members)]
     visitors = defaultdict[tuple[int, int], list[int]](list)  # by owner, and another node than its own
@@ -267,7 +268,7 @@ class Draw(Protocol):
     """A schedule function: draws a schedule, or a part of one."""
 
     def __call__(
-        self, topology: Topology, reduces: bool = True, needs: Needs | None = None, drawn: int | None = None
+        self, topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
     ) -> Schedule:
         """Return the schedule; with `drawn`, see `sample`, only visits and blocks of the first so many ranks."""
 

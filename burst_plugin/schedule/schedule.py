@@ -26,7 +26,7 @@ from typing import NamedTuple
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Rows, union
 
-__all__ = ["Needs", "RankSchedule", "Schedule", "ScheduleError", "Step", "Transfer"]
+__all__ = ["RankSchedule", "Required", "Schedule", "ScheduleError", "Step", "Transfer"]
 
 
 class ScheduleError(ValueError):
@@ -35,8 +35,8 @@ class ScheduleError(ValueError):
 
 _NEVER = 1 << 62  # a step that does not come
 
-# needs[rank][owner]: the rows of a block that a rank works on (None: all); owners it needs nothing of are left out.
-Needs = Sequence[Mapping[int, Rows | None]]
+# required[rank][owner]: the rows of a block that a rank works on (None: all). Others are absent.
+Required = Sequence[Mapping[int, Rows | None]]
 
 
 class Transfer(NamedTuple):
@@ -237,16 +237,16 @@ class Schedule:
             reduce=tuple(moved(t, part, 1) for t in self.reduce for part in range(parts)),
         )
 
-    def pruned(self, needs: Needs | None) -> Schedule:
-        """Without the visits that `needs` leaves out, or what then travels for nobody; for None, unchanged."""
-        if needs is None:
+    def pruned(self, required: Required | None) -> Schedule:
+        """Without the visits that `required` leaves out, or what then travels for nobody; for None, unchanged."""
+        if required is None:
             return self
         visits = tuple(
-            tuple(block if block in needs[rank] else None for block in visits)
+            tuple(block if block in required[rank] else None for block in visits)
             for rank, visits in enumerate(self.visits)
         )
         gathered, reduced = set[int](), set[int]()  # numbers of transfers
-        for rank, owners in enumerate(needs):
+        for rank, owners in enumerate(required):
             for block in owners:  # from its owner to the rank, and back, as far as others do not need it anyway
                 number = self._arriving.get((rank, block))
                 while number is not None and number not in gathered:
@@ -283,16 +283,16 @@ class Schedule:
         )
         return inter, intra  # compared in this order: the scarcer link first
 
-    def validate(self, needs: Needs | None = None) -> Schedule:
+    def validate(self, required: Required | None = None) -> Schedule:
         """Check that the schedule is exact, and return it.
 
-        Each rank visits every block, or each that it `needs`, once, and its own a second time if some of that work is
-        `kept` for the end; the rows needed arrive; links are as the topology says; nothing is worked on or sent
+        Each rank visits every block, or each that is `required`, once, and its own a second time if some of that work
+        is `kept` for the end; the rows needed arrive; links are as the topology says; nothing is worked on or sent
         before it is there, and nothing is sent to a rank that has it; every contribution reaches its owner once.
         Raises ScheduleError naming the first rank, step and block for which this fails.
         """
         for rank, visits in enumerate(self.visits):
-            owners = range(self.ranks) if needs is None else needs[rank]
+            owners = range(self.ranks) if required is None else required[rank]
             wanted = [self.block(owner, part) for part in range(self.parts) for owner in owners]
             wanted += [block for block in wanted if self.kept and self.owner(block) == rank]
             if sorted(block for block in visits if block is not None) != sorted(wanted):
@@ -309,18 +309,18 @@ class Schedule:
             counterparts = self.topology.local_rank(t.src) == self.topology.local_rank(t.dst)
             if self.by_link and t.link is Link.INTER and not counterparts:
                 raise ScheduleError(f"{self.name}: no communicator for {t}: by link, only counterparts have one")
-            if t.rows is not None and (needs is None or self._rows_needed(t, needs) != t.rows):
+            if t.rows is not None and (required is None or self._rows_needed(t, required) != t.rows):
                 raise ScheduleError(f"{self.name}: not the rows that are needed: {t}")
         self._validate_gather()
         self._validate_reduce()
         return self
 
-    def _rows_needed(self, t: Transfer, needs: Needs) -> Rows | None:
-        """What the rank needs, inside the owner's node; elsewhere what ranks of that node do."""
+    def _rows_needed(self, t: Transfer, required: Required) -> Rows | None:
+        """What the rank required, inside the owner's node; elsewhere what ranks of that node do."""
         owner, rank = self.owner(t.block), t.dst if t.traffic is Traffic.GATHER else t.src
         if self.topology.link(owner, rank) is Link.INTRA:
-            return needs[rank].get(owner)
-        return union(needs[peer][owner] for peer in self.topology.node_peers(rank) if owner in needs[peer])
+            return required[rank].get(owner)
+        return union(required[peer][owner] for peer in self.topology.node_peers(rank) if owner in required[peer])
 
     def _validate_gather(self) -> None:
         held_from = {(self.owner(block), block): 0 for block in range(self.ranks * self.parts)}

@@ -32,22 +32,22 @@ def dealt(
 
     Args:
         work: by side, pairs of all tokens before each, int64 [S + 1].
-        topology: of the ring, whose ranks are teams of `degree` ranks. A team has the work of all its chunks.
+        topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its chunks.
         documents: where they begin, and the end; with it nodes come first.
     """
     each, length = number * degree, len(work["q"]) - 1
     weights = torch.stack([_by_chunk(work[side], topology.ranks * each) for side in SIDES])
     chunks = list(range(topology.ranks * each))
     if documents is None or topology.nodes == 1:
-        teams = _by_work(chunks, topology.ranks, weights)
+        groups = _by_work(chunks, topology.ranks, weights)
     else:
         early = topology.ranks * degree if length % len(chunks) else 0  # by which chunks may begin sooner than here
         nodes = _by_document(_cut(chunks, documents, length, early), topology.nodes, weights)
-        teams = [team for held in nodes for team in _by_work(held, topology.ranks_per_node, weights)]
+        groups = [group for held in nodes for group in _by_work(held, topology.ranks_per_node, weights)]
     holders = [0] * len(chunks)
-    for team, held in enumerate(teams):
+    for group, held in enumerate(groups):
         for place, chunk in enumerate(held):
-            holders[chunk] = team * degree + place % degree
+            holders[chunk] = group * degree + place % degree
     return tuple(holders)
 
 

@@ -15,16 +15,16 @@ from burst_plugin.sequence.layout import Run, token_count
 from burst_plugin.sequence.tiles import Regions, RunIndex, key_rows
 from burst_plugin.types import Rows, merged
 
-__all__ = ["NeededRows", "find_needs"]
+__all__ = ["RequiredRows", "find_required_rows"]
 
 _MOST_MEETINGS = 200_000  # of runs, above which it is not worked out who needs what; this many take half a second
 _MOST_ROWS = 0.4  # causal masks in zigzag need half of a block, or more, if it has some tokens
 
 Shards = Sequence[Sequence[Run]]  # by rank: what it holds
-NeededRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.Needs`
+RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.Required`
 
 
-def find_needs(regions: Sequence[Regions], home: Shards, travelling: Shards) -> NeededRows | None:
+def find_required_rows(regions: Sequence[Regions], home: Shards, travelling: Shards) -> RequiredRows | None:
     """The rows of every travelling block that every rank works on, where `regions` have what is at home as queries.
 
     Runs are of one stride. None if three ranks, looked at for all, need most rows of every block, or if too many runs

@@ -118,8 +118,8 @@ class Regions:
 class RunIndex:
     """Runs in any order, found by position.
 
-    Runs of one rank need not be in ascending order of their starts: those of a team that holds interleaved stripes,
-    cut to some rows, are not.
+    Runs of one rank need not be in ascending order of their starts: those of a Ulysses group that holds interleaved
+    stripes, cut to some rows, are not.
     """
 
     def __init__(self, runs: Sequence[Run]) -> None:

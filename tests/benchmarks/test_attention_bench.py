@@ -327,9 +327,9 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring", "direct"])
-@pytest.mark.parametrize("traveller", ["q", "kv"])
-def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, traveller: str) -> None:
-    topology, strategy = Topology(2, 2), Strategy(schedule=schedule, forward=traveller, backward=traveller)
+@pytest.mark.parametrize("moving", ["q", "kv"])
+def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, moving: str) -> None:
+    topology, strategy = Topology(2, 2), Strategy(schedule=schedule, forward=moving, backward=moving)
     q, k, v, dout = Whole.draw((1, 64, 4, 2, 8), torch.float32, CPU)
     found = []
     for network in (None, CopyNetwork(topology.ranks, CPU)):
@@ -366,11 +366,11 @@ def test_plain_copies_arrive_in_the_order_in_which_they_were_sent() -> None:
 
 def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
     ring = VirtualRing(Topology(1, 2))
-    inputs = [Inputs(*(torch.randn(1, 8, 2, 4) for _ in range(3))) for _ in ring.members]
-    loud = [member.transport for member in ring.members]
-    for member in ring.members:
-        member.transport = SilentTransport()
-    calls = [prepare(m, x, Request(), {}) for m, x in zip(ring.members, inputs, strict=True)]
+    inputs = [Inputs(*(torch.randn(1, 8, 2, 4) for _ in range(3))) for _ in ring.rank_states]
+    loud = [rank_state.transport for rank_state in ring.rank_states]
+    for rank_state in ring.rank_states:
+        rank_state.transport = SilentTransport()
+    calls = [prepare(m, x, Request(), {}) for m, x in zip(ring.rank_states, inputs, strict=True)]
     for number in (1, 2):
         done = lockstep([forward_program(call, CallId(number), x) for call, x in zip(calls, inputs, strict=True)])
         assert all(bool(found.out.isfinite().all()) for found in done)

@@ -26,7 +26,7 @@ from burst_plugin import (
     SlidingWindow,
     burst_attention,
 )
-from burst_plugin.comm.consistency import EXCHANGE_BYTES, Agreement, _decode, _encode
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, _decode, _encode
 from burst_plugin.comm.differences import TensorValues, differences
 from burst_plugin.sequence.regions import Region
 from tests.support.ranks import as_on_gpus, run_ranks
@@ -164,10 +164,12 @@ def test_what_is_written_otherwise_in_equal_parts_is_shown() -> None:
 def _compares(rank: int, masks: dict[int, Mask], in_one: bool) -> tuple[str, int, set[int]]:
     """The error of one call, how many exchanges it took, and the sizes of all messages."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
-    assert cp._agreement is not None
-    cp._agreement._in_one = in_one  # as with NCCL
+    assert cp._consistency is not None
+    cp._consistency._in_one = in_one  # as with NCCL
     x, message = torch.zeros(1, 1000, 1, 1), ""
-    with mock.patch.object(Agreement, "exchange", autospec=True, side_effect=Agreement.exchange) as exchange:
+    with mock.patch.object(
+        ConsistencyCheck, "exchange", autospec=True, side_effect=ConsistencyCheck.exchange
+    ) as exchange:
         try:
             burst_attention(x, x, x, cp, mask=masks.get(rank, Causal()))
         except ValueError as error:
@@ -195,11 +197,11 @@ def test_long_masks_that_are_the_same_take_one_exchange_as_short_ones() -> None:
 
 
 def _compares_with_another_that_does_not(rank: int) -> str:
-    agreement = Agreement(dist.group.WORLD, rank, [0, 1, 2])
+    consistency = ConsistencyCheck(dist.group.WORLD, rank, [0, 1, 2])
     if rank == 2:
-        return str(len(agreement.exchange("node: a", "a test")))
+        return str(len(consistency.exchange("node: a", "a test")))
     with pytest.raises(ValueError, match="disagree") as found:
-        agreement.compare("a test", {"passes": 0, "mask": Documents(starts_with(5, 200 + rank))}, "")
+        consistency.compare("a test", {"passes": 0, "mask": Documents(starts_with(5, 200 + rank))}, "")
     return str(found.value)
 
 

@@ -33,7 +33,7 @@ from burst_plugin import (
     shard_batch,
     two_level_ring,
 )
-from burst_plugin.comm.consistency import EXCHANGE_BYTES, Agreement
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck
 from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profiling.recorder import Event
@@ -261,7 +261,7 @@ def test_a_data_loaders_worker_is_told_where_batches_are_cut() -> None:
 
 
 def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[int, dict[str, dict[str, int]], str]:
-    """What process groups were given to send in one training step, agreement apart."""
+    """What process groups were given to send in one training step, consistency apart."""
     sent = Counter[str]()
     original = dist.ProcessGroup.send
 
@@ -273,8 +273,10 @@ def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[
     cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     problem = Problem.draw(64, heads, dim=16)
     _train_step(cp, problem)
-    agreement = 7 * (cp.ranks - 1) * EXCHANGE_BYTES  # to connect, before both passes, and to look at out, dq, dk, dv
-    return sent["bytes"] - agreement, cp.traffic(), cp.describe()["backward"]
+    consistency = (
+        7 * (cp.ranks - 1) * EXCHANGE_BYTES
+    )  # to connect, before both passes, and to look at out, dq, dk, dv
+    return sent["bytes"] - consistency, cp.traffic(), cp.describe()["backward"]
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
@@ -323,7 +325,7 @@ def _events(rank: int, nodes: int) -> list[Event]:
     _train_step(cp, problem)
     with cp.profile() as profile:
         _train_step(cp, problem)
-    assert cp.member.profile is None
+    assert cp.rank_state.profile is None
     return profile.events
 
 
@@ -637,11 +639,11 @@ def test_among_several_ranks_a_group_is_asked_for() -> None:
 
 
 def _long_lists(rank: int, differ: bool, in_one: bool) -> str:
-    agreement = Agreement(dist.group.WORLD, rank, [0, 1])
-    agreement._in_one = in_one  # as with NCCL
+    consistency = ConsistencyCheck(dist.group.WORLD, rank, [0, 1])
+    consistency._in_one = in_one  # as with NCCL
     compared = {"length": "x" * 5000, "rank": rank if differ else 0}
     try:
-        agreement.compare("a test", compared, "")
+        consistency.compare("a test", compared, "")
     except ValueError as error:
         return str(error)
     return "they agree"

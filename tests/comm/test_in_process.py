@@ -163,29 +163,29 @@ def test_mistakes_of_the_executor_show(monkeypatch: pytest.MonkeyPatch, damage: 
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5)], ids=str)
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_buffer_is_given_back(schedule: str, traveller: str, mask: Mask) -> None:
-    strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
+def test_every_buffer_is_given_back(schedule: str, moving: str, mask: Mask) -> None:
+    strategy = Strategy(schedule=schedule, forward=moving, backward=moving, layout="contiguous")
     ring, allocated = VirtualRing(Topology(2, 2), strategy), []
     for _ in range(3):
         q, k, v = (x.requires_grad_() for x in Problem.draw(32, (2, 2))[:3])
         ring.attention(q, k, v, mask=mask)[0].sum().backward()
-        pools = [member.transport.pool for member in ring.members]
+        pools = [member.transport.pool for member in ring.rank_states]
         assert not any(pool._leased for pool in pools)
         allocated.append([pool.allocated_bytes for pool in pools])
     assert allocated[1] == allocated[2]
 
 
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sums_that_nothing_was_added_to_travel_as_nothing(
-    monkeypatch: pytest.MonkeyPatch, schedule: str, traveller: str
+    monkeypatch: pytest.MonkeyPatch, schedule: str, moving: str
 ) -> None:
     """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
     monkeypatch.setattr(needs, "_MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
-    strategy = Strategy(schedule=schedule, forward=traveller, backward=traveller, layout="contiguous")
+    strategy = Strategy(schedule=schedule, forward=moving, backward=moving, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])
     out, _ = VirtualRing(Topology(2, 2), strategy).attention(q, k, v)
     grads = torch.autograd.grad(out, (q, k, v), problem.dout)
@@ -193,25 +193,25 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     assert max(found.values()) < 1e-13, found
 
 
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(2, 4), Topology(3, 2)], ids=str)
 def test_rows_that_two_ranks_of_a_node_need_are_handed_on_and_their_sums_added_up(
-    topology: Topology, traveller: str
+    topology: Topology, moving: str
 ) -> None:
     """Of the last block of the first node all but the first row, and but keys that are masked."""
     length = 8 * topology.ranks
     last = 8 * topology.ranks_per_node
     problem = Problem.draw(length, (2, 2), dtype=torch.float64)
     mask = Documents((0, last - 7, length - 4, length)) & Keys(((0, last - 6), (last - 4, length)))
-    strategy = Strategy(schedule="direct", forward=traveller, backward=traveller, layout="contiguous")
+    strategy = Strategy(schedule="direct", forward=moving, backward=moving, layout="contiguous")
     ring = VirtualRing(topology, strategy)
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])
     out, _ = ring.attention(q, k, v, mask=mask)
     grads = torch.autograd.grad(out, (q, k, v), problem.dout)
     found = errors(Result(out.detach(), *grads), reference(problem, mask))
     assert max(found.values()) < 1e-13, found
-    table = ring.members[0].route_table
-    schedule = direct(topology, needs=table.pairs(Attending(Tokens(length), Tokens(length), mask)).needs("kv"))
+    table = ring.rank_states[0].route_table
+    schedule = direct(topology, needs=table.pairs(Attending(Tokens(length), Tokens(length), mask)).required("kv"))
     crossing = [t for t in schedule.gather if t.link is Link.INTER and t.block == topology.ranks_per_node - 1]
     assert {t.rows for t in crossing} == {((1, 2), (4, 8))}
     assert schedule.by_link

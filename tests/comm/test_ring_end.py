@@ -35,9 +35,9 @@ X = torch.randn(1, 16, 4, 8, generator=torch.Generator().manual_seed(0))
 
 def test_a_second_thread_that_enters_ends_the_ring() -> None:
     ring = VirtualRing(Topology(1, 2))
-    with ring.members[1].alone(), pytest.raises(RuntimeError, match="while another of its passes was running"):
+    with ring.rank_states[1].alone(), pytest.raises(RuntimeError, match="while another of its passes was running"):
         ring.attention(*Problem.draw(8, (2, 2))[:3])
-    assert ring.members[1].is_broken
+    assert ring.rank_states[1].is_broken
 
 
 def _entered_by_two(rank: int) -> None:
@@ -45,7 +45,7 @@ def _entered_by_two(rank: int) -> None:
     cp = as_on_gpus(ContextParallel(dist.group.WORLD))
     for _ in range(4):
         burst_attention(X, X, X, cp)
-    with cp.member.alone() if rank else nullcontext():
+    with cp.rank_state.alone() if rank else nullcontext():
         burst_attention(X, X, X, cp)
 
 
@@ -97,7 +97,7 @@ def _batch_in_a_thread(rank: int) -> str:
     """One thread compares a batch while another is in a pass: their messages would be taken for each other's."""
     cp = ContextParallel(dist.group.WORLD)
     burst_attention(X, X, X, cp)
-    with cp.member.alone(), pytest.raises(RuntimeError, match="cut batches in the thread that trains") as raised:
+    with cp.rank_state.alone(), pytest.raises(RuntimeError, match="cut batches in the thread that trains") as raised:
         shard_batch({"input_ids": torch.arange(32)[None]}, cp)
     return str(raised.value)
 
@@ -113,7 +113,7 @@ def _given_up(rank: int) -> None:
         burst_attention(X, X, X, cp)
     assert any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
     if rank:
-        cp.member.give_up(MemoryError("no room"))
+        cp.rank_state.give_up(MemoryError("no room"))
     assert cp._watch is not None
     while not cp._watch.some_gave_up():
         time.sleep(0.01)

@@ -491,7 +491,7 @@ def test_batches_that_are_no_dicts_are_refused_on_every_rank() -> None:
 def _turns_beside_a_pass(rank: int) -> str:
     """A loader's thread asks for the others' batches while another thread is in a pass."""
     cp = ContextParallel(dist.group.WORLD)
-    with cp.member.alone():
+    with cp.rank_state.alone():
         return _said(exchanged, BATCH, cp)
 
 

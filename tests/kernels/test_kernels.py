@@ -13,9 +13,9 @@ from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow, S
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.dropout import keep
-from burst_plugin.kernels.ragged import lengths_of
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
+from burst_plugin.kernels.varlen import lengths_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
 
@@ -211,7 +211,7 @@ def attention_scores(problem: Problem, scores: Scores) -> torch.Tensor:
 LENGTHS = lengths_of((7, 1, 16) * 2, (7, 1, 16) * 2, torch.device("cpu"))  # of two batch rows
 FEATURE_CASES = {
     "windows": (How(Band(-3, 1), SCALED), SlidingWindow(3, 1)),
-    "ragged": (How(CAUSAL, SCALED, lengths=LENGTHS), Causal() & Documents((0, 7, 8, 24))),
+    "varlen": (How(CAUSAL, SCALED, lengths=LENGTHS), Causal() & Documents((0, 7, 8, 24))),
     "head dims": (How(CAUSAL, SCALED), Causal()),
     "softcap": (How(CAUSAL, Scores(scale=8**-0.5, softcap=1.5)), Causal()),
     "alibi": (How(CAUSAL, Scores(scale=8**-0.5, alibi_slopes=(0.5, 0.25, 0.1, 0.0))), Causal()),

@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.packed import packed_documents
-from burst_plugin.megatron.seen import Seen
+from burst_plugin.megatron.tensor_cache import TensorCache
 from burst_plugin.sequence.layout import Tokens
 
 pytestmark = pytest.mark.megatron
@@ -74,7 +74,7 @@ def test_documents_of_queries_and_keys() -> None:
 
 
 def test_tensors_are_read_once_while_they_live_unchanged() -> None:
-    seen, reads = Seen(), []
+    seen, reads = TensorCache(), []
 
     def read(x: torch.Tensor, layer: int = 2) -> list[int]:
         return seen.get(x, "numbers", lambda: reads.append(1) or x.tolist(), layer)
@@ -96,7 +96,7 @@ def test_tensors_are_read_once_while_they_live_unchanged() -> None:
 
 def test_a_buffer_that_is_kept_for_all_microbatches_is_read_once_for_each() -> None:
     """Torch does not see NumPy's writes, nor those of collectives; three layers ask in every microbatch."""
-    numbers, seen, reads = numpy.arange(3), Seen(), []
+    numbers, seen, reads = numpy.arange(3), TensorCache(), []
     kept = torch.from_numpy(numbers)
     for first in (0, 5, 9):
         numbers[:] = numpy.arange(3) + first

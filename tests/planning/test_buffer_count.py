@@ -58,8 +58,8 @@ def leased_at_once(ring: VirtualRing, mask: Mask) -> Counter[int]:
             now[id(self)][buffer.data.numel()] -= 1
             super().release(buffer)
 
-    for member in ring.members:
-        member.transport.pool = Counted()
+    for rank_state in ring.rank_states:
+        rank_state.transport.pool = Counted()
     q, k, v = (x.requires_grad_() for x in Problem.draw(96, (4, 4), dtype=torch.bfloat16)[:3])
     ring.attention(q, k, v, mask=mask)[0].sum().backward()
     assert not any(+counts for counts in now.values())
@@ -80,21 +80,21 @@ def test_rings_lease_what_was_counted(schedule: str, topology: Topology, parts: 
     counted = [most_held(SCHEDULES[schedule](topology, reduces, None).in_parts(parts)) for reduces in (False, True)]
     operands, sums = sorted(most)  # in bfloat16 and in float32
     assert (most[operands], most[sums]) == (max(held.operands for held in counted), counted[1].sums)
-    for member in ring.members:
-        held = member.transport.pool.allocated_bytes
+    for rank_state in ring.rank_states:
+        held = rank_state.transport.pool.allocated_bytes
         assert held <= most[operands] * operands + most[sums] * sums
 
 
 def test_rows_are_let_go_of_when_they_have_been_worked_on() -> None:
     """What is visited, what comes next, and rows of its own block on their way out."""
-    needs = [{rank: None, **dict.fromkeys(range(rank), ((0, 1),))} for rank in range(6)]
-    assert most_held(direct(Topology(1, 6), reduces=False, needs=needs)) == Held(3, 0)
+    required = [{rank: None, **dict.fromkeys(range(rank), ((0, 1),))} for rank in range(6)]
+    assert most_held(direct(Topology(1, 6), reduces=False, required=required)) == Held(3, 0)
 
 
 def test_what_is_sent_by_rows_is_counted_while_it_is_on_its_way() -> None:
     """Rank 0 packs rows of its block for rank 1 at step 0 and for rank 2 at step 1, when the former have left."""
-    needs = [{0: None}, {1: None, 0: ((0, 1),)}, {2: None, 0: ((0, 2),)}]
-    schedule = direct(Topology(1, 3), needs=needs)
+    required = [{0: None}, {1: None, 0: ((0, 1),)}, {2: None, 0: ((0, 2),)}]
+    schedule = direct(Topology(1, 3), required=required)
     assert {t.rows for t in schedule.gather} == {((0, 1),), ((0, 2),)}
     assert most_held(schedule) == Held(1, 1)
     late = replace(schedule, gather=tuple(t._replace(due=2) for t in schedule.gather))

@@ -171,7 +171,7 @@ def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     topology = Topology(4, 4)
     busy = plans(topology, shapes, (0.001, 0.002), Links(450e9, 5e9))
     assert busy[0].strategy.schedule == "two_level_ring"
-    assert busy[0].travellers == ("kv", "kv"), "8 of 32 heads travel cheaper than 32"
+    assert busy[0].moving_sides == ("kv", "kv"), "8 of 32 heads travel cheaper than 32"
     assert min(map(busy[0].strategy.parts_of, DIRECTIONS)) > 1
     idle = plans(topology, shapes, (0.05, 0.1), Links(450e9, 50e9))
     assert idle[0].strategy.parts == 1
@@ -179,7 +179,7 @@ def test_plans_put_the_cheapest_first_and_of_equals_the_simplest() -> None:
     assert min(times) * 1.01 >= times[0]
     many = plans(topology, shapes._replace(kv_heads=32), (0.001, 0.002), Links(450e9, 5e9))
     ring = next(each for each in many if each.strategy.ulysses_degree == 1)
-    assert ring.travellers == ("kv", "q"), "dq of 32 heads is half of dk and dv of 32"
+    assert ring.moving_sides == ("kv", "q"), "dq of 32 heads is half of dk and dv of 32"
     assert many[0].strategy.ulysses_degree == 16, "links are slow, and an exchange of heads takes less than 15 hops"
 
 
@@ -190,7 +190,7 @@ def test_a_strategy_runs_as_it_was_priced(kv_heads: int, gb_s: float) -> None:
     shapes = Shapes(1, 8192, 8192, 32, kv_heads, 128, 128, torch.bfloat16)
     topology, links, visit_s = Topology(2, 4), Links(FAST, gb_s), (0.001, 0.002)
     for plan in plans(topology, shapes, visit_s, links):
-        for direction, side, each_s in zip(DIRECTIONS, plan.travellers, visit_s, strict=True):
+        for direction, side, each_s in zip(DIRECTIONS, plan.moving_sides, visit_s, strict=True):
             again = pass_price(plan.strategy, direction, topology, shapes, each_s, links)
             assert again == getattr(plan, direction)
             forced = replace(plan.strategy, **{direction: side})
@@ -221,7 +221,7 @@ def test_buffers_take_what_was_said(topology: Topology, kv_heads: int) -> None:
         q, k, v = (x.clone().requires_grad_() for x in problem[:3])
         for _ in range(2):
             ring.attention(q, k, v)[0].backward(problem.dout)
-        most = max(member.transport.pool.allocated_bytes for member in ring.members)
+        most = max(member.transport.pool.allocated_bytes for member in ring.rank_states)
         shares.append(most / buffer_bytes(plan, topology, shapes))
     assert sorted(shares)[-2] <= 1.02, "labels and alignment come on top"
     assert max(shares) <= 1.15

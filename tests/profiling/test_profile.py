@@ -179,7 +179,7 @@ def test_profiles_end_and_do_not_overlap() -> None:
     with pytest.raises(ZeroDivisionError), cp.profile() as second:
         raise ZeroDivisionError
     _train_step(cp, problem)
-    assert cp.member.profile is None
+    assert cp.rank_state.profile is None
     assert (len(first.events), len(second.events)) == (seen, 0)
 
 

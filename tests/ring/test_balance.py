@@ -208,7 +208,7 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(call.args[3] for call in looked_at.mock_calls) == 8
 
 
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 @pytest.mark.parametrize("layout", [*LAYOUTS, "chunks"])
 @pytest.mark.parametrize(
     "mask",
@@ -221,7 +221,7 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, traveller: Side) -> None:
+def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, moving: Side) -> None:
     """Against the painted mask, pair by pair: exactly, but for what lies between keys of a striped rank."""
     holders = tuple(rank * 5 % 14 for rank in range(3 * 14))
     tokens = Tokens(64, holders=holders) if layout == "chunks" else Tokens(64, layout=layout)
@@ -229,7 +229,7 @@ def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, travell
     pairs = table.pairs(Attending(tokens, tokens, mask))
     allowed = painted(mask, 1, 64, 64)[0]
     regions = pairs._regions[0][1]
-    if traveller == "q":
+    if moving == "q":
         allowed, regions = allowed.T, regions.transposed
     held = [positions(runs) for runs in table.runs(tokens)]
     meetings = needs._Meetings([regions], pairs.runs["kv"], 10**6)
@@ -302,13 +302,13 @@ def test_auto_keeps_the_ring_where_everything_is_needed() -> None:
 def test_auto_keeps_the_ring_where_a_block_would_cross_many_times() -> None:
     table = RouteTable(Topology(2, 4), Strategy(layout="contiguous"))
     attending = Attending(Tokens(256), Tokens(256), Causal())
-    assert table.pairs(attending).needs("kv") is not None
+    assert table.pairs(attending).required("kv") is not None
     assert table.route(0, attending, "kv", True).schedule.name == "two_level_ring"
 
 
 def test_half_of_all_blocks_is_not_everything() -> None:
     table, mask = RouteTable(Topology(1, 4), Strategy(layout="contiguous")), Documents((0, 32, 64))
-    found = table.pairs(Attending(Tokens(64), Tokens(64), mask)).needs("kv")
+    found = table.pairs(Attending(Tokens(64), Tokens(64), mask)).required("kv")
     assert found is not None
     assert [sorted(owners) for owners in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
@@ -317,7 +317,7 @@ def test_a_little_of_some_blocks_is_not_everything() -> None:
     """A quarter of every block of the other half, though three quarters of all rows."""
     table = RouteTable(Topology(1, 4), Strategy(layout="contiguous"))
     mask = BlockMask(4, tuple(tuple(i // 8 == j // 8 or j % 4 == 0 for j in range(16)) for i in range(16)))
-    found = table.pairs(Attending(Tokens(64), Tokens(64), mask)).needs("kv")
+    found = table.pairs(Attending(Tokens(64), Tokens(64), mask)).required("kv")
     assert found is not None
     assert found[0] == {0: ((0, 16),), 1: ((0, 16),), 2: ((0, 4),), 3: ((0, 4),)}
 
@@ -340,27 +340,27 @@ def test_what_is_remembered_of_calls_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 def test_of_many_ranks_only_those_near_by_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch, layout: str, traveller: Side
+    monkeypatch: pytest.MonkeyPatch, layout: str, moving: Side
 ) -> None:
     """A window, 512 ranks: each meets itself and the next one, in zigzag on both of its chunks."""
     looked_at = []
     monkeypatch.setattr(needs, "key_rows", lambda *args: looked_at.append(args) or key_rows(*args))
     table = RouteTable(Topology(64, 8), Strategy(layout=layout))
     attending = Attending(Tokens(1 << 18), Tokens(1 << 18), SlidingWindow(50))
-    found = table.pairs(attending).needs(traveller)
+    found = table.pairs(attending).required(moving)
     assert found is not None
     assert sum(map(len, found)) == (512 + 511 if layout == "contiguous" else 512 + 2 * 511)
     assert len(looked_at) < 3 * sum(map(len, found))
-    assert table.route(300, attending, traveller, True).schedule.name == "direct"
+    assert table.route(300, attending, moving, True).schedule.name == "direct"
 
 
 def test_where_too_many_meet_blocks_go_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(needs, "_MOST_MEETINGS", 2000)
     table = RouteTable(Topology(8, 40), Strategy(schedule="flat_ring"))
     attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(50))
-    assert table.pairs(attending).needs("kv") is None
+    assert table.pairs(attending).required("kv") is None
     assert table.dense(False) == SCHEDULES["flat_ring"](Topology(8, 40), False, None)
 
 
@@ -393,5 +393,5 @@ def test_three_ranks_are_not_looked_at_for_long() -> None:
     mask, tokens = Causal() & Documents(starts), Tokens(starts[-1], starts)
     table = RouteTable(Topology(8, 8), Strategy())
     with mock.patch.object(needs, "key_rows", side_effect=key_rows) as looked_at:
-        assert table.pairs(Attending(tokens, tokens, mask)).needs("kv") is None
+        assert table.pairs(Attending(tokens, tokens, mask)).required("kv") is None
     assert looked_at.call_count <= 3 * 200_000 / 64

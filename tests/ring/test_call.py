@@ -39,8 +39,8 @@ SLOPES = (0.5, 0.25, 0.1, 0.0)
 
 def calls(ring: VirtualRing, inputs: list[Inputs], request: Request) -> list[Call]:
     """What every rank of a ring makes of its tensors."""
-    each = zip(ring.members, inputs, strict=True)
-    return [prepare(member, mine, request, {}) for member, mine in each]
+    each = zip(ring.rank_states, inputs, strict=True)
+    return [prepare(rank_state, mine, request, {}) for rank_state, mine in each]
 
 
 def call_of(request: Request, **changes: Any) -> Call:
@@ -131,7 +131,7 @@ def test_a_bias_keeps_the_queries_at_home() -> None:
     dq, dk, dv, dbias = torch.autograd.grad(out, (q, k, v, bias), problem.dout)
     found = errors(Result(out.detach(), dq, dk, dv, None, dbias), reference(problem, Causal()))
     assert max(found.values()) < 1e-13, found
-    assert ring.members[0].choices["backward"] == "kv"
+    assert ring.rank_states[0].choices["backward"] == "kv"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
@@ -162,13 +162,13 @@ def test_a_narrow_window_in_a_long_sequence(scores: Scores, topology: Topology) 
 def test_every_rank_chooses_from_the_same_shapes() -> None:
     """Ranks of uneven lengths: one with more queries than keys must not choose another side to send."""
     ring, tokens = VirtualRing(Topology(1, 4), Strategy(forward="auto", layout="contiguous")), (Tokens(6), Tokens(7))
-    routes, inputs = ring.members[0].route_table, []
+    routes, inputs = ring.rank_states[0].route_table, []
     for rank in range(4):
         q, k = (sum(run.length for run in routes.runs(t)[rank]) for t in tokens)
         inputs.append(Inputs(torch.zeros(1, q, 2, 4), *(torch.zeros(1, k, 2, 4) for _ in range(2))))
     made = calls(ring, inputs, Request(mask=Full(), tokens=tokens))
     assert len({x.q.shape[1] for x in inputs}) > 1
-    assert len({(call.kind.shapes, *call.kind.travellers.values()) for call in made}) == 1
+    assert len({(call.kind.shapes, *call.kind.moving_sides.values()) for call in made}) == 1
     assert len({call._digest for call in made}) == 1
 
 
@@ -202,7 +202,7 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     """Dropout has another one at every call of every layer."""
     ring, (q, k, v, *_), known = VirtualRing(Topology(2, 2)), Problem.draw(8, (4, 2)), {}
     requests = [Request(scores=Scores(dropout=0.1, seed=seed)) for seed in (3, 4, 3)]
-    one, other, again = (prepare(ring.members[0], Inputs(q, k, v), each, known) for each in requests)
+    one, other, again = (prepare(ring.rank_states[0], Inputs(q, k, v), each, known) for each in requests)
     assert [call.scores.seed for call in (one, other, again)] == [3, 4, 3]
     assert again == one
     assert one.kind is other.kind is again.kind
@@ -258,7 +258,7 @@ def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
     assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
         "windows",
-        "ragged",
+        "varlen",
     }
     assert _features(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
 

@@ -96,13 +96,13 @@ def _wrong(rank: int, kind: str) -> None:
         "slopes": {"scores": Scores(alibi_slopes=(1.0,))},
         "sink": {"sink": torch.zeros(3)},
         "bias": {"bias": torch.zeros(1, 1, 8, 8)},
-        "bias traveller": {"bias": torch.zeros(1, 1, 8, 16)},
+        "bias moving": {"bias": torch.zeros(1, 1, 8, 16)},
         "another mask": {"mask": SlidingWindow(4 + rank)},
         "only one has a sink": {"sink": torch.zeros(2) if rank else None},
     }
     if kind == "kernel":
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, kernel="torch_cpu")
-    if kind == "bias traveller":
+    if kind == "bias moving":
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=1, backward="q")
     burst_attention(x, x, x, cp, **calls[kind])
 
@@ -117,7 +117,7 @@ def _wrong(rank: int, kind: str) -> None:
         ("slopes", "got 1 alibi_slopes for 2 query heads"),
         ("sink", "sink must be floating point [2], one logit per query head, got torch.float32 [3]"),
         ("bias", "here [2, 2, 8, 16], got torch.float32 [1, 1, 8, 8]"),
-        ("bias traveller", "backward='q' cannot be had with a bias"),
+        ("bias moving", "backward='q' cannot be had with a bias"),
         ("another mask", "rank 0: mask=SlidingWindow(left=4, right=0); rank 1: mask=SlidingWindow(left=5, right=0)"),
         ("only one has a sink", "rank 0: with=(); rank 1: with=('sink',)"),
     ],

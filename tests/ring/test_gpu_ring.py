@@ -26,15 +26,15 @@ def attend(ring: VirtualRing, problem: Problem) -> Result:
     return Result(out.detach(), *torch.autograd.grad(out, leaves, problem.dout))
 
 
-@pytest.mark.parametrize("traveller", ["q", "kv"])
+@pytest.mark.parametrize("moving", ["q", "kv"])
 @pytest.mark.parametrize("topology", [Topology(1, 4), Topology(2, 2), Topology(1, 8)], ids=str)
 @pytest.mark.parametrize("device", ON)
-def test_copies_beside_the_work_arrive_in_time(device: str, topology: Topology, traveller: str) -> None:
+def test_copies_beside_the_work_arrive_in_time(device: str, topology: Topology, moving: str) -> None:
     on_cpu = Problem.draw(512, (4, 2), 64, torch.bfloat16)
     truth = reference(on_cpu, Causal())
     problem = Problem(*(x.to(device) for x in on_cpu[:4]))
     network = CopyNetwork(topology.ranks, problem.q.device)
-    ring = VirtualRing(topology, Strategy(backward=traveller), network=network)
+    ring = VirtualRing(topology, Strategy(backward=moving), network=network)
     for _ in range(1 if device == "cpu" else TURNS):
         found = Result(*(x.cpu() for x in attend(ring, problem)[:4]))
         for what, error in errors(found, truth).items():

@@ -38,7 +38,7 @@ from burst_plugin.ring.choices import prepare
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import Team, team_block
+from burst_plugin.ring.ulysses_groups import UlyssesGroup, group_block
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference, reference_lse, relative
@@ -49,7 +49,7 @@ SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
 def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
     shards = [LAYOUTS["zigzag"].runs(rank, 8, Tokens(64)) for rank in range(8)]
     for degree in (2, 4, 8):
-        teams = [team_block(shards[first : first + degree]).runs for first in range(0, 8, degree)]
+        teams = [group_block(shards[first : first + degree]).runs for first in range(0, 8, degree)]
         for rank, runs in enumerate(teams):
             expected = LAYOUTS["zigzag"].runs(rank, len(teams), Tokens(64))
             assert torch.equal(positions(runs), positions(expected))
@@ -61,7 +61,7 @@ def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
 def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> None:
     shards = [LAYOUTS[layout].runs(rank, 4, tokens) for rank in range(4)]
     for degree in (1, 2, 4):
-        team = team_block(shards[:degree])
+        team = group_block(shards[:degree])
         assert sum(team.counts) == team.length
         at = positions(team.runs)
         for member, runs in enumerate(shards[:degree]):
@@ -81,14 +81,14 @@ def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> No
     ids=str,
 )
 def test_a_ring_of_teams(topology: Topology, degree: int, ring: Topology) -> None:
-    assert topology.of_teams(degree) == ring
+    assert topology.of_ulysses_groups(degree) == ring
 
 
 def test_teams_that_would_straddle_nodes_are_refused_with_what_can_be_had() -> None:
     with pytest.raises(ValueError, match=r"ulysses_degree=3 .* use one of \[1, 2, 4, 8\]"):
-        Topology(2, 4).of_teams(3)
+        Topology(2, 4).of_ulysses_groups(3)
     with pytest.raises(ValueError, match=r"ulysses_degree=2 .* use one of \[1, 3, 6\]"):
-        Topology(2, 3).of_teams(2)
+        Topology(2, 3).of_ulysses_groups(2)
     with pytest.raises(ValueError, match="ulysses_degree=0 is not valid; use a positive number"):
         Strategy(ulysses_degree=0)
 
@@ -97,14 +97,16 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that delays and reorders."""
     topology, tokens = Topology(1, 3), Tokens(7)
     shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
-    team = team_block(shards)
+    team = group_block(shards)
     transports, expected = HostileNetwork(3).transports(), [Counter[Channel]() for _ in range(3)]
     whole = [torch.randn(2, 7, heads, dim) for heads, dim in ((6, 4), (3, 5))]
     local = [[x[:, positions(runs)] for x in whole] for runs in shards]
 
     def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         exchanges = [
-            HeadExchange(Team(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank], Packing)
+            HeadExchange(
+                UlyssesGroup(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank], Packing
+            )
             for rank, wires in enumerate(transports)
         ]
         return lockstep([e.run(to_heads, mine, ("q", "kv")) for e, mine in zip(exchanges, tensors, strict=True)])
@@ -243,7 +245,7 @@ def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
 
 def test_ranks_with_unlike_key_value_heads_are_told_though_they_work_with_one_each() -> None:
     calls = [
-        prepare(VirtualRing(Topology(1, 4), Strategy(ulysses_degree=4)).members[0], inputs, Request(), {})
+        prepare(VirtualRing(Topology(1, 4), Strategy(ulysses_degree=4)).rank_states[0], inputs, Request(), {})
         for heads in (1, 2)
         for inputs in [Inputs(*(torch.randn(1, 4, n, 8) for n in (4, heads, heads)))]
     ]

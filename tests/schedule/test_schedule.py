@@ -126,7 +126,7 @@ def test_the_last_hop_home_hides_behind_work_that_was_kept(name: str, topology: 
 def test_direct_sends_to_another_node_once_what_is_needed_there(topology: Topology, density: float) -> None:
     drawn, everyone = random.Random(1), range(topology.ranks)
     some = [{o: ((r % 3, 4 + o),) for o in everyone if r == o or drawn.random() < density} for r in everyone]
-    schedule = direct(topology, needs=some).validate(some)
+    schedule = direct(topology, required=some).validate(some)
     for owner in everyone:
         for node in range(topology.nodes):
             needing = [rank for rank in topology.node_peers(node * topology.ranks_per_node) if owner in some[rank]]
@@ -158,12 +158,12 @@ def test_by_link_only_counterparts_have_a_communicator_between_nodes() -> None:
 def test_direct_goes_straight_to_ranks_that_share_nothing() -> None:
     """Each needs the block before its own: as many transfers as seams, on one communicator."""
     some = [{rank: None, **({rank - 1: ((6, 8),)} if rank else {})} for rank in range(8)]
-    schedule = direct(Topology(2, 4), needs=some).validate(some)
+    schedule = direct(Topology(2, 4), required=some).validate(some)
     assert [(t.src, t.dst) for t in sorted(schedule.gather, key=lambda t: t.src)] == [(r, r + 1) for r in range(7)]
     assert not schedule.by_link
     assert {(t.issue, t.due) for t in schedule.gather} == {(0, 1)}, "behind the work on its own block"
     assert {(t.issue, t.due) for t in schedule.reduce} == {(2, 3)}, "behind what is kept of it"
-    assert direct(Topology(2, 4), needs=[*some[:7], {**some[7], 3: None}]).by_link, "4 and 7 need block 3"
+    assert direct(Topology(2, 4), required=[*some[:7], {**some[7], 3: None}]).by_link, "4 and 7 need block 3"
 
 
 def test_direct_crosses_behind_the_work_on_another_node() -> None:
@@ -224,8 +224,8 @@ def test_rows_count_where_they_are_sent_and_where_they_are_received() -> None:
     alone = {0: ((0, 8),)}
     gathering = [dict.fromkeys(range(4), ((0, 8),)), *({rank: ((0, 8),)} for rank in (1, 2, 3))]
     giving = [alone, *({0: ((0, 8),), rank: ((0, 8),)} for rank in (1, 2, 3))]
-    for needs in (gathering, giving):
-        assert direct(Topology(1, 4), False, needs).most_rows_moved([8] * 4) == (0, 24)
+    for required in (gathering, giving):
+        assert direct(Topology(1, 4), False, required).most_rows_moved([8] * 4) == (0, 24)
 
 
 def test_links_need_own_communicators_only_with_two_levels() -> None:

@@ -29,7 +29,7 @@ from burst_plugin import (
     VirtualRing,
 )
 from burst_plugin.compute import accumulators as sums
-from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.regions import Both
 from tests.support.reference import NAMES, Problem, Result, reference, reference_lse
 
@@ -85,7 +85,7 @@ class Drawn:
     bias: tuple[int, int] | None = None
     seed: int = 0
     at_once: int = 1
-    most_rows: float = needs._MOST_ROWS
+    most_rows: float = required_rows._MOST_ROWS
 
     def __repr__(self) -> str:
         """As Python, without what is as usual."""
@@ -140,7 +140,7 @@ class Drawn:
         options: dict[str, Any] = {"mask": self.mask, "scores": self.scores, "tokens": self.tokens}
         with (
             mock.patch.object(sums, "at_once", return_value=self.at_once),
-            mock.patch.object(needs, "_MOST_ROWS", self.most_rows),
+            mock.patch.object(required_rows, "_MOST_ROWS", self.most_rows),
         ):
             out, lse = ring.attention(q, k, v, sink=sink, bias=bias, **options)
             grads = iter(torch.autograd.grad(out, [x for x in inputs if x is not None], dout))

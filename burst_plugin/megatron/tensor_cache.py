@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["Seen"]
+__all__ = ["TensorCache"]
 
 _T = TypeVar("_T")
 
 
-class Seen:
+class TensorCache:
     """What was read from tensors, remembered until the memory is freed or written to, or the microbatch ends.
 
     Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. Torch does not

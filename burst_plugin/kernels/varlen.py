@@ -24,8 +24,8 @@ from burst_plugin.types import CAUSAL, FULL
 __all__ = [
     "DQ_ROWS",
     "AtOnce",
-    "backward_one_by_one",
-    "forward_one_by_one",
+    "backward_looped",
+    "forward_looped",
     "in_rows",
     "in_rows_of_heads",
     "is_right",
@@ -41,11 +41,11 @@ _LOG = logging.getLogger(__name__)
 class AtOnce(Kernel, Protocol):
     """A kernel that takes several sequences in one call."""
 
-    def forward_at_once(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
         """`Kernel.forward` of `lengths` in one call."""
         ...
 
-    def backward_at_once(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
+    def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
         """`Kernel.backward` of `lengths` in one call."""
         ...
 
@@ -61,7 +61,7 @@ def sent(x: Tensor, device: torch.device) -> Tensor:
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
-def forward_one_by_one(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """`Kernel.forward` of `how.lengths`, a call per sequence."""
     batch, alone = q.shape[0], how._replace(lengths=None)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -70,7 +70,7 @@ def forward_one_by_one(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How
     return in_rows(out[0], batch), in_rows_of_heads(lse[0], batch)
 
 
-def backward_one_by_one(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
     """`Kernel.backward` of `how.lengths`, a call per sequence."""
     batch, alone = k.shape[0], how._replace(lengths=None)
     q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
@@ -149,14 +149,14 @@ def _errors(kernel: AtOnce, trial: Trial) -> dict[str, float]:
         how = How(band, scores, deterministic=trial.deterministic, lengths=lengths)
         q, dout = (draw(sum(lengths.q), 4, dim) for dim in (trial.qk_dim, trial.v_dim))
         k, v = (draw(sum(k_lengths), 2, dim) for dim in (trial.qk_dim, trial.v_dim))
-        expected = forward_one_by_one(kernel, q, k, v, how)
+        expected = forward_looped(kernel, q, k, v, how)
         queries = Queries(q, dout, *expected)
         out_lse, grads = (
-            kernel.forward_at_once(q, k, v, how, lengths),
-            kernel.backward_at_once(queries, k, v, how, lengths),
+            kernel.forward_batched(q, k, v, how, lengths),
+            kernel.backward_batched(queries, k, v, how, lengths),
         )
         at_once = (*out_lse, *grads[:3])
-        singly = (*expected, *backward_one_by_one(kernel, queries, k, v, how)[:3])
+        singly = (*expected, *backward_looped(kernel, queries, k, v, how)[:3])
         for name, one, other in zip(RESULTS, at_once, singly, strict=True):
             errors[name] = max(errors.get(name, 0.0), difference(one, other))
     return errors

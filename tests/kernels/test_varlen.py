@@ -28,7 +28,7 @@ from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import flash as flash_module
 from burst_plugin.kernels.protocol import Grads
-from burst_plugin.kernels.ragged import backward_one_by_one, forward_one_by_one, lengths_of
+from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths_of
 from burst_plugin.ring.call import CallKind
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import LAYOUTS
@@ -38,7 +38,7 @@ from burst_plugin.types import CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
 from tests.support.stand_ins import INSTALL, Calls
 
-RAGGED = sorted(n for n, (kernel, _) in INSTALL.items() if "ragged" in KERNELS[kernel].features)
+RAGGED = sorted(n for n, (kernel, _) in INSTALL.items() if "varlen" in KERNELS[kernel].features)
 CPU = torch.device("cpu")
 STARTS = (0, 24, 40, 64, 72, 128)
 
@@ -157,7 +157,7 @@ def kernel(request: pytest.FixtureRequest, calls: Calls) -> Iterator[Kernel]:
     flash_module._is_right.cache_clear()
 
 
-every_ragged = pytest.mark.parametrize("kernel", RAGGED, indirect=True)
+every_varlen = pytest.mark.parametrize("kernel", RAGGED, indirect=True)
 
 
 def drawn(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], batch: int, dims: tuple[int, int]) -> Problem:
@@ -170,14 +170,14 @@ def drawn(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], batch: int, di
 def agree(kernel: Kernel, problem: Problem, how: How) -> None:
     """With the reference kernel, a call per sequence."""
     reference_kernel = KERNELS["reference"]
-    expected = forward_one_by_one(reference_kernel, *problem[:3], how)
+    expected = forward_looped(reference_kernel, *problem[:3], how)
     torch.testing.assert_close(kernel.forward(*problem[:3], how), expected, rtol=1e-11, atol=1e-11)
     queries = Queries(problem.q, problem.dout, *expected)
-    wanted = backward_one_by_one(reference_kernel, queries, *problem[1:3], how)
+    wanted = backward_looped(reference_kernel, queries, *problem[1:3], how)
     torch.testing.assert_close(kernel.backward(queries, *problem[1:3], how)[:3], wanted[:3], rtol=1e-11, atol=1e-11)
 
 
-@every_ragged
+@every_varlen
 @pytest.mark.parametrize("band", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("dims", [(8, 8), (12, 8), (8, 20)], ids=str)
 @pytest.mark.parametrize("batch", [1, 2])
@@ -196,7 +196,7 @@ def test_several_sequences_are_one_call(
     assert calls[1]["deterministic"]
 
 
-@every_ragged
+@every_varlen
 def test_one_query_each_and_what_cannot_be_addressed_go_alone(
     kernel: Kernel, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,12 +214,12 @@ def test_one_query_each_and_what_cannot_be_addressed_go_alone(
         assert len(calls) == passes
 
 
-@every_ragged
+@every_varlen
 @pytest.mark.parametrize("fault", ["wrong dk", "raises", "wrong lse"])
 def test_a_library_that_is_wrong_there_is_found_out(
     kernel: Kernel, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    forward, backward = type(kernel)._forward_ragged, type(kernel)._backward_ragged  # type: ignore[attr-defined]
+    forward, backward = type(kernel)._forward_varlen, type(kernel)._backward_varlen  # type: ignore[attr-defined]
 
     def wrong_forward(*args: object) -> tuple[torch.Tensor, torch.Tensor]:
         if fault == "raises":
@@ -231,8 +231,8 @@ def test_a_library_that_is_wrong_there_is_found_out(
         dq, dk, dv = backward(*args)
         return dq, dk.roll(1, 0) if fault == "wrong dk" else dk, dv  # type: ignore[return-value]
 
-    monkeypatch.setattr(type(kernel), "_forward_ragged", wrong_forward)
-    monkeypatch.setattr(type(kernel), "_backward_ragged", wrong_backward)
+    monkeypatch.setattr(type(kernel), "_forward_varlen", wrong_forward)
+    monkeypatch.setattr(type(kernel), "_backward_varlen", wrong_backward)
     problem = drawn((5, 2, 9), (5, 2, 9), 2, (8, 8))
     how = How(CAUSAL, Scores(scale=0.3), lengths=lengths_of((5, 2, 9) * 2, (5, 2, 9) * 2, CPU))
     caplog.set_level(logging.WARNING)

@@ -15,7 +15,7 @@ from burst_plugin.schedule.schedule import RankSchedule, Step, Transfer
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Rows
 
-__all__ = ["Batch", "Itinerary", "Post"]
+__all__ = ["Batch", "Post", "SendRecvPlan"]
 
 
 class Post(NamedTuple):
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Itinerary:
+class SendRecvPlan:
     """A rank's schedule and its messages, made once for all passes that are alike.
 
     `peers` says by what number a transport knows each rank of the schedule, and `packing` how operands (gather) or
