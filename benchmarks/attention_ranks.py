@@ -19,14 +19,13 @@ from benchmarks.memory import PeakMemory
 from benchmarks.one_rank import Gradients, Whole, fastest
 from benchmarks.silent import SilentTransport, silenced
 from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
-from burst_plugin.attention import backward_program, forward_program
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.kernels import Queries
-from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.attention_pass import Saved, backward_program, forward_program
+from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Outputs, Request
+from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.layout import Tokens
 
 __all__ = ["SILENT", "Measured", "Ready", "group_rank", "virtual_rank"]
@@ -151,26 +150,23 @@ def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
     tokens = Tokens(whole.q.shape[1])
     shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.rank_states]
     inputs = [Inputs(q, k, v) for q, k, v, _ in shards]
-    calls = [
-        prepare(rank_state, mine, request, {}) for rank_state, mine in zip(ring.rank_states, inputs, strict=True)
-    ]
+    plans = [make_plan(state, mine, request, {}) for state, mine in zip(ring.rank_states, inputs, strict=True)]
     number = 0
 
-    def forward() -> tuple[CallId, list[Queries]]:
+    def forward() -> tuple[CallId, list[Saved]]:
         nonlocal number
         number += 1
         which = CallId(number)
-        done: list[Outputs] = lockstep([forward_program(c, which, x) for c, x in zip(calls, inputs, strict=True)])
-        each = zip(shards, done, strict=True)
-        return which, [Queries(q, dout, found.out.to(q.dtype), found.lse) for (q, _, _, dout), found in each]
+        done = lockstep([forward_program(plan, which, x) for plan, x in zip(plans, inputs, strict=True)])
+        return which, [saved for _, saved in done]
 
-    def backward(saved: tuple[CallId, list[Queries]]) -> list[tuple[Tensor, ...]]:
-        mine, rows = saved
-        each = zip(calls, inputs, rows, strict=True)
-        done = lockstep([backward_program(call, mine, x, queries) for call, x, queries in each])
-        return [tuple(x.to(whole.q.dtype) for x in grads[:3] if x is not None) for grads in done]
+    def backward(saved: tuple[CallId, list[Saved]]) -> list[tuple[Tensor, ...]]:
+        mine, kept = saved
+        each = zip(plans, shards, kept, strict=True)
+        done = lockstep([backward_program(plan, mine, shard[3], one) for plan, shard, one in each])
+        return [tuple(grads[:3]) for grads in done]
 
-    def gather(saved: tuple[CallId, list[Queries]], grads: list[tuple[Tensor, ...]]) -> Gradients:
+    def gather(saved: tuple[CallId, list[Saved]], grads: list[tuple[Tensor, ...]]) -> Gradients:
         columns = ([rows.out for rows in saved[1]], *zip(*grads, strict=True))
         return Gradients(*(layout(tokens).unshard(list(column), 1, tokens) for column in columns))
 

@@ -38,12 +38,10 @@ from benchmarks.ranks import values
 from benchmarks.results import Watch, save
 from benchmarks.tiny import ConstantKernel, CountedTensors
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.attention import backward_program, forward_program
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.kernels import Kernel, Queries
-from burst_plugin.ring.call import Call
-from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.attention_pass import backward_program, forward_program
+from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.types import DIRECTIONS
@@ -272,37 +270,30 @@ def _named(transport: str, topology: Topology, moving: str, direction: str) -> d
 
 def _in_process(topology: Topology, strategy: Strategy) -> Loop:
     """All ranks take turns; the autograd function and the consistency between ranks are left out."""
+    strategy = replace(strategy, kernel=ConstantKernel())
     ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
     each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.rank_states]
-    kernel = ConstantKernel()
-    prepared = [prepare(member, mine, Request(), {}) for member, mine in zip(ring.rank_states, each, strict=True)]
-    calls = [_with_kernel(call, kernel) for call in prepared]
+    plans = [make_plan(state, mine, Request(), {}) for state, mine in zip(ring.rank_states, each, strict=True)]
     number = 0
 
     def layer() -> Callable[[], object]:
         nonlocal number
         number += 1
         mine = CallId(number)
-        done = lockstep([forward_program(c, mine, x) for c, x in zip(calls, each, strict=True)])
-        queries = [Queries(x.q, x.q, out.out, out.lse) for x, out in zip(each, done, strict=True)]
-        each_call = [*zip(calls, each, queries, strict=True)]
-        return lambda: lockstep([backward_program(c, mine, x, rows) for c, x, rows in each_call])
+        done = lockstep([forward_program(plan, mine, x) for plan, x in zip(plans, each, strict=True)])
+        saved = [(plan, saved) for plan, (_, saved) in zip(plans, done, strict=True)]
+        return lambda: lockstep([backward_program(plan, mine, kept.given.q, kept) for plan, kept in saved])
 
     pools = [member.transport.pool for member in ring.rank_states]
     return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
 
 
-def _with_kernel(call: Call, kernel: Kernel) -> Call:
-    return replace(call, kind=replace(call.kind, kernel=kernel))
-
-
 def _over_gloo(rank: int, moving: str, parts: int, layers: int, steps: int) -> Books:
     """One of two processes; everything that a call does, autograd and the consistency of every call included."""
-    cp = ContextParallel(dist.group.WORLD, strategy=Strategy(backward=moving, parts=parts))
+    strategy = Strategy(backward=moving, parts=parts, kernel=ConstantKernel())
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     q, k, v = (torch.randn(_SHAPE, requires_grad=True) for _ in range(3))
     burst_attention(q, k, v, cp)
-    kernel = ConstantKernel()
-    cp.calls.update({key: _with_kernel(call, kernel) for key, call in cp.calls.items()})
     dout = torch.ones(_SHAPE)
 
     def layer() -> Callable[[], object]:

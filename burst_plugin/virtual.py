@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
-from burst_plugin.attention import attention_of_ranks
 from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
 from burst_plugin.profiling.recorder import Profile
-from burst_plugin.ring.call import Call
-from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.autograd import RingAttention, by_rank
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors
+from burst_plugin.ring.request import Inputs, Outputs, Request, check_extras, check_kinds, check_tensors
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
@@ -61,7 +61,7 @@ class VirtualRing:
         wires = zip(self.network.transports(), self.network.transports(), strict=True)
         self.rank_states = [RankState(rank, topology, strategy, *ends, table) for rank, ends in enumerate(wires)]
         self._number = 0
-        self._known: list[dict[Hashable, Call]] = [{} for _ in self.rank_states]
+        self._known: list[dict[Hashable, Plan]] = [{} for _ in self.rank_states]
 
     def attention(
         self,
@@ -90,15 +90,16 @@ class VirtualRing:
         if sink is not None:  # ranks' gradients add up
             whole = whole._replace(sink=sink.to(torch.promote_types(sink.dtype, torch.float32)))
         inputs = self._dealt(whole, *tokens)
-        calls = [
-            prepare(rank_state, mine, request, known)
+        plans = [
+            make_plan(rank_state, mine, request, known)
             for rank_state, mine, known in zip(self.rank_states, inputs, self._known, strict=True)
         ]
-        for call in calls:
-            call.kind.rank_state.note_call(call.kind.choices)
+        for plan in plans:
+            plan.rank_state.note_call(plan.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
-            outputs = attention_of_ranks(calls, CallId(self._number), inputs)
+            flat = RingAttention.apply(plans, CallId(self._number), *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+        outputs = [Outputs(*each) for each in by_rank(flat, len(plans))]
         layout = self.rank_states[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])
         return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])

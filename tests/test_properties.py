@@ -110,7 +110,7 @@ def test_schedules_of_needs_are_exact(topology: Topology, reduces: bool, density
             held = most_held(schedule)
             operands, sums_held = (5, 7) if schedule.by_link else (3, 3)
             assert held.operands <= operands
-            assert held.sums <= sums_held
+            assert held.results <= sums_held
             if not schedule.by_link:
                 assert len(schedule.gather) == pairs
                 assert len(schedule.reduce) == pairs * reduces

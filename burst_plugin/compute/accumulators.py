@@ -1,4 +1,4 @@
-"""What accumulates on either side of the visits: plain sums (dq; dk and dv) and softmax-weighted ones (out, lse)."""
+"""What tiles contribute to, on either side of a visit: sums (dq; dk and dv) and softmax-weighted means (out, lse)."""
 
 from __future__ import annotations
 
@@ -9,198 +9,185 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.online_softmax import add_, at_once, merge_
+from burst_plugin.compute.online_softmax import add_, fan_in, merge_
 from burst_plugin.compute.rows import rows_of, token_dim
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Rows, Side, Spec
 
-__all__ = ["OwnSums", "PlainSums", "Room", "SoftmaxSums", "TileSums", "in_parts"]
+__all__ = ["SOFTMAX", "SUM", "Accumulator", "BlockAccumulators", "Combine", "Storage", "Tensors", "in_parts"]
+
+Tensors = tuple[Tensor, ...]
 
 
-class Room(Protocol):
-    """A place for sums of `length` token rows, whose tensors are made when they are needed."""
+class Combine(NamedTuple):
+    """How contributions become one.
+
+    nothing: what rows read as to which nothing was added, by tensor.
+    add: adds contributions to tensors, in place; if not `filled`, these hold nothing yet.
+    """
+
+    nothing: tuple[float, ...]
+    add: Callable[[Sequence[Tensor], Sequence[Sequence[Tensor]], bool], None]
+
+
+class Storage(Protocol):
+    """Where an accumulator of `length` token rows gets its tensors, once it needs any."""
 
     length: int
 
-    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """Tensors to keep sums in from now on, with the values of a contribution `kept` so far if there is one."""
+    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
+        """Return tensors to accumulate in, with the values of the contribution `kept` if there is one."""
         ...
 
 
-Place = tuple[Tensor, ...] | Room
-
-
 class _Contribution(NamedTuple):
-    """Tensors that are to be added to these rows of sums."""
+    """Tensors that are to be added to these rows."""
 
     rows: slice
     tensors: Sequence[Tensor]
 
 
-class TileSums:
-    """What accumulates on a side of the visits: tensors [B, S, H, D] or [B, H, S], to which tiles contribute.
+class Accumulator:
+    """All that was contributed: what its tensors hold, if it has any yet, and contributions that wait.
 
-    Contributions first wait, just as the kernel returned them: on GPUs several, as many as `softmax` sums up at once;
-    elsewhere the first one, if it is to all rows. When another comes, since they might have been all there is, they
-    go into `_tensors`, for which there is only `_room` before that. `filled` ones begin in tensors that hold values.
+    Contributions wait, as the kernel returned them: on GPUs several, as many as are added in one pass over memory;
+    elsewhere the first one if it covers all rows, since it may be the only one. Tensors are taken from the storage
+    when what waits has to be added up.
     """
 
-    # What rows that nothing was added to read as, by tensor; a side may have fewer tensors.
-    nothing: tuple[float, ...]
-
-    def __init__(self, place: Place, filled: bool = False) -> None:
-        self._tensors: tuple[Tensor, ...] | None = place if isinstance(place, tuple) else None
-        self._room = None if isinstance(place, tuple) else place
-        self._filled = filled
+    def __init__(self, combine: Combine, storage: Storage, tensors: Tensors | None = None) -> None:
+        self.combine, self.storage = combine, storage
+        self._tensors = tensors
         self._waiting: list[_Contribution] = []
 
     @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What is summed, all of it."""
+    def tensors(self) -> Tensors:
+        """All that was contributed, added up."""
         self.settle()
-        return self._take(None)
+        assert self._tensors is not None
+        return self._tensors
 
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
-        """Add what one tile contributes, which is kept if need be, to its rows of this side."""
-        rows, several = tile.rows(side), at_once(contribution[0])
-        if tile.batch is not None or (several == 1 and self._filled):
-            self._add([rows_of(tensor, rows, tile.batch) for tensor in self.tensors], [contribution], True)
+        """Add what a tile contributes to its rows of this side; the contribution may be kept."""
+        rows, several = tile.rows(side), fan_in(contribution[0])
+        if tile.batch is not None or (several == 1 and self._tensors is not None):
+            self.combine.add([rows_of(x, rows, tile.batch) for x in self.tensors], [contribution], True)
             return
         if 1 < several <= len(self._waiting):
-            self._sum_up_waiting()
-        may_be_all = self._tensors is None and not self._waiting and self._is_whole(rows)
+            self._add_up()
+        may_be_all = self._tensors is None and not self._waiting and self._covers(rows)
         self._waiting.append(_Contribution(rows, contribution))
         if several == 1 and not may_be_all:
-            self._sum_up_waiting()
+            self._add_up()
 
-    def join(self, other: TileSums, rows: Rows | None) -> None:
-        """Add another rank's sums, now, since they are in a message: of these rows, or of all."""
+    def join(self, other: Accumulator, rows: Rows | None) -> None:
+        """Add what another rank has accumulated, now, since it lies in a message: to these rows, or to all."""
         may_keep = bool(self._waiting)
         if rows is None:
-            if other._filled:
-                self._waiting.append(_Contribution(slice(0, self._length), other._take(None)))
+            if other._tensors is not None:
+                self._waiting.append(_Contribution(slice(0, self._length), other._tensors))
             self._waiting += other._waiting
         else:
             offset = 0
             for start, stop in rows:
                 within = slice(offset, offset + stop - start)
-                part = [rows_of(tensor, within) for tensor in other.tensors]
-                self._waiting.append(_Contribution(slice(start, stop), part))
+                self._waiting.append(_Contribution(slice(start, stop), [rows_of(x, within) for x in other.tensors]))
                 offset += stop - start
-        self._sum_up_waiting(may_keep)
+        self._add_up(may_keep)
 
     def settle(self) -> None:
-        """Have all in `tensors`, and rows that nothing was added to read as nothing, before sums are sent or used."""
-        if self._waiting or not self._filled:
-            self._sum_up_waiting()
+        """Add up all that waits, and fill rows to which nothing was added, before the result is sent or read."""
+        if self._waiting or self._tensors is None:
+            self._add_up()
 
-    def rounded(self) -> tuple[Tensor, ...]:
-        """All sums at last, in the type of contributions where none of them has to be widened for that."""
+    def rounded(self) -> Tensors:
+        """Return the final result, in the type of the contributions where none has to be widened for that."""
         if not self._waiting:
             return self.tensors
         first = self._waiting[0]
-        if len(self._waiting) == 1 and not self._filled and self._is_whole(first.rows):
+        if len(self._waiting) == 1 and self._tensors is None and self._covers(first.rows):
             return tuple(_owned(x, x.shape, x.dtype) for x in first.tensors)
-        if at_once(first.tensors[0]) == 1:
+        if fan_in(first.tensors[0]) == 1:
             return self.tensors
-        result = type(self)(tuple(_of_length(x, self._length) for x in first.tensors))
+        result = Accumulator(self.combine, _Given(tuple(_of_length(x, self._length) for x in first.tensors)))
         result.join(self, None)
-        self._waiting, self._tensors = [], None  # nobody adds any more, and the other side may need memory
+        self._waiting, self._tensors = [], None  # nothing is added any more, and the other side may need memory
         return result.tensors
 
-    def _sum_up_waiting(self, may_keep: bool = True) -> None:
-        """Have all that waits in tensors; those of the first contribution if it `may_keep` them and it is best."""
+    def _add_up(self, may_keep: bool = True) -> None:
+        """Add all that waits to the tensors; the first contribution may become these if it `may_keep` it."""
         waiting, self._waiting = self._waiting, []
-        if may_keep and self._tensors is None and waiting and self._is_whole(waiting[0].rows):
+        filled = self._tensors is not None
+        if may_keep and not filled and waiting and self._covers(waiting[0].rows):
             first = waiting[0].tensors
-            if len(waiting) == 1 or at_once(first[0]) == 1:
-                self._take(first)
+            if len(waiting) == 1 or fan_in(first[0]) == 1:
+                self._tensors, filled = self.storage.take(first), True
                 del waiting[0]
-        tensors = self._take(None)
-        for rows, parts in _by_rows(waiting, 0 if self._filled else self._length):
+        tensors = self._tensors = self._tensors if self._tensors is not None else self.storage.take(None)
+        for rows, parts in _by_rows(waiting, 0 if filled else self._length):
             mine = [rows_of(tensor, rows) for tensor in tensors]
             if parts:
-                self._add(mine, parts, self._filled)
+                self.combine.add(mine, parts, filled)
             else:
-                self._clear(mine)
-        self._filled = True
-
-    def _take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """The tensors, out of the room if nobody has taken it, which may be those of a contribution."""
-        if self._tensors is None:
-            assert self._room is not None
-            self._tensors, self._filled = self._room.take(kept), kept is not None
-        return self._tensors
+                for tensor, value in zip(mine, self.combine.nothing, strict=False):
+                    tensor.fill_(value)
 
     @property
     def _length(self) -> int:
-        """Token rows; asking for it takes no room."""
-        if self._tensors is None:
-            assert self._room is not None
-            return self._room.length
-        return self._tensors[0].size(1) if self._tensors else 0
+        """Token rows."""
+        return self.storage.length
 
-    def _is_whole(self, rows: slice) -> bool:
+    def _covers(self, rows: slice) -> bool:
         return rows == slice(0, self._length)
 
-    def _clear(self, tensors: Sequence[Tensor]) -> None:
-        for tensor, value in zip(tensors, self.nothing, strict=False):
-            tensor.fill_(value)
 
-    def _add(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-        """Add contributions to these rows of the tensors, which hold nothing yet if not `filled`."""
-        raise NotImplementedError
+def _add_each(tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
+    for tensor, *mine in zip(tensors, *parts, strict=True):
+        add_(tensor, mine, filled)
 
 
-class PlainSums(TileSums):
-    """Tensors [B, S, H, D] that contributions are added to."""
-
-    nothing = (0.0, 0.0)
-
-    def _add(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-        for tensor, *mine in zip(tensors, *parts, strict=True):
-            add_(tensor, mine, filled)
+def _merge(tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
+    out, lse = tensors
+    merge_(out, lse, parts, filled)
 
 
-class SoftmaxSums(TileSums):
-    """out [B, S, H, Dv] and lse [B, H, S] over the keys seen so far; rows that saw none have out 0, lse -inf."""
-
-    nothing = (0.0, -torch.inf)
-
-    def _add(self, tensors: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-        out, lse = tensors
-        merge_(out, lse, parts, filled)
+SUM = Combine((0.0, 0.0), _add_each)
+"""Tensors [B, S, H, D], as many as there are."""
+SOFTMAX = Combine((0.0, -torch.inf), _merge)
+"""out [B, S, H, Dv] and lse [B, H, S] over the keys so far; rows that attended to none have out 0, lse -inf."""
 
 
-class OwnSums:
-    """The sums of a rank's own block: `tensors` whole, and `parts`, sums of their own, one per part of the heads.
+class BlockAccumulators:
+    """The accumulators of a rank's own block: `parts`, one for each part of the heads, over tensors of all heads.
 
-    `specs` are those of the whole; `make` makes sums, of a part whose number it is given, in tensors or in room for
-    them.
+    Args:
+        specs: shape and type of the tensors of all heads.
+        make: for each part of the heads, what makes an accumulator in a storage.
     """
 
     def __init__(
-        self, specs: Sequence[Spec], device: torch.device, parts: int, make: Callable[[int, Place], TileSums]
+        self, specs: Sequence[Spec], device: torch.device, make: Sequence[Callable[[Storage], Accumulator]]
     ) -> None:
-        self._whole: tuple[Tensor, ...] | None = None
-        room = _OwnRoom(specs, device)
-        if parts == 1:
-            self.parts = [make(0, room)]
+        self._whole: Tensors | None = None
+        new = _New(specs, device)
+        if len(make) == 1:
+            self.parts = [make[0](new)]
             return
-        self._whole = room.take(None)
-        self.parts = [make(part, views) for part, views in enumerate(in_parts(self._whole, parts))]
+        self._whole = new.take(None)
+        views = in_parts(self._whole, len(make))
+        self.parts = [of_part(_Given(mine)) for of_part, mine in zip(make, views, strict=True)]
 
-    def finished(self, rounded: bool) -> tuple[Tensor, ...]:
-        """The sums, settled; `rounded` if they may be in the type of contributions."""
+    def finished(self, rounded: bool) -> Tensors:
+        """Return the result; `rounded` if it may be in the type of the contributions."""
         if self._whole is None:
             return self.parts[0].rounded() if rounded else self.parts[0].tensors
-        for sums in self.parts:
-            sums.settle()
+        for accumulator in self.parts:
+            accumulator.settle()
         return self._whole
 
 
-def in_parts(tensors: Sequence[Tensor], parts: int) -> list[tuple[Tensor, ...]]:
-    """Each part's heads of tensors [B, S, H, D] or [B, H, S], as views."""
+def in_parts(tensors: Sequence[Tensor], parts: int) -> list[Tensors]:
+    """Cut tensors [B, S, H, D] or [B, H, S] into parts of the heads, as views."""
     if parts == 1:
         return [tuple(tensors)]
     cut = [x.chunk(parts, 2 if x.dim() == 4 else 1) for x in tensors]
@@ -208,7 +195,7 @@ def in_parts(tensors: Sequence[Tensor], parts: int) -> list[tuple[Tensor, ...]]:
 
 
 def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[slice, Sequence[Sequence[Tensor]]]]:
-    """Runs of rows, with what is contributed to all of the run; none but what there is from row `length` on."""
+    """Yield ranges of rows, with what is contributed to all of the range; empty ranges only before row `length`."""
     if len(waiting) == 1 and not length:
         yield waiting[0].rows, [waiting[0].tensors]
         return
@@ -223,30 +210,44 @@ def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[sl
             yield slice(start, stop), parts
 
 
-class _OwnRoom:
-    """See `Room`: new tensors."""
+class _New:
+    """New tensors, or those of the first contribution where they will do; see `Storage`."""
 
     def __init__(self, specs: Sequence[Spec], device: torch.device) -> None:
         self._specs, self._device = specs, device
-        self.length = specs[0][0][1] if specs else 0  # a side may have no sums
+        self.length = specs[0][0][1] if specs else 0  # keys and values accumulate nothing in a forward pass
 
-    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """See `Room.take`; a contribution's own tensor where it is as good and holds no more memory."""
+    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
+        """See `Storage.take`."""
         if kept is None:
             return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._specs)
         return tuple(_owned(part, *spec) for part, spec in zip(kept, self._specs, strict=True))
 
 
+class _Given:
+    """Tensors that are there already; see `Storage`."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self.length = tensors[0].size(1) if tensors else 0
+
+    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
+        """See `Storage.take`."""
+        for tensor, part in zip(self._tensors, kept or (), strict=False):
+            tensor.copy_(part)
+        return self._tensors
+
+
 def _of_length(x: Tensor, length: int) -> Tensor:
-    """A new tensor like one [B, S, H, D] or [B, H, S], of that many token rows."""
+    """Return a new tensor like one [B, S, H, D] or [B, H, S], of that many token rows."""
     shape = list(x.shape)
     shape[token_dim(x)] = length
     return x.new_empty(shape)
 
 
 def _owned(part: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a kernel returned if it has that shape and type, and no more memory; else a copy of it that has."""
-    alike = part.dtype == dtype and part.shape == shape and part.is_contiguous()
-    if alike and part.untyped_storage().nbytes() == part.nbytes:
+    """Return what a kernel gave if it has that shape and type, and no more memory; else a copy that has."""
+    fits = part.dtype == dtype and part.shape == shape and part.is_contiguous()
+    if fits and part.untyped_storage().nbytes() == part.nbytes:
         return part.data  # a kernel's view of its own tensor: as an output it must not count as one
     return torch.empty(shape, dtype=dtype, device=part.device).copy_(part)

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_", "add_sink", "at_once", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
+__all__ = ["add_", "add_sink", "fan_in", "merge_", "project", "row_delta", "row_factor", "sink_grad"]
 
 _LOG = logging.getLogger(__name__)
 _LEAST_SAFE_NORM = 1e-15  # of which neither the square nor 1 / square is too small for float32
 
 
-def at_once(part: Tensor) -> int:
-    """How many tensors like this one `merge_` and `add_` take while they pass over memory once.
+def fan_in(part: Tensor) -> int:
+    """Return how many tensors like this one `merge_` and `add_` take while they pass over memory once.
 
     More than one are worth waiting for: they are read once, and the sum is read and written once for all of them.
     """
     fused = _fused(part) if part.element_size() == 2 else None  # others would take as much room as the sum
-    return fused.AT_ONCE if fused else 1
+    return fused.FAN_IN if fused else 1
 
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool = True) -> None:

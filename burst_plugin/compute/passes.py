@@ -1,136 +1,140 @@
-"""The two passes of attention: what either side of a visit is, at home and on its way (the table in `shapes`).
+"""The two passes of attention on one rank: what each side of a visit reads, sends and accumulates (see `shapes`).
 
-A pass goes through one direction of the ring; a `Part` is what it does for one part of the heads, of which there is
-mostly one. Queries that travel backward send a factor per row in place of out, `softmax.row_factor`; where they
-arrive, `softmax.project` makes of it and of dout an `out` that any kernel takes.
+Queries that travel backward send a factor per row in place of out, `online_softmax.row_factor`; where they arrive,
+`online_softmax.project` makes of it and of dout an `out` that any kernel takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.accumulators import OwnSums, Place, PlainSums, SoftmaxSums, TileSums, in_parts
+from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, Storage, Tensors
 from burst_plugin.compute.online_softmax import project
-from burst_plugin.compute.rows import take_rows
-from burst_plugin.compute.tile_attention import TileWork, VisitPositions
-from burst_plugin.kernels import Queries
+from burst_plugin.compute.tile_attention import (
+    TileAttention,
+    VisitPositions,
+    fold,
+    fold_lse,
+    unfold,
+    unfold_lse,
+)
+from burst_plugin.compute.varlen import put_back, taken
+from burst_plugin.kernels import How, Queries, largest_scores
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import Rows, Side
+from burst_plugin.types import Side
 
-__all__ = ["Part", "PassCargo", "Tensors", "backward_parts", "forward_parts"]
-
-Tensors = tuple[Tensor, ...]
+__all__ = ["BackwardPart", "ForwardPart", "Part"]
 
 
 class Part(Protocol):
-    """What a pass does in a visit of one part of the heads. Sides are called "q" and "kv"."""
+    """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them."""
 
-    operands: dict[str, Tensors]  # of this rank, as `compute` reads them
+    q: Tensors
+    kv: Tensors
 
     def outgoing(self, side: Side) -> Tensors:
-        """This rank's operands as they travel, in the order of `Shapes.side`."""
+        """Return this rank's operands of a side as they travel, in the order of `Shapes.side`."""
         ...
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """Operands that travelled, as `compute` reads them."""
+        """Return operands that travelled as `compute` reads them."""
         ...
 
-    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
-        """Sums in tensors, in the order of `Shapes.side`, or in room for them; `filled`: they hold values already."""
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """Return an accumulator of a side, with what `tensors` hold if there are any."""
         ...
 
-    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
-        """The work of one tile: what it adds to the sums of either side, () for nothing."""
+    def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
+        """Return what a tile contributes to its queries, and to its keys and values; () for nothing."""
         ...
 
 
-class ForwardPart:
-    """out and lse."""
+class ForwardPart(TileAttention):
+    """Computes out and lse of one part of the heads; see `Part`.
 
-    def __init__(self, work: TileWork, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._work = work
-        self.operands: dict[str, Tensors] = {"q": (q,), "kv": (k, v)}
+    `max_logits` [Hq], if it is set, accumulates the largest scores.
+    """
+
+    max_logits: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
         """See `Part.outgoing`."""
-        return self.operands[side]
+        return self.q if side == "q" else self.kv
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
         """See `Part.incoming`."""
         return arrived
 
-    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
-        """See `Part.sums`; only queries sum up anything."""
-        return SoftmaxSums(place, filled) if side == "q" else PlainSums(place, filled)
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """See `Part.accumulator`; keys and values accumulate nothing."""
+        return Accumulator(SOFTMAX if side == "q" else SUM, storage, tensors)
 
-    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
-        """See `Part.compute`."""
-        return {"q": self._work.forward(queries[0], kv, tile, positions), "kv": ()}
+    def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
+        """See `Part.compute`: ((out, lse), ())."""
+        query, key, value = fold(q[0], tile.q, tile), fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
+        how = self.how(tile, positions)
+        if tile.spans:
+            return self._of_spans(query, key, value, tile, how), ()
+        out, lse = self.kernel.forward(query, key, value, how)
+        if self.max_logits is not None:
+            self.max_logits = self.max_logits.maximum(largest_scores(query, key, how))
+        return (unfold(out, tile), unfold_lse(lse, tile)), ()
+
+    def _of_spans(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, how: How) -> Tensors:
+        rows = self.spans.rows_of(tile)
+        how = how._replace(lengths=rows.lengths)
+        out, lse = self.kernel.forward(taken(q, rows.q), taken(k, rows.k), taken(v, rows.k), how)
+        return put_back(out, rows.q, q.shape[1]), put_back(lse, rows.q, q.shape[1], -torch.inf)
 
 
-class BackwardPart:
-    """dq, dk and dv. `factor` [B, H, S] is what travelling queries send in place of out; None if they send that."""
+class BackwardPart(TileAttention):
+    """Computes dq, dk and dv of one part of the heads; see `Part`.
 
-    def __init__(self, work: TileWork, queries: Queries, kv: Tensors, factor: Tensor | None) -> None:
-        self._work, self._queries, self._factor = work, queries, factor
-        self.operands: dict[str, Tensors] = {"q": tuple(queries), "kv": kv}
+    `q` is in the order of `Queries`. `factor` [B, H, S], if it is set, travels with queries in place of out.
+    """
+
+    factor: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
         """See `Part.outgoing`."""
-        if side == "kv" or self._factor is None:
-            return self.operands[side]
-        return self._queries.q, self._queries.dout, self._factor, self._queries.lse
+        if side == "kv":
+            return self.kv
+        q, dout, out, lse = self.q
+        return q, dout, out if self.factor is None else self.factor, lse
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
         """See `Part.incoming`."""
-        if side == "kv" or self._factor is None:
+        if side == "kv" or self.factor is None:
             return arrived
         q, dout, factor, lse = arrived
         return q, dout, project(dout, factor), lse
 
-    def sums(self, side: Side, place: Place, filled: bool) -> TileSums:
-        """See `Part.sums`."""
-        return PlainSums(place, filled)
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """See `Part.accumulator`."""
+        return Accumulator(SUM, storage, tensors)
 
-    def compute(self, queries: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> dict[str, Tensors]:
-        """See `Part.compute`; `queries` are in the order of `Queries`."""
-        dq, dkv = self._work.backward(Queries(*queries), kv, tile, positions)
-        return {"q": dq, "kv": dkv}
+    def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
+        """See `Part.compute`: ((dq,), (dk, dv))."""
+        query, dout, out = (fold(x, tile.q, tile) for x in q[:3])
+        queries = Queries(query, dout, out, fold_lse(q[3], tile))
+        key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
+        how = self.how(tile, positions)
+        if tile.spans:
+            return self._of_spans(queries, key, value, tile, how)
+        grads = self.kernel.backward(queries, key, value, how)
+        self.add_to_dbias(grads.dbias, tile, positions)
+        return (unfold(grads.dq, tile),), (unfold(grads.dk, tile), unfold(grads.dv, tile))
 
-
-class PassCargo:
-    """What travels in a pass, see `executor.Cargo`; `own` are this rank's sums of side `moving`."""
-
-    def __init__(self, parts: Sequence[Part], moving: Side, own: OwnSums, device: torch.device) -> None:
-        self.device = device
-        self._parts, self._moving_side, self._own = parts, moving, own
-
-    def operands(self, part: int, rows: Rows | None) -> Tensors:
-        """See `executor.Cargo`."""
-        whole = self._parts[part].outgoing(self._moving_side)
-        return whole if rows is None else tuple(take_rows(x, rows) for x in whole)
-
-    def sums(self, part: int, place: Place, filled: bool) -> TileSums:
-        """See `executor.Cargo`."""
-        return self._parts[part].sums(self._moving_side, place, filled)
-
-    def own_sums(self, part: int) -> TileSums:
-        """See `executor.Cargo`."""
-        return self._own.parts[part]
-
-
-def forward_parts(works: Sequence[TileWork], q: Tensor, k: Tensor, v: Tensor) -> list[Part]:
-    """One for each part of the heads."""
-    return [ForwardPart(work, *qkv) for work, qkv in zip(works, in_parts((q, k, v), len(works)), strict=True)]
-
-
-def backward_parts(works: Sequence[TileWork], queries: Queries, kv: Tensors, factor: Tensor | None) -> list[Part]:
-    """One for each part of the heads; `factor` [B, H, S] as in `BackwardPart`, of all heads."""
-    parts = len(works)
-    factors = [None] * parts if factor is None else [one for (one,) in in_parts((factor,), parts)]
-    each = zip(works, in_parts(queries, parts), in_parts(kv, parts), factors, strict=True)
-    return [BackwardPart(work, Queries(*q_side), kv_side, own) for work, q_side, kv_side, own in each]
+    def _of_spans(
+        self, queries: Queries, k: Tensor, v: Tensor, tile: Tile, how: How
+    ) -> tuple[tuple[Tensor], tuple[Tensor, Tensor]]:
+        rows = self.spans.rows_of(tile)
+        q_count, k_count = queries.q.shape[1], k.shape[1]
+        some = Queries(*(taken(x, rows.q) for x in queries))
+        how = how._replace(lengths=rows.lengths)
+        grads = self.kernel.backward(some, taken(k, rows.k), taken(v, rows.k), how)
+        dk, dv = (put_back(grad, rows.k, k_count) for grad in (grads.dk, grads.dv))
+        return (put_back(grads.dq, rows.q, q_count),), (dk, dv)

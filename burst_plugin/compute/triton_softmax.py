@@ -1,6 +1,6 @@
 """`compute.online_softmax` for GPUs: each of its functions by one Triton kernel that passes over memory once.
 
-Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10, and 4 for each where `AT_ONCE` are merged. A
+Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10, and 4 for each where `FAN_IN` are merged. A
 program works on some tokens of one head. Importing this module imports triton; `softmax` does so when it first meets
 a GPU. Sums are float32; nothing depends on the order in which programs run.
 """
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["AT_ONCE", "add_", "merge_", "row_delta", "row_factor", "try_out"]
+__all__ = ["FAN_IN", "add_", "merge_", "row_delta", "row_factor", "try_out"]
 
 T = TypeVar("T")
 
-AT_ONCE = 4  # parts that go into a sum together; each one more saves less, and has to be kept as long
+FAN_IN = 4  # parts that are added up together; each one more saves less, and has to be kept as long
 _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
 
@@ -138,8 +138,8 @@ def _in_turns(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T
     """All parts, as many as go into a sum together, with the sum so far among them."""
     rest = [total, *parts] if filled else [*parts]
     while rest:
-        yield rest[: 1 + AT_ONCE]
-        rest = rest[1 + AT_ONCE :]
+        yield rest[: 1 + FAN_IN]
+        rest = rest[1 + FAN_IN :]
         rest = [total, *rest] if rest else []
 
 
@@ -158,7 +158,7 @@ def try_out(device: torch.device) -> None:
     rows = torch.zeros(2, 2, 3, device=device, dtype=torch.float32)
     ones = torch.zeros(2, 3, 2, 4, device=device, dtype=torch.float32)
     part = ones.bfloat16()
-    for parts in (1, AT_ONCE):
+    for parts in (1, FAN_IN):
         merge_(ones, rows, [(part, rows)] * parts, True)
         add_(ones, [part] * parts, True)
     merge_(part, rows, [(ones, rows), (part, rows)], False)

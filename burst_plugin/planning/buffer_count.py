@@ -1,32 +1,41 @@
-"""How many buffers a schedule needs, found by going through it as the executor does. Pure Python, no torch."""
+"""How many buffers a schedule needs, counted while the executor runs it on empty tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from burst_plugin.schedule.schedule import RankSchedule, Schedule, Transfer
+import torch
+
+from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
+from burst_plugin.comm.transport import Message, Pending, Transport
+from burst_plugin.compute.accumulators import SUM, Accumulator, Storage, Tensors
+from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.send_recv_plan import SendRecvPlan
+from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
+from burst_plugin.types import Rows, Side
 
 __all__ = ["Held", "as_many_buffers", "most_held"]
 
+_CPU = torch.device("cpu")
+
 
 class Held(NamedTuple):
-    """Buffers that a rank holds at once, beside its own tensors: operands of blocks, and sums of blocks.
+    """Buffers that a rank holds at once, beside its own tensors: operands of blocks, and partial results of blocks.
 
     With the heads in parts, a block is one part of a rank's.
     """
 
     operands: int
-    sums: int
+    results: int
 
 
 def most_held(schedule: Schedule) -> Held:
-    """The most of either that any rank holds at once; the two need not be at the same time."""
-    counts = [
-        held for rank in range(schedule.ranks) for held in _Books(schedule.of_rank(rank), schedule.reduces).held()
-    ]
-    return Held(max(held.operands for held in counts), max(held.sums for held in counts))
+    """Return the most of either that any rank holds at once; the two need not be at the same time."""
+    counts = [_held(schedule.of_rank(rank), schedule.reduces) for rank in range(schedule.ranks)]
+    return Held(max(held.operands for held in counts), max(held.results for held in counts))
 
 
 def as_many_buffers(topology: Topology) -> Topology:
@@ -38,48 +47,83 @@ def as_many_buffers(topology: Topology) -> Topology:
     return Topology(min(topology.nodes, 4), min(topology.ranks_per_node, 6))
 
 
-class _Books:
-    """What one rank has leased: the bookkeeping of `executor.RingPass`, without its tensors."""
+def _held(schedule: RankSchedule, reduces: bool) -> Held:
+    """Return the most buffers that a rank holds, where every visit adds to what travels with the block."""
+    pool = _CountingPool()
+    visited = [step.visit for step in schedule.steps if step.visit is not None]
+    parts = [_Empty()] * (1 + max(map(schedule.part, visited)))
+    own = [part.accumulator("q", _NoStorage()) for part in parts]
+    send_recv = SendRecvPlan(schedule, range(schedule.ranks), _packing)
+    ring = RingPass(send_recv, _NullTransport(pool), parts, own, "q", direction="forward", device=_CPU)
+    for visit in ring.visits():
+        if visit is not None and reduces:
+            visit.accumulator.settle()
+    for _ in ring.final_reduce_hops():
+        pass
+    return Held(pool.most[_SIZES[Traffic.GATHER].nbytes], pool.most[_SIZES[Traffic.REDUCE].nbytes])
 
-    def __init__(self, schedule: RankSchedule, reduces: bool) -> None:
-        self._schedule, self._reduces = schedule, reduces
-        self._blocks: set[int] = set()  # operands that are here, or on their way here
-        self._bags: set[int] = set()  # blocks whose sums are here
-        self._extra = dict.fromkeys(Traffic, 0)  # sums on their way, and operands of which only rows are sent
-        self._until: dict[int, list[Traffic]] = {}  # of those that are sent, by the step at which they have left
 
-    def held(self) -> Iterator[Held]:
-        """After everything that leases a buffer."""
-        for number, step in enumerate(self._schedule.steps):
-            for traffic in self._until.pop(number, ()):
-                self._extra[traffic] -= 1
-            for t in step.due:
-                if t.dst == self._schedule.rank and t.traffic is Traffic.REDUCE:
-                    self._arrive(t.block)
-            self._blocks.difference_update(step.drop)
-            for t in step.issue:
-                self._post(t)
-                yield self._now()
-            if step.visit is not None and self._reduces and not self._schedule.is_own(step.visit):
-                self._bags.add(step.visit)
-                yield self._now()
-        yield self._now()
+class _Size(Packing):
+    """A message without tensors, whose size tells operands from partial results."""
 
-    def _arrive(self, block: int) -> None:
-        """Sums: either they are what this rank has of the block from now on, or they are added to that."""
-        self._extra[Traffic.REDUCE] -= 1
-        if not self._schedule.is_own(block):
-            self._bags.add(block)
+    length = 0
 
-    def _post(self, t: Transfer) -> None:
-        if t.traffic is Traffic.GATHER and (t.rows is None or not self._schedule.is_own(t.block)):
-            self._blocks.add(t.block)
-            return
-        self._extra[t.traffic] += 1
-        if t.src == self._schedule.rank:
-            self._bags.discard(t.block)
-            self._until.setdefault(t.due, []).append(t.traffic)
+    def __init__(self, nbytes: int) -> None:
+        super().__init__([])
+        self.nbytes = nbytes
 
-    def _now(self) -> Held:
-        operands = len(self._blocks) + self._extra[Traffic.GATHER]
-        return Held(operands, len(self._bags) + self._extra[Traffic.REDUCE])
+
+_SIZES = {Traffic.GATHER: _Size(16), Traffic.REDUCE: _Size(32)}
+
+
+def _packing(traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+    return _SIZES[traffic]
+
+
+class _CountingPool(BufferPool):
+    """Counts the buffers that are leased at once, by size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+
+    def lease(self, nbytes: int, device: torch.device) -> Buffer:
+        """See `BufferPool.lease`."""
+        self._now[nbytes] += 1
+        self.most[nbytes] = max(self.most[nbytes], self._now[nbytes])
+        return super().lease(nbytes, device)
+
+    def release(self, buffer: Buffer) -> None:
+        """See `BufferPool.release`."""
+        self._now[buffer.data.numel()] -= 1
+        super().release(buffer)
+
+
+class _NullTransport(Transport):
+    """Carries nothing: every message has arrived when it is posted."""
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        return []
+
+
+class _Empty:
+    """A part of the heads without tensors; see `executor.Moving`."""
+
+    def outgoing(self, side: Side) -> Tensors:
+        """See `Moving.outgoing`."""
+        return ()
+
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """See `Moving.accumulator`."""
+        return Accumulator(SUM, storage, tensors)
+
+
+class _NoStorage:
+    """Storage of no tensors, without a buffer; see `Storage`."""
+
+    length = 0
+
+    def take(self, kept: Sequence[torch.Tensor] | None) -> Tensors:
+        """See `Storage.take`."""
+        return ()

@@ -260,7 +260,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
         schedule = SCHEDULES[plan.strategy.schedule_for(groups)](as_many_buffers(groups), load.reduce_bytes > 0)
         held = most_held(schedule.in_parts(parts))
         in_pass = Counter({load.gather_bytes / parts: held.operands})
-        in_pass[load.reduce_bytes / parts] += held.sums
+        in_pass[load.reduce_bytes / parts] += held.results
         counts |= in_pass
     return sum(size * count for size, count in counts.items())
 

@@ -1,15 +1,19 @@
-"""From a rank's tensors and options to a call: all checked, every choice made, once for calls that are alike."""
+"""Make the plan of an attention call from a rank's tensors and options: check them, and make every choice."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
+from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
-from burst_plugin.ring.call import Call, CallKind, Extras
+from burst_plugin.ring.pass_plan import KernelTiles, PassPlan
+from burst_plugin.ring.plan import Extras, Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds, check_tensors, scaled
 from burst_plugin.ring.routes import Attending
@@ -18,14 +22,14 @@ from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import Strategy, choose_moving_side
 from burst_plugin.types import DIRECTIONS, Direction, Side
 
-__all__ = ["prepare"]
+__all__ = ["make_plan"]
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
 
 
-def prepare(rank_state: RankState, inputs: Inputs, request: Request, known: dict[Hashable, Call]) -> Call:
-    """Check one rank's local tensors and make every choice; once for calls that are alike, kept in `known`.
+def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: dict[Hashable, Plan]) -> Plan:
+    """Return the plan of one rank's call, from its local tensors; made once for each kind of call, kept in `known`.
 
     Raises ValueError, before any communication.
     """
@@ -40,53 +44,76 @@ def prepare(rank_state: RankState, inputs: Inputs, request: Request, known: dict
         switches(),
         *(None if x is None else (type(x), x.shape, x.dtype, x.device) for x in inputs),
     )
-    call = known.get(key)
-    if call is None:
-        kind = _choose(rank_state, inputs, seedless, deterministic)
-        call = Call(kind, kind.scores)
+    plan = known.get(key)
+    if plan is None:
+        plan = _new_plan(rank_state, inputs, seedless, deterministic)
         if len(known) >= _KNOWN_CALLS:
             known.clear()
-        known[key] = call
-    if scores.seed:
-        call = Call(call.kind, replace(call.scores, seed=scores.seed))
-    return call
+        known[key] = plan
+    return replace(plan, scores=replace(plan.scores, seed=scores.seed)) if scores.seed else plan
 
 
-def _choose(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> CallKind:
-    """The kind of call that these arguments make."""
-    q, k, v = inputs[:3]
-    check_tensors(q, k, v)
-    local = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
-    tokens, longest = _tokens(rank_state, local, request)
-    _check_heads(rank_state.strategy, local)
-    _check_mask(request, local.batch)
-    degree = rank_state.strategy.ulysses_degree
-    shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
-    _check_parts(rank_state.strategy, shapes)
-    attending = Attending(tokens["q"], tokens["kv"], request.mask)
-    rank_state.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
-    check_extras(inputs, attending.kv.length)
-    extras = _extras(inputs, degree)
-    scores = request.scores.resolved(shapes.qk_dim, local.q_heads)
+def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
+    strategy, device = rank_state.strategy, inputs.q.device
+    shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
+    extras = _extras(inputs, strategy.ulysses_degree)
+    scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
     features = _features(shapes, scores, deterministic, extras)
-    return CallKind(
+    kernel = _kernel(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
+    kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
+    packing = cache(partial(Packing, labelled=device.type == "cpu"))
+    moving = _moving_sides(strategy, shapes, extras)
+    # Results that something else is added to first stay as wide as they were accumulated.
+    rounded: dict[Direction, Mapping[Side, bool]] = {
+        "forward": {"q": not extras.sink, "kv": True},
+        "backward": {"q": True, "kv": ranks_per_kv_head == 1},
+    }
+    forward, backward = (
+        PassPlan(each, moving[each], rank_state, attending, kernel_tiles, rounded[each], device, packing)
+        for each in DIRECTIONS
+    )
+    return Plan(
         rank_state=rank_state,
         shapes=shapes,
         attending=attending,
         scores=scores,
-        kernel=_kernel(rank_state.strategy, q.device, shapes, features, new_tiles=_new_tiles(rank_state, attending)),
-        moving_sides=_moving_sides(rank_state.strategy, shapes, extras),
-        device=q.device,
+        kernel=kernel,
+        device=device,
         extras=extras,
         deterministic=deterministic,
         max_logits=request.max_logits,
         lse=request.lse,
-        ranks_per_kv_head=max(1, degree // local.kv_heads),
+        ranks_per_kv_head=ranks_per_kv_head,
+        forward=forward,
+        backward=backward,
+        spans=SpanTable(shapes.batch, device),
+        packing=packing,
     )
 
 
+def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Shapes, Attending, int]:
+    """Return shapes in the ring, which tokens attend to which, and how many ranks share a key/value head.
+
+    Raises ValueError for tensors and options that do not fit together.
+    """
+    q, k, v = inputs[:3]
+    check_tensors(q, k, v)
+    strategy = rank_state.strategy
+    local = Shapes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+    tokens, longest = _tokens(rank_state, local, request)
+    _check_heads(strategy, local)
+    _check_mask(request, local.batch)
+    degree = strategy.ulysses_degree
+    shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
+    _check_parts(strategy, shapes)
+    attending = Attending(tokens["q"], tokens["kv"], request.mask)
+    rank_state.route_table.pairs(attending)  # raises ValueError if the mask does not fit the lengths
+    check_extras(inputs, attending.kv.length)
+    return shapes, attending, max(1, degree // local.kv_heads)
+
+
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
-    """By side: the whole sequence, and the most tokens of it that a rank of the ring holds."""
+    """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
     degree, lengths = rank_state.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
@@ -147,7 +174,7 @@ def _extras(inputs: Inputs, degree: int) -> Extras:
 
 
 def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
-    """Whether batches may bring tiles of new shapes: by their masks, or by lengths, where many were unlike."""
+    """Return whether batches may bring tiles of new shapes: by their masks, or by lengths, if many were different."""
     if len(rank_state.lengths) <= _FEW_LENGTHS:
         rank_state.lengths.add((attending.q.length, attending.kv.length))
     return not attending.mask.is_fixed or len(rank_state.lengths) > _FEW_LENGTHS
@@ -156,13 +183,13 @@ def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
 def _kernel(
     strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
 ) -> Kernel:
-    """The one asked for, or the fastest that can."""
+    """Return the kernel that was asked for, or the fastest that can do this."""
     heads, dims = (shapes.q_heads, shapes.kv_heads), (shapes.qk_dim, shapes.v_dim)
     return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
 
 def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
-    """What a kernel needs to be able to do, by its name in `kernels.FEATURES`."""
+    """Return what a kernel must be able to do, by its name in `kernels.FEATURES`."""
     wanted = {
         "head dims": shapes.qk_dim != shapes.v_dim,
         "softcap": scores.softcap is not None,
@@ -175,7 +202,7 @@ def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extra
 
 
 def _deterministic(strategy: Strategy) -> bool:
-    """Asked for here, or by PyTorch's switch for the process."""
+    """Return whether the strategy asks for it, or PyTorch's switch for the process."""
     switch = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     )
@@ -183,7 +210,7 @@ def _deterministic(strategy: Strategy) -> bool:
 
 
 def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
-    """By direction: which side travels. A bias belongs to the queries, which stay at home with it."""
+    """Return by direction which side moves. A bias belongs to the queries, which stay where it is."""
     if not extras.bias:
         return {direction: choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS}
     for direction in DIRECTIONS:

@@ -1,11 +1,11 @@
-"""Runs a rank's part of a schedule over a transport. Knows operands and sums, and nothing of attention.
+"""Run a rank's part of a schedule over a transport. Knows operands and partial results, and nothing of attention.
 
-    ring = RingPass(send_recv, transport, cargo, direction="forward")
+    ring = RingPass(send_recv, transport, parts, own, moving, direction="forward", device=device)
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         with ring.traced(visit):
-            ...                           # read visit.operands, add to visit.sums
+            ...                           # read visit.operands, add to visit.accumulator
         yield                             # one step done: lets ranks in one process take turns
-    yield from ring.final_reduce_hops()          # then the rank's own sums are complete
+    yield from ring.final_reduce_hops()   # then the results of the rank's own block are complete
 
 At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
 work of step t, and what crosses between nodes during a whole inner ring.
@@ -25,53 +25,40 @@ from torch import Tensor
 
 from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
-from burst_plugin.compute.accumulators import Place, TileSums
+from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
+from burst_plugin.compute.rows import take_rows
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
-from burst_plugin.types import Direction, Rows
+from burst_plugin.types import Direction, Side
 
-__all__ = [
-    "Cargo",
-    "RingPass",
-    "Visit",
-    "lockstep",
-]
+__all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
 T = TypeVar("T")
 
 
-class Cargo(Protocol):
-    """What travels in one pass: a side's operands, and its sums if there are any."""
+class Moving(Protocol):
+    """A part of the heads, as far as it travels; see `passes.Part`."""
 
-    @property
-    def device(self) -> torch.device:
-        """Where tensors are."""
+    def outgoing(self, side: Side) -> Tensors:
+        """Return this rank's operands of a side as they travel; asked for when they leave."""
         ...
 
-    def operands(self, part: int, rows: Rows | None) -> tuple[Tensor, ...]:
-        """Some or all rows of a part of this rank's block, as they travel; asked for when they leave."""
-        ...
-
-    def sums(self, part: int, place: Place, filled: bool) -> TileSums:
-        """Sums of a part of any block in these tensors, or in room for them; `filled`: they hold values already."""
-        ...
-
-    def own_sums(self, part: int) -> TileSums:
-        """The sums of a part of this rank's block; the same ones whenever they are asked for."""
+    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
+        """Return an accumulator of a side, with what `tensors` hold if there are any."""
         ...
 
 
-class _LeasedRoom:
-    """See `sums.Room`: `buffer` is None until one is leased."""
+class _Leased:
+    """See `accumulators.Storage`: `buffer`, leased when it is asked for, if there is none yet."""
 
     def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
         self._packing, self._lease = packing, lease
         self.buffer = buffer
         self.length = packing.length
 
-    def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
-        """See `Room.take`."""
+    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
+        """See `Storage.take`."""
         self.buffer = self._lease(self._packing.nbytes)
         views = self.buffer.views(self._packing)
         for tensor, part in zip(views, kept or (), strict=False):
@@ -80,16 +67,16 @@ class _LeasedRoom:
 
 
 @dataclass(slots=True)
-class _Bag:
-    """Sums of another rank's block while they are here, and the room that they leave in."""
+class _Partial:
+    """Partial results of another rank's block while they are here, and the storage in which they leave."""
 
-    room: _LeasedRoom
-    sums: TileSums
+    storage: _Leased
+    accumulator: Accumulator
 
 
 @dataclass(slots=True)
 class _Ending:
-    """What ends before the work of a step: messages to wait for, what they bring, buffers that have left by then."""
+    """What ends before the work of a step: messages to wait for, what they bring, buffers that have been sent."""
 
     pending: list[Pending] = field(default_factory=list)
     arriving: list[tuple[Post, Buffer]] = field(default_factory=list)
@@ -98,7 +85,7 @@ class _Ending:
 
 @dataclass(slots=True)
 class Visit:
-    """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
+    """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
 
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each
     (`turn` 0 and 1).
@@ -108,44 +95,51 @@ class Visit:
     part: int
     turn: int
     is_own: bool
-    operands: tuple[Tensor, ...]
-    _sums: Callable[[], TileSums]
+    operands: Tensors
+    _accumulator: Callable[[], Accumulator]
 
     @property
-    def sums(self) -> TileSums:
+    def accumulator(self) -> Accumulator:
         """What travels along with the block and collects contributions to it."""
-        return self._sums()
+        return self._accumulator()
 
 
 class RingPass:
     """One rank's run of one direction; used once.
 
-    `label`, `LABEL_BYTES` of uint8 and the same on every rank, says to which call a message belongs. It is compared
-    where that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
+    Args:
+        parts: of the heads; what they have of side `moving` goes around.
+        own: by part, the accumulators of this rank's own block.
+        label: `LABEL_BYTES` of uint8, the same on every rank: to which call a message belongs. It is compared where
+            that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
     """
 
     def __init__(
         self,
         send_recv: SendRecvPlan,
         transport: Transport,
-        cargo: Cargo,
+        parts: Sequence[Moving],
+        own: Sequence[Accumulator],
+        moving: Side,
         *,
         direction: Direction,
+        device: torch.device,
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self._send_recv, self._schedule, self._cargo = send_recv, send_recv.schedule, cargo
+        self._send_recv, self._schedule = send_recv, send_recv.schedule
+        self._parts, self._own, self._moving = parts, own, moving
         self._label = label
         self._direction = direction
         self._step = 0
-        self._on_gpu = cargo.device.type == "cuda"
+        self._on_gpu = device.type == "cuda"
         self._unnamed: AbstractContextManager[None] = nullcontext()
-        self._device = cargo.device
-        self._log = None if profile is None else profile.begin_pass(direction, self._device)
+        self._device = device
+        self._log = None if profile is None else profile.begin_pass(direction, device)
         self._transport = transport if self._log is None else self._log.watch(transport)
-        self._operands: dict[int, tuple[Tensor, ...]] = {}
+        self._operands: dict[int, Tensors] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
-        self._bags: dict[int, _Bag] = {}  # sums of others' blocks that are here
+        self._partials: dict[int, _Partial] = {}  # of others' blocks that are here
         self._endings = defaultdict[int, _Ending](_Ending)  # by step
 
     @property
@@ -154,7 +148,7 @@ class RingPass:
         return self._step
 
     def visits(self) -> Iterator[Visit | None]:
-        """The blocks as they come by; None at a step at which there is none to work on."""
+        """Yield the blocks as they come by; None at a step at which there is none to work on."""
         for step in range(self._schedule.visit_steps):
             self._advance(step)
             block = self._schedule.steps[step].visit
@@ -164,10 +158,12 @@ class RingPass:
             is_own = self._schedule.is_own(block)
             operands = () if is_own else self._operands[block]
             owner, part = self._schedule.owner(block), self._schedule.part(block)
-            yield Visit(owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._sums_of, block))
+            yield Visit(
+                owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._accumulator_of, block)
+            )
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
-        """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""
+        """Return a context for the work of a visit: an event in a profile, and on GPUs an NVTX range."""
         named = self._unnamed
         if self._on_gpu:
             name = f"burst {self._direction} step {self._step}, block {visit.owner}, part {visit.part}"
@@ -175,7 +171,7 @@ class RingPass:
         return named if self._log is None else self._log.timed("kernel", named)
 
     def final_reduce_hops(self) -> Generator[None, None, None]:
-        """The steps after the last visit; then the rank's own sums are complete."""
+        """Take the steps after the last visit; then the results of the rank's own block are complete."""
         for step in range(self._schedule.visit_steps, len(self._schedule.steps)):
             self._advance(step)
             yield
@@ -190,7 +186,7 @@ class RingPass:
             self._move()
 
     def _move(self) -> None:
-        """Wait for what ends before this step, let go of what nobody needs any more, and post its messages."""
+        """Wait for what ends before this step, release what is not needed any more, and post its messages."""
         ending = self._endings.pop(self._step, None) or _Ending()
         for pending in ending.pending:
             try:
@@ -221,7 +217,7 @@ class RingPass:
             self._endings[due].arriving.extend(arriving)
 
     def _outgoing(self, post: Post) -> Buffer:
-        """The bytes of a block or of its sums, on their way out."""
+        """Return the bytes of a block, or of partial results of it, on their way out."""
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
             return self._released_at(due, self._settled(block))
@@ -232,10 +228,10 @@ class RingPass:
         return self._buffers[block]
 
     def _settled(self, block: int) -> Buffer:
-        """The buffer of a block's sums, which leave."""
-        self._sums_of(block).settle()
-        buffer = self._bags.pop(block).room.buffer
-        assert buffer is not None, "settled sums are in their room"
+        """Return the buffer with a block's partial results, which leave."""
+        self._accumulator_of(block).settle()
+        buffer = self._partials.pop(block).storage.buffer
+        assert buffer is not None, "what is settled is in its storage"
         return buffer
 
     def _released_at(self, step: int, buffer: Buffer) -> Buffer:
@@ -243,9 +239,11 @@ class RingPass:
         return buffer
 
     def _pack(self, post: Post) -> Buffer:
-        """Operands of this rank in a leased buffer."""
-        buffer = self._lease(post.packing.nbytes)
-        operands = self._cargo.operands(self._schedule.part(post.transfer.block), post.transfer.rows)
+        """Return a leased buffer with operands of this rank: all rows of its block, or some."""
+        buffer, rows = self._lease(post.packing.nbytes), post.transfer.rows
+        operands = self._parts[self._schedule.part(post.transfer.block)].outgoing(self._moving)
+        if rows is not None:
+            operands = tuple(take_rows(x, rows) for x in operands)
         for view, tensor in zip(buffer.views(post.packing), operands, strict=True):
             view.copy_(tensor)
         return buffer
@@ -255,37 +253,43 @@ class RingPass:
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(PeerLostError(post.peer, what))
         if post.transfer.traffic is Traffic.REDUCE:
-            self._sums_arrive(post, buffer)
+            self._partial_arrives(post, buffer)
             return
         self._buffers[post.transfer.block] = buffer
         self._operands[post.transfer.block] = buffer.views(post.packing)
 
-    def _sums_arrive(self, post: Post, buffer: Buffer) -> None:
-        """Add them to those that are here; where these have no buffer yet, go on in the one that came."""
-        block, is_own = post.transfer.block, self._schedule.is_own(post.transfer.block)
-        arrived = self._cargo.sums(self._schedule.part(block), buffer.views(post.packing), True)
-        bag = self._bags.get(block)  # none for the rank's own block
-        if is_own or (bag is not None and bag.room.buffer is not None):
-            self._sums_of(block).join(arrived, post.transfer.rows if is_own else None)  # others are of the same rows
+    def _partial_arrives(self, post: Post, buffer: Buffer) -> None:
+        """Add partial results to those that are here; where these have no buffer yet, go on in the one that came."""
+        block, rows = post.transfer.block, post.transfer.rows
+        part = self._parts[self._schedule.part(block)]
+        storage = _Leased(post.packing, self._lease, buffer)
+        arrived = part.accumulator(self._moving, storage, buffer.views(post.packing))
+        if self._schedule.is_own(block):
+            self._accumulator_of(block).join(arrived, rows)
             self._transport.pool.release(buffer)
             return
-        if bag is not None:  # what waits, as the kernel returned it
-            arrived.join(bag.sums, None)
-        self._bags[block] = _Bag(_LeasedRoom(post.packing, self._lease, buffer), arrived)
+        here = self._partials.get(block)  # of the same rows, if there are any
+        if here is not None and here.storage.buffer is not None:
+            here.accumulator.join(arrived, None)
+            self._transport.pool.release(buffer)
+            return
+        if here is not None:  # what waits, as the kernel returned it
+            arrived.join(here.accumulator, None)
+        self._partials[block] = _Partial(storage, arrived)
 
-    def _sums_of(self, block: int) -> TileSums:
-        """The sums of a block that are here; fresh ones if there are none."""
+    def _accumulator_of(self, block: int) -> Accumulator:
+        """Return the accumulator of a block that is here; an empty one if there is none."""
         part = self._schedule.part(block)
-        if self._schedule.is_own(block):  # these outlive the ring
-            return self._cargo.own_sums(part)
-        if block not in self._bags:
+        if self._schedule.is_own(block):  # which outlives the ring
+            return self._own[part]
+        if block not in self._partials:
             packing = self._send_recv.packing(Traffic.REDUCE, block, self._send_recv.rows.get(block))
-            room = _LeasedRoom(packing, self._lease)
-            self._bags[block] = _Bag(room, self._cargo.sums(part, room, False))
-        return self._bags[block].sums
+            storage = _Leased(packing, self._lease)
+            self._partials[block] = _Partial(storage, self._parts[part].accumulator(self._moving, storage))
+        return self._partials[block].accumulator
 
     def _lease(self, nbytes: int) -> Buffer:
-        """A buffer to send, with this call's label."""
+        """Return a leased buffer to send, with this call's label."""
         buffer = self._transport.pool.lease(nbytes, self._device)
         buffer.put_label(self._label)
         return buffer
@@ -296,7 +300,7 @@ class RingPass:
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Run one program per rank of this process, a step of each in turn, without threads; returns what they return."""
+    """Run one program per rank of this process, a step of each in turn, without threads; return what they return."""
     results: dict[int, T] = {}
     while len(results) < len(programs):
         for rank, program in enumerate(programs):

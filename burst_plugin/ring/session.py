@@ -12,7 +12,6 @@ import sys
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from secrets import token_hex
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
+from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import Strategy
@@ -67,7 +67,7 @@ class Session:
                 "check='sparse' is for GPUs: gloo, which moves what CPUs hold, ends a process that gets more bytes "
                 "than it expects, so that ranks compare every call there; use check='auto'"
             )
-        self.calls: dict[Hashable, Any] = {}  # kinds of attention calls made before: see `choices.prepare`
+        self.plans: dict[Hashable, Plan] = {}  # of the kinds of attention calls made before: see `choices.make_plan`
         self._comparison_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
@@ -170,7 +170,7 @@ class Session:
     def release(self) -> None:
         """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
         self.rank_state.close()
-        self.calls.clear()
+        self.plans.clear()
         if self._watch is not None:
             self._watch.close()
 

@@ -159,7 +159,7 @@ class HeadExchange:
 
     ulysses_group: UlyssesGroup
     transport: Transport
-    blocks: Mapping[str, GroupBlock]
+    blocks: Mapping[Side, GroupBlock]
     expected_bytes: Counter[Channel]
     packing: Callable[[tuple[Spec, ...]], Packing]
     label: Tensor | None = None

@@ -31,11 +31,11 @@ from benchmarks.results import load
 from benchmarks.silent import SilentTransport
 from benchmarks.trials import TRIALS
 from burst_plugin import Strategy, Topology, VirtualRing
-from burst_plugin.attention import forward_program
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.transport import Channel, Message
-from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.attention_pass import forward_program
+from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.topology import Link, Traffic
@@ -370,10 +370,10 @@ def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
     loud = [rank_state.transport for rank_state in ring.rank_states]
     for rank_state in ring.rank_states:
         rank_state.transport = SilentTransport()
-    calls = [prepare(m, x, Request(), {}) for m, x in zip(ring.rank_states, inputs, strict=True)]
+    plans = [make_plan(m, x, Request(), {}) for m, x in zip(ring.rank_states, inputs, strict=True)]
     for number in (1, 2):
-        done = lockstep([forward_program(call, CallId(number), x) for call, x in zip(calls, inputs, strict=True)])
-        assert all(bool(found.out.isfinite().all()) for found in done)
+        done = lockstep([forward_program(plan, CallId(number), x) for plan, x in zip(plans, inputs, strict=True)])
+        assert all(bool(found.out.isfinite().all()) for found, _ in done)
     assert not any(transport.sent_bytes for transport in loud)
 
 

@@ -38,7 +38,7 @@ from burst_plugin.comm.process_groups import warm_up
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.profiling.recorder import Event
 from burst_plugin.ring import session
-from burst_plugin.ring.call import Call
+from burst_plugin.ring.plan import Plan
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import Tokens
 from tests.support.ranks import as_on_gpus, last_lines, run_ranks, run_ranks_outcomes
@@ -516,7 +516,7 @@ def test_between_comparisons_the_label_of_a_message_tells(what: tuple[Any, ...])
 
 def _other_order_without_labels(rank: int) -> None:
     """As on GPUs, where messages have none: the next call has to notice."""
-    with mock.patch.object(Call, "_label", return_value=None):
+    with mock.patch.object(Plan, "label", return_value=None):
         cp = as_on_gpus(ContextParallel(dist.group.WORLD, ranks_per_node=2))
         _backward_passes_swapped(cp, rank)
         x = torch.ones(1, 16, 4, 8)

@@ -91,7 +91,7 @@ driver.set_active(absent)
 for absent.capability in (80, 90, 100):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         out, other, lse = torch.zeros(1, 64, 4, 128), torch.zeros(1, 64, 4, 128, dtype=dtype), torch.zeros(1, 4, 64)
-        for parts in (1, fused.AT_ONCE):
+        for parts in (1, fused.FAN_IN):
             for into in (out, other):
                 rest = (out, *[other] * parts)
                 compiled(fused._merge, (into, lse, *rest), lse, 256, PARTS=1 + parts)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from burst_plugin.compute.accumulators import OwnSums, PlainSums, SoftmaxSums, TileSums
+from burst_plugin.compute.accumulators import SOFTMAX, SUM, Accumulator, BlockAccumulators
 from burst_plugin.compute.online_softmax import add_
 from burst_plugin.sequence.tiles import Tile
 
@@ -21,36 +22,45 @@ def blank(*shape: int) -> Tensor:
     return torch.full(shape, torch.nan)
 
 
-def plain() -> PlainSums:
-    return PlainSums((blank(2, ROWS, 3, 4), blank(2, ROWS, 3, 4)))
-
-
-def softmax() -> SoftmaxSums:
-    return SoftmaxSums((blank(2, ROWS, 3, 4), blank(2, 3, ROWS)))
-
-
-def own_sums(tensors: int, parts: int = 1) -> OwnSums:
-    shapes = [((2, ROWS, 3, 4), torch.float32)] * tensors
-    return OwnSums(shapes, torch.device("cpu"), parts, lambda number, place: PlainSums(place))
-
-
-class OneRoom:
-    """Room for one tensor, which counts how often it is asked for."""
+class Blanks:
+    """Storage of blank tensors, by default one, which counts how often it is asked for them."""
 
     length = ROWS
 
-    def __init__(self) -> None:
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
+        self.shapes = shapes or ((2, ROWS, 3, 4),)
         self.asked = 0
 
     def take(self, kept: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
         self.asked += 1
-        tensor = blank(2, ROWS, 3, 4)
-        return (tensor if kept is None else tensor.copy_(kept[0]),)
+        tensors = tuple(blank(*shape) for shape in self.shapes)
+        for tensor, part in zip(tensors, kept or (), strict=False):
+            tensor.copy_(part)
+        return tensors
 
 
-def parts_of(sums: TileSums, rows: int) -> list[Tensor]:
+def plain() -> Accumulator:
+    return Accumulator(SUM, Blanks((2, ROWS, 3, 4), (2, ROWS, 3, 4)))
+
+
+def softmax() -> Accumulator:
+    return Accumulator(SOFTMAX, Blanks((2, ROWS, 3, 4), (2, 3, ROWS)))
+
+
+def arrived_with(value: float) -> Accumulator:
+    """An accumulator that holds something already."""
+    return Accumulator(SUM, Blanks(), (torch.full((2, ROWS, 3, 4), value),))
+
+
+def own_accumulators(tensors: int, parts: int = 1) -> BlockAccumulators:
+    shapes = [((2, ROWS, 3, 4), torch.float32)] * tensors
+    return BlockAccumulators(shapes, torch.device("cpu"), [partial(Accumulator, SUM)] * parts)
+
+
+def contribution_to(accumulator: Accumulator, rows: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rows)
-    shapes = [(2, rows, 3, 4) if x.dim() == 4 else (2, 3, rows) for x in sums._take(None)]
+    assert isinstance(accumulator.storage, Blanks)
+    shapes = [(2, rows, 3, 4) if len(shape) == 4 else (2, 3, rows) for shape in accumulator.storage.shapes]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
@@ -62,13 +72,13 @@ def flat(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 @pytest.mark.parametrize("batch", [None, (0, 1), (0, 2)], ids=str)
 @pytest.mark.parametrize("make", [plain, softmax])
 def test_what_nothing_was_added_to_reads_as_nothing(
-    make: type[TileSums], batch: tuple[int, int] | None, rows: tuple[int, int]
+    make: Callable[[], Accumulator], batch: tuple[int, int] | None, rows: tuple[int, int]
 ) -> None:
-    sums = make()  # type: ignore[call-arg]
-    parts = [part[slice(*batch) if batch else slice(None)] for part in parts_of(sums, rows[1] - rows[0])]
+    sums = make()
+    parts = [part[slice(*batch) if batch else slice(None)] for part in contribution_to(sums, rows[1] - rows[0])]
     sums.add(Tile(*rows, 0, 1, batch=batch), "q", parts)
     sums.settle()
-    for tensor, part, nothing in zip(sums.tensors, parts, sums.nothing, strict=True):
+    for tensor, part, nothing in zip(sums.tensors, parts, sums.combine.nothing, strict=True):
         expected = torch.full_like(tensor, nothing)
         of_batch = expected[slice(*batch) if batch else slice(None)]
         of_batch.narrow(1 if tensor.dim() == 4 else 2, rows[0], rows[1] - rows[0]).copy_(part)
@@ -76,7 +86,7 @@ def test_what_nothing_was_added_to_reads_as_nothing(
 
 
 def test_own_sums_take_the_first_contribution_as_it_is() -> None:
-    own = own_sums(2)
+    own = own_accumulators(2)
     given = [torch.ones(2, ROWS, 3, 4), torch.ones(2, 3, ROWS, 4).transpose(1, 2)]
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", given)
     own.parts[0].add(Tile(0, 2, 0, 1), "q", [torch.ones(2, 2, 3, 4)] * 2)
@@ -95,7 +105,7 @@ def test_own_sums_take_the_first_contribution_as_it_is() -> None:
     ids=["wider", "strided", "of more memory"],
 )
 def test_own_sums_keep_their_tensors_where_the_contribution_is_not_as_good(part: Tensor) -> None:
-    own = own_sums(1)
+    own = own_accumulators(1)
     own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [part])
     (tensor,) = own.finished(False)
     assert (tensor.dtype, tensor.untyped_storage().nbytes()) == (torch.float32, tensor.nbytes)
@@ -109,9 +119,9 @@ def test_narrow_contributions_are_not_widened_one_by_one(monkeypatch: pytest.Mon
         taken.append((len(parts), filled))
         add_(total, parts, filled)
 
-    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 4)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 4)
     monkeypatch.setattr("burst_plugin.compute.accumulators.add_", recorded)
-    own = own_sums(1)
+    own = own_accumulators(1)
     for _ in range(8):
         own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [torch.ones(2, ROWS, 3, 4, dtype=torch.bfloat16)])
     (found,) = own.finished(True)
@@ -125,9 +135,9 @@ def test_sums_of_narrow_contributions_may_stay_narrow(
     others: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where none has to be widened for that: a single one, and those that are rounded as they are summed up."""
-    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: at_once)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: at_once)
     for rounded in (False, True):
-        own = own_sums(1)
+        own = own_accumulators(1)
         for _ in range(others):
             own.parts[0].add(Tile(4, ROWS, 0, 1), "q", [torch.ones(2, ROWS - 4, 3, 4, dtype=torch.bfloat16)])
         own.parts[0].add(Tile(0, ROWS, 0, 1), "q", [torch.ones(2, 3, ROWS, 4, dtype=torch.bfloat16).transpose(1, 2)])
@@ -140,10 +150,10 @@ def test_sums_of_narrow_contributions_may_stay_narrow(
 
 
 def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
-    room, given = OneRoom(), torch.ones(2, ROWS, 3, 4)
-    sums = PlainSums(room)
+    room, given = Blanks(), torch.ones(2, ROWS, 3, 4)
+    sums = Accumulator(SUM, room)
     sums.add(Tile(0, ROWS, 0, 1), "q", [given])
-    arrived = PlainSums((torch.full((2, ROWS, 3, 4), 2.0),), True)
+    arrived = arrived_with(2.0)
     arrived.join(sums, None)
     assert room.asked == 0
     assert bool((arrived.tensors[0] == 3).all())
@@ -156,17 +166,17 @@ def test_a_single_contribution_needs_no_room_until_it_is_sent() -> None:
 @pytest.mark.parametrize("make", [plain, softmax])
 def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that saves memory traffic; those to one batch row, and what other ranks sent, wait for nobody."""
-    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 3)
     found, expected = make(), make()
     runs = [(0, ROWS), (4, ROWS), (0, 4), (2, 6), (0, ROWS), (0, 4)]
-    given = [parts_of(expected, stop - start) for start, stop in runs]
+    given = [contribution_to(expected, stop - start) for start, stop in runs]
     copies = [[x.clone() for x in parts] for parts in given]
     for number, (run, parts) in enumerate(zip(runs, given, strict=True)):
         found.add(Tile(*run, 0, 1), "q", parts)
         assert len(found._waiting) == number % 3 + 1
-        monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 1)
+        monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 1)
         expected.add(Tile(*run, 0, 1), "q", parts)
-        monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
+        monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 3)
     assert all(torch.equal(x, y) for x, y in zip(flat(given), flat(copies), strict=True)), "they are the kernel's"
     for got, wanted in zip(found.tensors, expected.tensors, strict=True):
         torch.testing.assert_close(got, wanted)
@@ -174,9 +184,9 @@ def test_several_contributions_are_summed_up_together(make: Any, monkeypatch: py
 
 @pytest.mark.parametrize("make", [plain, softmax])
 def test_who_waits_goes_in_before_what_cannot_wait(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("burst_plugin.compute.accumulators.at_once", lambda part: 3)
+    monkeypatch.setattr("burst_plugin.compute.accumulators.fan_in", lambda part: 3)
     sums, arrived = make(), make()
-    whole, of_batch, sent = (parts_of(sums, ROWS) for _ in range(3))
+    whole, of_batch, sent = (contribution_to(sums, ROWS) for _ in range(3))
     arrived.join(make(), None)
     for tensor, part in zip(arrived.tensors, sent, strict=True):
         tensor.copy_(part)
@@ -197,7 +207,7 @@ def test_who_waits_goes_in_before_what_cannot_wait(make: Any, monkeypatch: pytes
 
 
 def test_what_another_rank_sent_is_copied_out_of_its_buffer() -> None:
-    own, arrived = own_sums(1), PlainSums((torch.ones(2, ROWS, 3, 4),), True)
+    own, arrived = own_accumulators(1), arrived_with(1.0)
     own.parts[0].join(arrived, None)
     arrived.tensors[0].fill_(torch.nan)  # the next message
     assert bool((own.finished(False)[0] == 1).all())
@@ -205,7 +215,7 @@ def test_what_another_rank_sent_is_copied_out_of_its_buffer() -> None:
 
 @pytest.mark.parametrize("tiles", [[(0, 3)], [(0, 3), (3, ROWS)], []])
 def test_sums_with_room_read_as_nothing_where_nothing_was_added(tiles: list[tuple[int, int]]) -> None:
-    sums = PlainSums(OneRoom())
+    sums = Accumulator(SUM, Blanks())
     for start, stop in tiles:
         sums.add(Tile(start, stop, 0, 1), "q", [torch.ones(2, stop - start, 3, 4)])
     sums.settle()
@@ -217,11 +227,11 @@ def test_sums_with_room_read_as_nothing_where_nothing_was_added(tiles: list[tupl
 def test_sums_that_are_sent_stay_where_they_are(parts: int) -> None:
     """In a leased buffer; and parts of own sums stay in the whole."""
     given = torch.ones(2, ROWS, 3 // parts, 4)
-    leased = PlainSums((blank(2, ROWS, 3 // parts, 4),))
+    leased = Accumulator(SUM, Blanks((2, ROWS, 3 // parts, 4)))
     place = leased.tensors[0].data_ptr()
     leased.add(Tile(0, ROWS, 0, 1), "q", [given])
     assert leased.tensors[0].data_ptr() == place
-    own = own_sums(1, parts)
+    own = own_accumulators(1, parts)
     for sums in own.parts:
         sums.add(Tile(0, ROWS, 0, 1), "q", [given])
     assert bool((own.finished(False)[0] == 1).all())

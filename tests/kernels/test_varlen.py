@@ -29,7 +29,7 @@ from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import flash as flash_module
 from burst_plugin.kernels.protocol import Grads
 from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths_of
-from burst_plugin.ring.call import CallKind
+from burst_plugin.ring.pass_plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.sequence.tile_splitting import together
@@ -124,9 +124,7 @@ def test_no_more_go_together_than_there_is_room_for() -> None:
 )
 def test_room_is_half_a_gib_of_rows_filled_up(batch: int, heads: int, dim: int, most: int) -> None:
     shapes = Shapes(batch, 8, 8, heads, heads, dim, dim, torch.bfloat16)
-    kind = CallKind.__new__(CallKind)
-    object.__setattr__(kind, "shapes", shapes)
-    assert kind._most_spans == most
+    assert KernelTiles(frozenset(), shapes, uses_positions=False, max_logits=False).most_spans == most
 
 
 def test_rows_are_counted_from_the_first_one() -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.comm.transport import Channel, Message
-from burst_plugin.compute.tile_attention import TileWork
+from burst_plugin.compute.passes import ForwardPart
 from burst_plugin.profiling.recorder import Event, Profile, RingProfile, Summary
 from burst_plugin.profiling.report import save_chrome_trace
 from burst_plugin.ring.executor import RingPass, Visit
@@ -54,13 +54,13 @@ def _with_a_slow_rank(rank: int, path: Path) -> dict[str, Any]:
     _train_step(cp, problem)
     cp.reset_traffic()
     if rank == SLOW:
-        original = TileWork.forward
+        original = ForwardPart.compute
 
         def slowly(*args: Any) -> Any:
             time.sleep(NAP_S)
             return original(*args)
 
-        TileWork.forward = slowly  # type: ignore[method-assign]
+        ForwardPart.compute = slowly  # type: ignore[method-assign]
     with cp.profile() as profile:
         for _ in range(PASSES):
             _train_step(cp, problem)

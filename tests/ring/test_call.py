@@ -25,11 +25,11 @@ from burst_plugin import (
 )
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.compute.tile_attention import TileWork
+from burst_plugin.compute.tile_attention import TileAttention
 from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.ring.call import Call, Extras
-from burst_plugin.ring.choices import _features, prepare
+from burst_plugin.ring.choices import _features, make_plan
+from burst_plugin.ring.plan import Extras, Plan
 from burst_plugin.ring.request import Inputs, Request
 from tests.support.reference import Problem, Result, errors, reference
 
@@ -37,17 +37,17 @@ SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
 SLOPES = (0.5, 0.25, 0.1, 0.0)
 
 
-def calls(ring: VirtualRing, inputs: list[Inputs], request: Request) -> list[Call]:
+def plans(ring: VirtualRing, inputs: list[Inputs], request: Request) -> list[Plan]:
     """What every rank of a ring makes of its tensors."""
     each = zip(ring.rank_states, inputs, strict=True)
-    return [prepare(rank_state, mine, request, {}) for rank_state, mine in each]
+    return [make_plan(rank_state, mine, request, {}) for rank_state, mine in each]
 
 
-def call_of(request: Request, **changes: Any) -> Call:
+def plan_of(request: Request, **changes: Any) -> Plan:
     """That of the first of two ranks; `changes` are those of `Inputs`."""
     q, k, v = Problem.draw(8, (4, 2))[:3]
     ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference"))
-    return calls(ring, [Inputs(q, k, v)._replace(**changes)] * 2, request)[0]
+    return plans(ring, [Inputs(q, k, v)._replace(**changes)] * 2, request)[0]
 
 
 def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
@@ -81,7 +81,7 @@ def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
         for name, x, y in zip(Result._fields, result, truth, strict=True):
             if x is not None and y is not None:
                 torch.testing.assert_close(x.double(), y, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
-    assert len(cp.calls) == len(cases) - 1, "a seed makes no new kind of call"
+    assert len(cp.plans) == len(cases) - 1, "a seed makes no new kind of call"
 
 
 def test_sequences_dealt_out_otherwise_are_not_mixed_up() -> None:
@@ -119,7 +119,7 @@ def test_calls_are_forgotten_after_many_kinds() -> None:
     cp, x = ContextParallel(), torch.zeros(1, 4, 1, 4)
     for window in range(150):
         burst_attention(x, x, x, cp, mask=SlidingWindow(window))
-    assert len(cp.calls) <= 64
+    assert len(cp.plans) <= 64
 
 
 def test_a_bias_keeps_the_queries_at_home() -> None:
@@ -166,10 +166,10 @@ def test_every_rank_chooses_from_the_same_shapes() -> None:
     for rank in range(4):
         q, k = (sum(run.length for run in routes.runs(t)[rank]) for t in tokens)
         inputs.append(Inputs(torch.zeros(1, q, 2, 4), *(torch.zeros(1, k, 2, 4) for _ in range(2))))
-    made = calls(ring, inputs, Request(mask=Full(), tokens=tokens))
+    made = plans(ring, inputs, Request(mask=Full(), tokens=tokens))
     assert len({x.q.shape[1] for x in inputs}) > 1
-    assert len({(call.kind.shapes, *call.kind.moving_sides.values()) for call in made}) == 1
-    assert len({call._digest for call in made}) == 1
+    assert len({(plan.shapes, plan.forward.moving, plan.backward.moving) for plan in made}) == 1
+    assert len({plan.digest for plan in made}) == 1
 
 
 @pytest.mark.parametrize(
@@ -188,9 +188,9 @@ def test_every_rank_chooses_from_the_same_shapes() -> None:
 def test_what_ranks_have_to_agree_on_is_in_the_signature_and_in_labels(
     request_: Request, changes: dict[str, Any]
 ) -> None:
-    one, other = call_of(Request()), call_of(request_, **changes)
+    one, other = plan_of(Request()), plan_of(request_, **changes)
     assert one.signature != other.signature
-    labels = [call._label("forward", CallId(1)) for call in (one, other, call_of(Request()))]
+    labels = [plan.label("forward", CallId(1)) for plan in (one, other, plan_of(Request()))]
     assert labels[0] is not None
     assert labels[1] is not None
     assert labels[2] is not None
@@ -202,12 +202,13 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
     """Dropout has another one at every call of every layer."""
     ring, (q, k, v, *_), known = VirtualRing(Topology(2, 2)), Problem.draw(8, (4, 2)), {}
     requests = [Request(scores=Scores(dropout=0.1, seed=seed)) for seed in (3, 4, 3)]
-    one, other, again = (prepare(ring.rank_states[0], Inputs(q, k, v), each, known) for each in requests)
-    assert [call.scores.seed for call in (one, other, again)] == [3, 4, 3]
+    one, other, again = (make_plan(ring.rank_states[0], Inputs(q, k, v), each, known) for each in requests)
+    assert [plan.scores.seed for plan in (one, other, again)] == [3, 4, 3]
     assert again == one
-    assert one.kind is other.kind is again.kind
+    assert one.forward is other.forward is again.forward
+    assert one.backward is other.backward is again.backward
     for direction in ("forward", "backward"):
-        labels = [call._label(direction, CallId(1)) for call in (one, other)]
+        labels = [plan.label(direction, CallId(1)) for plan in (one, other)]
         assert labels[0] is not None
         assert labels[1] is not None
         assert not torch.equal(*labels)
@@ -236,7 +237,13 @@ def test_a_bias_without_a_gradient_is_given_none(
 ) -> None:
     """Unless heads are exchanged, among ranks of which others may want theirs."""
     done: list[int] = []
-    monkeypatch.setattr(TileWork, "_add_to_dbias", lambda *arguments: done.append(1))
+    original = TileAttention.add_to_dbias
+
+    def counted(self: TileAttention, dbias: torch.Tensor | None, *where: Any) -> None:
+        done.extend([1] if dbias is not None else [])
+        original(self, dbias, *where)
+
+    monkeypatch.setattr(TileAttention, "add_to_dbias", counted)
     problem = Problem.draw(16, (4, 2)).with_bias((1, 4))
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])
     ring = VirtualRing(Topology(1, 2), Strategy(ulysses_degree=degree))
@@ -248,9 +255,9 @@ def test_a_bias_without_a_gradient_is_given_none(
 
 
 def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
-    call = call_of(Request())
+    plan = plan_of(Request())
     named = [*(CallId(number) for number in (1, 2, 3)), CallId(1, "layer 1"), CallId(1, "layer 2")]
-    labels = [call._label(direction, which) for which in named for direction in ("forward", "backward")]
+    labels = [plan.label(direction, which) for which in named for direction in ("forward", "backward")]
     assert len({bytes(label.tolist()) for label in labels if label is not None}) == 10
 
 

@@ -34,7 +34,7 @@ from burst_plugin import (
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.in_process import HostileNetwork
 from burst_plugin.comm.transport import Channel
-from burst_plugin.ring.choices import prepare
+from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.ulysses import HeadExchange
@@ -244,13 +244,13 @@ def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
 
 
 def test_ranks_with_unlike_key_value_heads_are_told_though_they_work_with_one_each() -> None:
-    calls = [
-        prepare(VirtualRing(Topology(1, 4), Strategy(ulysses_degree=4)).rank_states[0], inputs, Request(), {})
+    plans = [
+        make_plan(VirtualRing(Topology(1, 4), Strategy(ulysses_degree=4)).rank_states[0], inputs, Request(), {})
         for heads in (1, 2)
         for inputs in [Inputs(*(torch.randn(1, 4, n, 8) for n in (4, heads, heads)))]
     ]
-    assert calls[0].kind.shapes == calls[1].kind.shapes
-    assert [call.signature["kv_heads"] for call in calls] == [1, 2]
+    assert plans[0].shapes == plans[1].shapes
+    assert [plan.signature["kv_heads"] for plan in plans] == [1, 2]
 
 
 def test_gradients_of_shared_heads_are_added_up_in_float32() -> None:

@@ -139,7 +139,7 @@ class Drawn:
         assert v is not None
         options: dict[str, Any] = {"mask": self.mask, "scores": self.scores, "tokens": self.tokens}
         with (
-            mock.patch.object(sums, "at_once", return_value=self.at_once),
+            mock.patch.object(sums, "fan_in", return_value=self.at_once),
             mock.patch.object(required_rows, "_MOST_ROWS", self.most_rows),
         ):
             out, lse = ring.attention(q, k, v, sink=sink, bias=bias, **options)

@@ -28,7 +28,7 @@ CUDNN = 92000
 class Launches:
     """In the place of `compute.triton_softmax`: checks what kernels would be given, and counts parts of sums."""
 
-    AT_ONCE = 4
+    FAN_IN = 4
 
     def __init__(self) -> None:
         self.merges: list[int] = []

@@ -16,13 +16,13 @@ from burst_plugin.compute import online_softmax as softmax
 __all__ = ["check_all"]
 
 _SHAPES = ((2, 67, 3, 24), (1, 1, 1, 1), (1, 40, 2, 128), (2, 9, 2, 192), (1, 2, 1, 4000))
-_AT_ONCE = 4
+_FAN_IN = 4
 _TAKEN = (
     (True, 1),
     (False, 2),
-    (True, _AT_ONCE),
-    (False, _AT_ONCE + 1),
-    (False, _AT_ONCE + 2),
+    (True, _FAN_IN),
+    (False, _FAN_IN + 1),
+    (False, _FAN_IN + 2),
 )  # whether the sum is filled, how many parts
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -103,9 +103,9 @@ def _check_merges(case: _Case) -> None:
     """Of one part, of several, and of more than go at once; into what holds values, and into what holds none."""
     from burst_plugin.compute import triton_softmax as fused
 
-    assert fused.AT_ONCE == _AT_ONCE
+    assert fused.FAN_IN == _FAN_IN
     held = case.out.clone(), case.lse.clone()
-    others = [case[3:5], *((case.other_out.roll(n, 1), case.other_lse.roll(n, 2)) for n in range(1, _AT_ONCE + 2))]
+    others = [case[3:5], *((case.other_out.roll(n, 1), case.other_lse.roll(n, 2)) for n in range(1, _FAN_IN + 2))]
     kept = [x.clone() for part in others for x in part]
     for filled, count in _TAKEN:
         truth, truth_lse = (x.double() for x in held)
@@ -127,7 +127,7 @@ def _check_additions(case: _Case) -> None:
     from burst_plugin.compute import triton_softmax as fused
 
     held, before = case.out.clone(), [x.clone() for x in case.surroundings]
-    others = [case.other_out.roll(n, 1) if n else case.other_out for n in range(_AT_ONCE + 2)]
+    others = [case.other_out.roll(n, 1) if n else case.other_out for n in range(_FAN_IN + 2)]
     for filled, count in _TAKEN:
         truth = sum((x.double() for x in others[:count]), held.double() if filled else 0.0)
         case.out.copy_(held) if filled else case.out.fill_(torch.nan)
@@ -141,7 +141,7 @@ def _check_rounding(case: _Case) -> None:
     """Of a sum and what still waits for it, into tensors of the type of what waits."""
     from burst_plugin.compute import triton_softmax as fused
 
-    for count in (1, 2, _AT_ONCE):
+    for count in (1, 2, _FAN_IN):
         parts = [case[1:3]] + [case[3:5]] * count
         truth, truth_lse = (x.double() for x in case[1:3])
         softmax.merge_(truth, truth_lse, [(out.double(), lse.double()) for out, lse in parts[1:]])

@@ -1,0 +1,120 @@
+"""The two passes of attention of one rank: the loop around the ring, and what comes before and after it.
+
+In every visit one side, queries or keys and values, is this rank's own and the other has travelled. What a pass reads
+and accumulates on either side is in `compute.passes`; which side moves is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.compute.accumulators import BlockAccumulators, Tensors
+from burst_plugin.compute.online_softmax import add_sink, row_factor, sink_grad
+from burst_plugin.compute.passes import Part
+from burst_plugin.compute.tile_attention import bias_grad
+from burst_plugin.kernels import Queries
+from burst_plugin.ring.executor import Visit
+from burst_plugin.ring.pass_plan import PassPlan
+from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.request import Inputs, Outputs
+from burst_plugin.types import SIDES, Side
+
+__all__ = ["Saved", "backward_program", "forward_program", "run_pass"]
+
+
+def run_pass(
+    plan: Plan, pass_plan: PassPlan, parts: Sequence[Part], which: CallId
+) -> Generator[None, None, tuple[Tensors, Tensors]]:
+    """Run one pass of one rank, and return the results of its queries, and of its keys and values.
+
+    Yields once per step, for ranks that take turns. `parts` are those of the heads, mostly one; `which` call this is,
+    is the same on every rank.
+    """
+    own = {side: pass_plan.accumulators(side, parts) for side in SIDES}
+    ring = plan.ring_pass(pass_plan, parts, own[pass_plan.moving], which)
+    for visit in ring.visits():
+        if visit is not None:
+            with ring.traced(visit):
+                _work(pass_plan, parts[visit.part], visit, own)
+        yield
+    yield from ring.final_reduce_hops()
+    q, kv = (own[side].finished(pass_plan.rounded[side]) for side in SIDES)
+    return q, kv
+
+
+def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
+    """Do the work of one visit: what its tiles contribute is accumulated here, and with the block that travels."""
+    q, kv = part.q, part.kv
+    if not visit.is_own:
+        arrived = part.incoming(plan.moving, visit.operands)
+        q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
+    positions = plan.positions(visit.owner)
+    for tile in plan.tiles[visit.owner, visit.turn]:
+        contributions = part.compute(q, kv, tile, positions)
+        for side, contribution in zip(SIDES, contributions, strict=True):
+            if contribution:
+                accumulator = visit.accumulator if side == plan.moving else own[side].parts[visit.part]
+                accumulator.add(tile, side, contribution)
+        del contributions, contribution  # whose memory the next tile may have
+
+
+class Saved(NamedTuple):
+    """What a rank's backward pass needs: what the ring was given, and what it gave."""
+
+    given: Inputs
+    out: Tensor
+    lse: Tensor
+
+
+def forward_program(plan: Plan, which: CallId, inputs: Inputs) -> Generator[None, None, tuple[Outputs, Saved]]:
+    """Run a rank's forward pass, with heads exchanged before and after the ring.
+
+    Returns its outputs, and what its backward pass needs.
+    """
+    exchange = plan.head_exchange("forward", which)
+    given = yield from exchange.to_heads(inputs)
+    parts = plan.forward_parts(given)
+    (out, lse), _ = yield from run_pass(plan, plan.forward, parts, which)
+    if given.sink is not None:
+        out, lse = add_sink(out, lse, given.sink)
+    out = out.to(given.q.dtype)
+    largest = [part.max_logits for part in parts if part.max_logits is not None]
+    ring_outputs = Outputs(out, lse, torch.cat(largest) if largest else None)
+    outputs = yield from exchange.outputs_home(ring_outputs, plan.lse)
+    return outputs, Saved(given, out, lse)
+
+
+def backward_program(
+    plan: Plan, which: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
+) -> Generator[None, None, Inputs]:
+    """Run a rank's backward pass, with heads exchanged before and after the ring.
+
+    Returns the gradients of its inputs, in their types.
+    """
+    given, out, lse = saved
+    wants_dbias = wants_dbias or plan.rank_state.ulysses_group.degree > 1  # others of the group may want theirs
+    exchange = plan.head_exchange("backward", which)
+    dout = yield from exchange.dout_to_heads(dout)
+    factor = row_factor(out, dout) if plan.sends_row_factor else None
+    parts = plan.backward_parts(Queries(given.q, dout, out, lse), given, factor, wants_dbias)
+    (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
+    dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
+    dbias = bias_grad(given.bias, parts) if given.bias is not None and wants_dbias else None
+    added_up_at_home = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
+    rounded = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_at_home)
+    home = yield from exchange.grads_home(rounded, plan.extras.shared_bias)
+    return _rounded(given, home)
+
+
+def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
+    """Return gradients in the types of what they are for; those of `but` as they are."""
+    rounded = {}
+    for name, x, grad in zip(Inputs._fields, given, grads, strict=True):
+        if x is not None and grad is not None and name not in but:
+            rounded[name] = grad.to(x.dtype)
+    return grads._replace(**rounded)

@@ -1,0 +1,138 @@
+"""What a rank of the ring does in one direction of a call: its visits with their tiles, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import NamedTuple
+
+import torch
+
+from burst_plugin.comm.buffers import Packing
+from burst_plugin.compute.accumulators import BlockAccumulators
+from burst_plugin.compute.passes import Part
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.tile_attention import NO_POSITIONS, VisitPositions
+from burst_plugin.kernels.varlen import DQ_ROWS
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.routes import Attending, Route
+from burst_plugin.ring.send_recv_plan import SendRecvPlan
+from burst_plugin.sequence.layout import positions, token_count
+from burst_plugin.sequence.tile_splitting import cut, in_turns, one_by_one, together
+from burst_plugin.sequence.tiles import Tile
+from burst_plugin.topology import Traffic
+from burst_plugin.types import SIDES, Direction, Rows, Side, Spec
+
+__all__ = ["KernelTiles", "PassPlan"]
+
+_LARGEST_BATCH = 2**16 - 1  # the most that a CUDA kernel accepts; pieces and spans of a tile count as batch rows
+_FILLED_BYTES = 2**29  # of rows that kernels may add to documents in one call, in float32
+
+
+class KernelTiles(NamedTuple):
+    """The tiles that a kernel can take: with its `features`, for `shapes`, told of positions or not."""
+
+    features: frozenset[str]
+    shapes: Shapes
+    uses_positions: bool
+    max_logits: bool
+
+    def of(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
+        """Return the same work in tiles that the kernel can take."""
+        if "windows" not in self.features:
+            most = max(1, _LARGEST_BATCH // self.shapes.batch)
+            tiles = [piece for tile in tiles for piece in cut(tile, most)]
+        if self.uses_positions:  # which pieces cannot share as a batch
+            tiles = [piece for tile in tiles for piece in one_by_one(tile)]
+        elif "varlen" in self.features and not self.max_logits:
+            tiles = [*together(tiles, self.most_spans)]
+        return tuple(tiles)
+
+    @property
+    def most_spans(self) -> int:
+        """How many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
+        widest = max(self.shapes.qk_dim, self.shapes.v_dim)
+        document_bytes = self.shapes.batch * self.shapes.q_heads * DQ_ROWS * widest * 4
+        return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
+
+
+@dataclass(frozen=True, eq=False)
+class PassPlan:
+    """What a rank of the ring does in one direction of a call.
+
+    moving: the side whose blocks go around.
+    rounded: by side, whether complete results may be in the type of contributions.
+    packing: how tensors travel.
+    """
+
+    direction: Direction
+    moving: Side
+    rank_state: RankState
+    attending: Attending
+    kernel_tiles: KernelTiles
+    rounded: Mapping[Side, bool]
+    device: torch.device
+    packing: Callable[[tuple[Spec, ...]], Packing]
+
+    @property
+    def parts(self) -> int:
+        """How many parts the heads are cut into."""
+        return self.rank_state.strategy.parts_of(self.direction)
+
+    @cached_property
+    def route(self) -> Route:
+        """The visits of this rank, and what it sends."""
+        _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
+        table, rank = self.rank_state.route_table, self.rank_state.ring_rank
+        return table.route(rank, self.attending, self.moving, bool(results), self.parts)
+
+    @cached_property
+    def tiles(self) -> dict[tuple[int, int], tuple[Tile, ...]]:
+        """By owner and turn: the work of a visit, in tiles that the kernel takes."""
+        schedule, by_turn = self.route.schedule, {}
+        for owner, tiles in self.route.tiles.items():
+            for turn, mine in enumerate(in_turns(tiles, schedule.kept if owner == schedule.rank else 0.0)):
+                by_turn[owner, turn] = self.kernel_tiles.of(mine)
+        return by_turn
+
+    def positions(self, owner: int) -> VisitPositions:
+        """Return the positions of the tokens that meet in a visit, if anything depends on them."""
+        if not self.kernel_tiles.uses_positions:
+            return NO_POSITIONS
+        return VisitPositions(*(positions(self.route.runs[side][owner], self.device) for side in SIDES))
+
+    @cached_property
+    def send_recv(self) -> SendRecvPlan:
+        """The steps and messages."""
+        return SendRecvPlan(self.route.schedule, self.rank_state.ring_peers, cache(self._packing_of_block))
+
+    def accumulators(self, side: Side, parts: Sequence[Part]) -> BlockAccumulators:
+        """Return empty accumulators of a side of this rank's own block."""
+        return BlockAccumulators(self._specs[side], self.device, [partial(part.accumulator, side) for part in parts])
+
+    @cached_property
+    def _specs(self) -> dict[Side, Sequence[Spec]]:
+        """Shapes and types of what accumulates of this rank's block, by side."""
+        whole = self._of_block(self.route.schedule.rank, None)
+        return {side: whole.side(self.direction, side)[1] for side in SIDES}
+
+    def _packing_of_block(self, traffic: Traffic, block: int, rows: Rows | None) -> Packing:
+        """Return how rows of a part of a rank's block travel, or partial results of them."""
+        part = self._of_block(self.route.schedule.owner(block), rows).of_part(self.parts)
+        operands, results = part.side(self.direction, self.moving)
+        return self.packing(tuple(operands if traffic is Traffic.GATHER else results))
+
+    def _of_block(self, owner: int, rows: Rows | None) -> Shapes:
+        """Return the shapes of one rank's block, or of some of its rows, whichever side moves."""
+        shapes = self.kernel_tiles.shapes
+        if rows is not None:
+            count = sum(stop - start for start, stop in rows)
+            return shapes._replace(q_len=count, kv_len=count)
+        return shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
+
+    @cached_property
+    def _lengths(self) -> dict[str, list[int]]:
+        """By side and rank of the ring, tokens of its block."""
+        runs = self.rank_state.route_table.pairs(self.attending).runs
+        return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}

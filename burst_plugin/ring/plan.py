@@ -1,0 +1,227 @@
+"""What a rank does in one attention call: every choice made, every tile and message looked up.
+
+A `Plan` has a `PassPlan` for each direction. Calls of one kind share all of it but the seed of dropout, so that the
+steady state looks up nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import Packing
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.compute.accumulators import BlockAccumulators, Tensors, in_parts
+from burst_plugin.compute.passes import BackwardPart, ForwardPart, Part
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.varlen import SpanTable
+from burst_plugin.kernels import How, Kernel, Queries
+from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.pass_plan import PassPlan
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.request import Inputs
+from burst_plugin.ring.routes import Attending
+from burst_plugin.ring.ulysses import HeadExchange
+from burst_plugin.ring.ulysses_groups import GroupBlock
+from burst_plugin.scores import Scores
+from burst_plugin.types import FULL, SIDES, Direction, Side, Spec
+
+__all__ = ["Extras", "Plan"]
+
+
+class Extras(NamedTuple):
+    """What a call has besides queries, keys and values, as ranks compare it.
+
+    `shared_bias`: one for all heads; `exchanged_bias`: its rows and type, where it is exchanged with heads.
+    """
+
+    sink: bool = False
+    bias: bool = False
+    shared_bias: bool = False
+    exchanged_bias: str = ""
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """What there is, for people to read."""
+        named = (("sink", self.sink), ("bias", self.bias), ("shared bias", self.shared_bias))
+        return (*(name for name, there in named if there), *([self.exchanged_bias] if self.exchanged_bias else []))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One attention call of one rank, all choices made; see `choices.make_plan`.
+
+    shapes: those of the ring, after heads have been exchanged, with the lengths of the longest block.
+    scores: those of all heads.
+    ranks_per_kv_head: how many ranks of a Ulysses group share a key/value head.
+    spans: the rows of tiles that are made of several documents.
+    """
+
+    rank_state: RankState
+    shapes: Shapes
+    attending: Attending
+    scores: Scores
+    kernel: Kernel
+    device: torch.device
+    extras: Extras
+    deterministic: bool
+    max_logits: bool
+    lse: bool
+    ranks_per_kv_head: int
+    forward: PassPlan
+    backward: PassPlan
+    spans: SpanTable
+    packing: Callable[[tuple[Spec, ...]], Packing]
+
+    @property
+    def passes(self) -> tuple[PassPlan, PassPlan]:
+        """Both passes."""
+        return self.forward, self.backward
+
+    @property
+    def heads(self) -> int:
+        """Query heads of all ranks of a Ulysses group together, those that q had before they were exchanged."""
+        return self.shapes.q_heads * self.rank_state.strategy.ulysses_degree
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """What was chosen, for people to read."""
+        schedules = dict.fromkeys(each.route.schedule.name for each in self.passes)
+        moving: dict[str, str] = {each.direction: each.moving for each in self.passes}
+        return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
+
+    @cached_property
+    def by_link(self) -> frozenset[bool]:
+        """Whether the schedules need separate communicators for the two links."""
+        return frozenset(each.route.schedule.by_link for each in self.passes)
+
+    @property
+    def sends_row_factor(self) -> bool:
+        """Whether queries travel backward, with a factor per row in place of out (`online_softmax.row_factor`)."""
+        travel = self.backward.moving == "q" and self.rank_state.route_table.ring_ranks > 1
+        return travel and not self.shapes.sends_out
+
+    @cached_property
+    def signature(self) -> Mapping[str, object]:
+        """What has to be the same on every rank, by name."""
+        degree = self.rank_state.ulysses_group.degree
+        heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.ranks_per_kv_head}
+        named = {**self.shapes._asdict(), **heads}
+        return {
+            **{name: named[name] for name in ("batch", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
+            "query tokens": self.attending.q,
+            "key tokens": self.attending.kv,
+            "with": self.extras.listed,
+            **({"return_lse": self.lse} if degree > 1 else {}),  # then it is exchanged
+            **{f"{each.direction} moving": each.moving for each in self.passes},
+            "kernel in use": self.kernel.name,
+            "mask": self.attending.mask,
+            "scores": self.scores,
+        }
+
+    # ----------------------------------------------------------------------------------------- what a pass is made of
+
+    def forward_parts(self, inputs: Inputs) -> list[ForwardPart]:
+        """Return the parts of the heads, ready for a forward pass."""
+        parts = [
+            ForwardPart(self.kernel, how, self.spans, bias, *operands)
+            for how, bias, *operands in self._by_part(self.forward.parts, inputs[:1], inputs[1:3], inputs.bias)
+        ]
+        if self.max_logits:
+            shape, wide = (self.shapes.q_heads // len(parts),), self.shapes.sum_dtype
+            for part in parts:
+                part.max_logits = torch.full(shape, -torch.inf, dtype=wide, device=self.device)
+        return parts
+
+    def backward_parts(
+        self, queries: Queries, inputs: Inputs, factor: Tensor | None, wants_dbias: bool
+    ) -> list[BackwardPart]:
+        """Return the parts of the heads, ready for a backward pass.
+
+        `factor` [B, H, S] is what travelling queries send in place of out, if they do.
+        """
+        count = self.backward.parts
+        each = self._by_part(count, queries, inputs[1:3], inputs.bias)
+        parts = [
+            BackwardPart(self.kernel, how._replace(bias_has_grad=wants_dbias), self.spans, bias, *operands)
+            for how, bias, *operands in each
+        ]
+        if factor is not None:
+            for part, (mine,) in zip(parts, in_parts((factor,), count), strict=True):
+                part.factor = mine
+        return parts
+
+    def _by_part(
+        self, count: int, q: Tensors, kv: Tensors, bias: Tensor | None
+    ) -> list[tuple[How, Tensor | None, Tensors, Tensors]]:
+        """Return what each part of the heads has: what the kernel is told, its bias, and its operands."""
+        heads, first_head = self.shapes.q_heads // count, self.rank_state.ulysses_group.heads_of(self.heads).start
+        found = []
+        for number, (q_part, kv_part) in enumerate(zip(in_parts(q, count), in_parts(kv, count), strict=True)):
+            first = first_head + number * heads
+            scores = self.scores.of_heads(slice(first, first + heads))
+            how = How(FULL, scores, first_head=first)._replace(deterministic=self.deterministic)
+            own_bias = bias
+            if bias is not None and bias.shape[1] > 1:
+                own_bias = bias[:, number * heads : (number + 1) * heads]
+            found.append((how, own_bias, q_part, kv_part))
+        return found
+
+    def ring_pass(
+        self, pass_plan: PassPlan, parts: Sequence[Part], own: BlockAccumulators, which: CallId
+    ) -> RingPass:
+        """Return the ring of a pass; results of the moving side accumulate in `own` at the end."""
+        state = self.rank_state
+        state.expected_bytes.update(pass_plan.send_recv.sent_bytes)
+        state.progress.ring_pass = ring_pass = RingPass(
+            pass_plan.send_recv,
+            state.transport,
+            parts,
+            own.parts,
+            pass_plan.moving,
+            direction=pass_plan.direction,
+            device=self.device,
+            label=self.label(pass_plan.direction, which),
+            profile=state.profile,
+        )
+        return ring_pass
+
+    def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
+        """Return the exchange of heads before and after the ring, in one pass."""
+        state = self.rank_state
+        exchanges = state.ulysses_group.degree > 1  # without it there are no messages to label
+        return HeadExchange(
+            ulysses_group=state.ulysses_group,
+            transport=state.ulysses_transport,
+            blocks=self._group_blocks,
+            expected_bytes=state.expected_bytes,
+            packing=self.packing,
+            label=self.label(direction, which) if exchanges else None,
+            profile=state.profile,
+            ranks_per_kv_head=self.ranks_per_kv_head,
+        )
+
+    @cached_property
+    def _group_blocks(self) -> dict[Side, GroupBlock]:
+        """What the Ulysses group of this rank holds of either side."""
+        table, rank = self.rank_state.route_table, self.rank_state.ring_rank
+        return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
+
+    def label(self, direction: Direction, which: CallId) -> Tensor | None:
+        """Return what every message of a pass carries on CPUs: the kind of call, which call it is, and which pass."""
+        if self.device.type != "cpu":
+            return None
+        return torch.frombuffer(bytearray(which.label(direction, self.digest)), dtype=torch.uint8)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the kind of call, the same on all ranks of the ring."""
+        state = self.rank_state
+        text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared()))
+        return blake2b(text.encode(), digest_size=8).digest()
