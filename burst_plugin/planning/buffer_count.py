@@ -53,8 +53,8 @@ def _held(schedule: RankSchedule, reduces: bool) -> Held:
     visited = [step.visit for step in schedule.steps if step.visit is not None]
     parts = [_Empty()] * (1 + max(map(schedule.part, visited)))
     own = [part.accumulator("q", _NoStorage()) for part in parts]
-    send_recv = SendRecvPlan(schedule, range(schedule.ranks), _packing)
-    ring = RingPass(send_recv, _NullTransport(pool), parts, own, "q", direction="forward", device=_CPU)
+    send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), _packing)
+    ring = RingPass(send_recv, _NullTransport(pool), parts, own)
     for visit in ring.visits():
         if visit is not None and reduces:
             visit.accumulator.settle()

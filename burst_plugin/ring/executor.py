@@ -1,6 +1,6 @@
 """Run a rank's part of a schedule over a transport. Knows operands and partial results, and nothing of attention.
 
-    ring = RingPass(send_recv, transport, parts, own, moving, direction="forward", device=device)
+    ring = RingPass(send_recv, transport, parts, own)
     for visit in ring.visits():           # waits, posts, then hands over the block that is here now
         with ring.traced(visit):
             ...                           # read visit.operands, add to visit.accumulator
@@ -30,7 +30,7 @@ from burst_plugin.compute.rows import take_rows
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
-from burst_plugin.types import Direction, Side
+from burst_plugin.types import Side
 
 __all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
@@ -108,7 +108,7 @@ class RingPass:
     """One rank's run of one direction; used once.
 
     Args:
-        parts: of the heads; what they have of side `moving` goes around.
+        parts: of the heads; what they have of the moving side goes around.
         own: by part, the accumulators of this rank's own block.
         label: `LABEL_BYTES` of uint8, the same on every rank: to which call a message belongs. It is compared where
             that costs nothing, on CPUs, where gloo would let a shorter message pass for a longer one.
@@ -120,22 +120,18 @@ class RingPass:
         transport: Transport,
         parts: Sequence[Moving],
         own: Sequence[Accumulator],
-        moving: Side,
         *,
-        direction: Direction,
-        device: torch.device,
         label: Tensor | None = None,
         profile: Profile | None = None,
     ) -> None:
         self._send_recv, self._schedule = send_recv, send_recv.schedule
-        self._parts, self._own, self._moving = parts, own, moving
+        self._parts, self._own = parts, own
+        self._moving, self._direction, self._device = send_recv.moving, send_recv.direction, send_recv.device
         self._label = label
-        self._direction = direction
         self._step = 0
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu = self._device.type == "cuda"
         self._unnamed: AbstractContextManager[None] = nullcontext()
-        self._device = device
-        self._log = None if profile is None else profile.begin_pass(direction, device)
+        self._log = None if profile is None else profile.begin_pass(self._direction, self._device)
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, Tensors] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block

@@ -105,7 +105,9 @@ class PassPlan:
     @cached_property
     def send_recv(self) -> SendRecvPlan:
         """The steps and messages."""
-        return SendRecvPlan(self.route.schedule, self.rank_state.ring_peers, cache(self._packing_of_block))
+        packing = cache(self._packing_of_block)
+        schedule, peers = self.route.schedule, self.rank_state.ring_peers
+        return SendRecvPlan(self.direction, self.moving, self.device, schedule, peers, packing)
 
     def accumulators(self, side: Side, parts: Sequence[Part]) -> BlockAccumulators:
         """Return empty accumulators of a side of this rank's own block."""

@@ -184,9 +184,6 @@ class Plan:
             state.transport,
             parts,
             own.parts,
-            pass_plan.moving,
-            direction=pass_plan.direction,
-            device=self.device,
             label=self.label(pass_plan.direction, which),
             profile=state.profile,
         )

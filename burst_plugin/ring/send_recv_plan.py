@@ -1,4 +1,4 @@
-"""A rank's way through a schedule: its steps, and every message of it with all that is looked up for it."""
+"""A rank's messages in one direction of a call, step by step, with all that is looked up for each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+import torch
+
 from burst_plugin.comm.buffers import Packing
 from burst_plugin.comm.transport import Channel
 from burst_plugin.schedule.schedule import RankSchedule, Step, Transfer
 from burst_plugin.topology import Traffic
-from burst_plugin.types import Rows
+from burst_plugin.types import Direction, Rows, Side
 
 __all__ = ["Batch", "Post", "SendRecvPlan"]
 
@@ -37,12 +39,17 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class SendRecvPlan:
-    """A rank's schedule and its messages, made once for all passes that are alike.
+    """A rank's schedule and its messages, made once for all calls of a kind.
 
-    `peers` says by what number a transport knows each rank of the schedule, and `packing` how operands (gather) or
-    sums (reduce) of these rows of a block are laid out.
+    moving: the side whose blocks are sent.
+    device: where they are.
+    peers: the number by which the transport knows each rank of the schedule.
+    packing: how operands (gather) or partial results (reduce) of these rows of a block are laid out.
     """
 
+    direction: Direction
+    moving: Side
+    device: torch.device
     schedule: RankSchedule
     peers: Sequence[int]
     packing: Callable[[Traffic, int, Rows | None], Packing]

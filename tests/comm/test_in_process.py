@@ -211,7 +211,7 @@ def test_rows_that_two_ranks_of_a_node_need_are_handed_on_and_their_sums_added_u
     found = errors(Result(out.detach(), *grads), reference(problem, mask))
     assert max(found.values()) < 1e-13, found
     table = ring.rank_states[0].route_table
-    schedule = direct(topology, needs=table.pairs(Attending(Tokens(length), Tokens(length), mask)).required("kv"))
+    schedule = direct(topology, required=table.pairs(Attending(Tokens(length), Tokens(length), mask)).required("kv"))
     crossing = [t for t in schedule.gather if t.link is Link.INTER and t.block == topology.ranks_per_node - 1]
     assert {t.rows for t in crossing} == {((1, 2), (4, 8))}
     assert schedule.by_link
