@@ -91,7 +91,7 @@ def burst_attention(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention of this rank's queries on the keys of all ranks of `cp`; all ranks call it together.
+    """Compute exact attention of this rank's queries on the keys of all ranks of `cp`; all ranks call it together.
 
     Args:
         q: [B, S_local, Hq, D], float64, float32, bfloat16 or float16.

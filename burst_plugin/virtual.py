@@ -75,10 +75,10 @@ class VirtualRing:
         bias: Tensor | None = None,
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
+        """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
-        As `burst_attention`, but that `bias` is [1 or B, 1 or Hq, Sq, Sk]; `tokens` are needed only to deal out every
-        document on its own. The gradient of `sink` is the sum over ranks.
+        As `burst_attention`, but that `bias` is [1 or B, 1 or Hq, Sq, Sk]; `tokens` are needed only to cut every
+        document by itself. The gradient of `sink` is the sum over ranks.
         """
         pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
         whole = Inputs(q, k, v, sink, bias)
@@ -89,7 +89,7 @@ class VirtualRing:
         request = Request(mask, scores, tokens, lse=True)
         if sink is not None:  # ranks' gradients add up
             whole = whole._replace(sink=sink.to(torch.promote_types(sink.dtype, torch.float32)))
-        inputs = self._dealt(whole, *tokens)
+        inputs = self._sharded(whole, *tokens)
         plans = [
             make_plan(rank_state, mine, request, known)
             for rank_state, mine, known in zip(self.rank_states, inputs, self._known, strict=True)
@@ -104,8 +104,8 @@ class VirtualRing:
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])
         return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])
 
-    def _dealt(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
-        """What every rank is given of whole tensors."""
+    def _sharded(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
+        """Return what every rank is given of whole tensors."""
 
         def shards(x: Tensor, tokens: Tokens, dim: int = 1) -> list[Tensor]:
             layout, ranks = self.rank_states[0].route_table.layout(tokens), len(self.rank_states)
@@ -118,7 +118,7 @@ class VirtualRing:
 
     @contextmanager
     def profile(self) -> Iterator[list[Profile]]:
-        """What each rank does until the end of the `with` block. Waits are for copies here, never for a peer."""
+        """Record what each rank does until the end of the `with` block. Waits are for copies, never for a peer."""
         with ExitStack() as stack:
             yield [
                 stack.enter_context(rank_state.profiled(Profile(rank_state.rank, rank_state.topology)))
@@ -126,9 +126,9 @@ class VirtualRing:
             ]
 
     def traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        """Bytes that `rank` has sent, as `ContextParallel.traffic`."""
+        """Return the bytes that `rank` has sent, as `ContextParallel.traffic`."""
         return self.rank_states[rank].traffic()
 
     def expected_traffic(self, rank: int) -> dict[str, dict[str, int]]:
-        """The same, as the schedule counts it."""
+        """Return the same, as the schedule counts it."""
         return self.rank_states[rank].expected_traffic()

@@ -113,7 +113,7 @@ def project(dout: Tensor, factor: Tensor) -> Tensor:
 
 
 def _row_norm(x: Tensor) -> Tensor:
-    """2-norms of the rows of x [B, S, H, D] as [B, S, H], in float32 or wider; no square under- or overflows.
+    """Return 2-norms of the rows of x [B, S, H, D] as [B, S, H], in float32 or wider; no square under- or overflows.
 
     1 for rows of zeros.
     """
@@ -135,7 +135,7 @@ def _row_norm(x: Tensor) -> Tensor:
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of attention that may also choose `sink` [H], a logit per head with value 0.
+    """Return (out, lse) of attention that may also choose `sink` [H], a logit per head with value 0.
 
     Source: "attention is off by one" (sink = 0); gpt-oss, with a learnt logit (arXiv 2508.10925, section 2.2).
     """
@@ -145,13 +145,13 @@ def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
-    """Gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
+    """Return the gradient [H] of the sink: every query gives `-probability of the sink * rowsum(out * dout)`."""
     share = torch.exp(sink.to(lse.dtype).view(1, -1, 1) - lse.masked_fill(lse == -torch.inf, torch.inf))
     return -(share * row_delta(out, dout)).sum((0, 2))
 
 
 def _fused(*tensors: Tensor) -> Any:
-    """The kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
+    """Return the kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
     if not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
         return None
     return _fused_on(tensors[0].device)

@@ -11,7 +11,7 @@ __all__ = ["rows_of", "take_rows", "token_dim"]
 
 
 def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Tensor:
-    """A run of token rows, of all batch rows or of a range of them, as a view; x itself where that is all of it."""
+    """Return a range of token rows, of all batch rows or some, as a view; x itself where that is all of it."""
     if batch is not None:
         x = x.narrow(0, batch[0], batch[1] - batch[0])
     dim, length = token_dim(x), rows.stop - rows.start
@@ -19,11 +19,11 @@ def rows_of(x: Tensor, rows: slice, batch: tuple[int, int] | None = None) -> Ten
 
 
 def take_rows(x: Tensor, rows: Rows) -> Tensor:
-    """Some token rows; a view where they are one run."""
+    """Return some token rows; a view where they are one range."""
     parts = [rows_of(x, slice(start, stop)) for start, stop in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, token_dim(x))
 
 
 def token_dim(x: Tensor) -> int:
-    """Which dim has the tokens."""
+    """Return which dim has the tokens."""
     return 1 if x.dim() == 4 else 2

@@ -32,7 +32,7 @@ class Shapes(NamedTuple):
     dtype: torch.dtype
 
     def of_part(self, parts: int) -> Shapes:
-        """The shapes of one part of the heads."""
+        """Return the shapes of one part of the heads."""
         return self._replace(q_heads=self.q_heads // parts, kv_heads=self.kv_heads // parts)
 
     @property
@@ -42,7 +42,7 @@ class Shapes(NamedTuple):
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
     def of_ulysses_group(self, degree: int) -> Shapes:
-        """The shapes of one rank's share, where `degree` ranks share the heads; at least one key/value head."""
+        """Return the shapes of one rank's share, where `degree` ranks share the heads; at least one key head."""
         return self._replace(q_heads=self.q_heads // degree, kv_heads=max(1, self.kv_heads // degree))
 
     @property
@@ -51,7 +51,7 @@ class Shapes(NamedTuple):
         return torch.promote_types(self.dtype, torch.float32)
 
     def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
-        """(operands as they travel, sums) of a side, "q" or "kv", in a "forward" or "backward" pass.
+        """Return (operands as they travel, accumulators) of a side, "q" or "kv", in a pass.
 
         Queries travel backward with a factor per row in place of their output, except in float16 (`softmax.project`).
         """
@@ -77,12 +77,12 @@ class Shapes(NamedTuple):
 
 
 def hop_bytes(shapes: Shapes, direction: Direction, moving: Side) -> int:
-    """Bytes of gather and reduce per block and hop, without alignment."""
+    """Return the bytes of gather and reduce per block and hop, without alignment."""
     return sum(hop_bytes_by_traffic(shapes, direction, moving))
 
 
 def hop_bytes_by_traffic(shapes: Shapes, direction: Direction, moving: Side) -> tuple[int, int]:
-    """(bytes of gather, bytes of reduce) per block and hop, without alignment."""
+    """Return (bytes of gather, bytes of reduce) per block and hop, without alignment."""
     gather, reduce = (
         sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in tensors)
         for tensors in shapes.side(direction, moving)

@@ -26,7 +26,7 @@ _ELEMENTS = 2048  # that a program works on: 16 rows of 128
 
 @triton.jit
 def _my_rows(heads, length, ROWS: tl.constexpr):
-    """(batch row, tokens [ROWS], head) of this program."""
+    """Return (batch row, tokens [ROWS], head) of this program."""
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(length, ROWS)
     rest = program // heads
@@ -35,14 +35,14 @@ def _my_rows(heads, length, ROWS: tl.constexpr):
 
 @triton.jit
 def _at(x, strides, batch, tokens, head, columns):
-    """Pointers [ROWS, WIDTH] to rows of x [B, S, H, D]."""
+    """Return pointers [ROWS, WIDTH] to rows of x [B, S, H, D]."""
     rows = x + batch * strides[0] + tokens * strides[1] + head * strides[2]
     return rows[:, None] + columns[None, :] * strides[3]
 
 
 @triton.jit
 def _at_rows(x, strides, batch, tokens, head):
-    """Pointers [ROWS] to what x [B, H, S] has of rows."""
+    """Return pointers [ROWS] to what x [B, H, S] has of rows."""
     return x + batch * strides[0] + head * strides[1] + tokens * strides[2]
 
 
@@ -121,7 +121,7 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
     """See `softmax.merge_`; every lse float32, outputs of any floating type; any strides."""
-    for some in _in_turns((out, lse), parts, filled):
+    for some in _in_batches((out, lse), parts, filled):
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
         lses = torch.stack([part_lse for _, part_lse in some])
         outs = (part_out for part_out, _ in some)
@@ -130,12 +130,12 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
     """See `softmax.add_`; parts of any floating type, any strides."""
-    for some in _in_turns(total, parts, filled):
+    for some in _in_batches(total, parts, filled):
         _launch(_add, total.shape, (total, *some), PARTS=len(some))
 
 
-def _in_turns(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T]]:
-    """All parts, as many as go into a sum together, with the sum so far among them."""
+def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T]]:
+    """Yield all parts, as many as are added up together, with the sum so far among them."""
     rest = [total, *parts] if filled else [*parts]
     while rest:
         yield rest[: 1 + FAN_IN]
@@ -168,7 +168,7 @@ def try_out(device: torch.device) -> None:
 
 
 def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
-    """What a kernel makes of rows of two [B, S, H, D]: [B, H, S], float32."""
+    """Return what a kernel makes of rows of two [B, S, H, D]: [B, H, S], float32."""
     batch, length, heads, _ = out.shape
     rows = torch.empty(batch, heads, length, dtype=torch.float32, device=out.device)
     _launch(kernel, out.shape, (out, dout, rows))

@@ -40,7 +40,7 @@ class SpanTable:
         self._known: dict[Tile, SpanRows] = {}
 
     def rows_of(self, tile: Tile) -> SpanRows:
-        """Those of `tile`."""
+        """Return the rows of `tile`."""
         rows = self._known.get(tile)
         if rows is None:
             rows = self._known[tile] = self._found(tile)
@@ -53,7 +53,7 @@ class SpanTable:
         return SpanRows(lengths_of(q, k, self._device), self._index(q_spans), self._index(k_spans))
 
     def _index(self, spans: Sequence[tuple[int, int]]) -> Tensor | None:
-        """The rows of spans, int64, counted from the first one; None if there are no others between them."""
+        """Return the rows of spans, int64, counted from the first one; None if there are no others between them."""
         if all(one[1] == other[0] for one, other in pairwise(spans)):
             return None
         first = spans[0][0]
@@ -62,12 +62,12 @@ class SpanTable:
 
 
 def taken(x: Tensor, rows: Tensor | None) -> Tensor:
-    """Token rows of [B, S, H, D] or [B, H, S]."""
+    """Return token rows of [B, S, H, D] or [B, H, S]."""
     return x if rows is None else x.index_select(token_dim(x), rows)
 
 
 def put_back(x: Tensor, rows: Tensor | None, count: int, nothing: float = 0.0) -> Tensor:
-    """[B, T, H, D] as [B, count, H, D], or [B, H, T] as [B, H, count]: `nothing` elsewhere."""
+    """Return [B, T, H, D] as [B, count, H, D], or [B, H, T] as [B, H, count], with `nothing` elsewhere."""
     if rows is None:
         return x
     dim = token_dim(x)

@@ -85,7 +85,7 @@ def forward_program(plan: Plan, which: CallId, inputs: Inputs) -> Generator[None
     out = out.to(given.q.dtype)
     largest = [part.max_logits for part in parts if part.max_logits is not None]
     ring_outputs = Outputs(out, lse, torch.cat(largest) if largest else None)
-    outputs = yield from exchange.outputs_home(ring_outputs, plan.lse)
+    outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
     return outputs, Saved(given, out, lse)
 
 
@@ -105,10 +105,10 @@ def backward_program(
     (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(given.bias, parts) if given.bias is not None and wants_dbias else None
-    added_up_at_home = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
-    rounded = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_at_home)
-    home = yield from exchange.grads_home(rounded, plan.extras.shared_bias)
-    return _rounded(given, home)
+    added_up_later = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
+    rounded = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
+    grads = yield from exchange.grads_to_tokens(rounded, plan.extras.shared_bias)
+    return _rounded(given, grads)
 
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:

@@ -1,6 +1,6 @@
 """One rank's place in a ring, and what it notes of its calls.
 
-A `ContextParallel` is a rank_state and process groups; a `VirtualRing` is all rank_states of a ring in one process.
+A `ContextParallel` is a rank state and process groups; a `VirtualRing` has those of all ranks in one process.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RankState:
         return range(self.rank % degree, self.topology.ranks, degree)
 
     def link_peers(self, by_link: bool) -> dict[Link, tuple[int, ...]]:
-        """The ranks that this one's communicators are shared with: all of its ring, or those at the end of a link."""
+        """Return the ranks that share this one's communicators: all of its ring, or those on one link."""
         ring = self.ring_peers
         if not by_link:
             return dict.fromkeys(Link, tuple(ring))
@@ -83,7 +83,7 @@ class RankState:
         return {link: tuple(ring[place] for place in there) for link, there in places.items()}
 
     def note_call(self, choices: dict[str, str]) -> None:
-        """An attention call is about to be made."""
+        """Note that an attention call is about to be made."""
         self.choices = choices
         self.calls_made += 1
 
@@ -102,7 +102,7 @@ class RankState:
 
     @contextmanager
     def exclusive(self, device: torch.device) -> Iterator[None]:
-        """One pass at a time and, on GPUs, all on one stream: nothing else has been tested.
+        """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
 
         A pass that raises leaves messages under way that a later one would take for its own: RuntimeError from then
         on. The other ranks are told why when they miss this one.
@@ -119,7 +119,7 @@ class RankState:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """No other thread of this process sends messages of this ring meanwhile.
+        """Keep other threads of this process from sending messages of this ring meanwhile.
 
         RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
         """
@@ -206,7 +206,7 @@ class RankState:
             )
 
     def close(self) -> None:
-        """No pass comes any more. RuntimeError in the middle of one."""
+        """End this ring: no pass comes any more. RuntimeError in the middle of one."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
@@ -252,7 +252,7 @@ class RankState:
 
 
 def _by_name(sent_bytes: Mapping[Channel, int]) -> dict[str, dict[str, int]]:
-    """Bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
+    """Return bytes by channel as `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`."""
     by_link = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
     for channel, nbytes in sent_bytes.items():
         by_link[channel.link.value][channel.traffic.value] += nbytes

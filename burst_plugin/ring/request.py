@@ -1,4 +1,4 @@
-"""What is asked for: a rank's tensors, and the options of a call; checked one by one."""
+"""What is asked for, a rank's tensors and the options of a call, and checks of each by itself."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check_mask(mask: object) -> None:
 
 
 def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
-    """A sequence that is given whole or, where that is allowed, by its length. ValueError for anything else."""
+    """Return a sequence that is given whole or, if that is allowed, by its length. ValueError for anything else."""
     if isinstance(tokens, Tokens):
         return tokens
     if or_length:
@@ -113,7 +113,7 @@ def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
 
 
 def token_dim(name: str, x: object, dim: object) -> int:
-    """Which dimension of `x` is meant, counted from 0. ValueError for one that it does not have, or for no tensor."""
+    """Return which dimension of `x` is meant, from 0. ValueError for one that it does not have, or for no tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
     if unreadable(x) and not x.is_meta:

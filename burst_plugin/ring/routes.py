@@ -1,7 +1,7 @@
 """What a mask and a layout make of a schedule: the visits of a rank, their tiles, and what is sent.
 
-All of it follows from data that every rank has, so that all ranks choose alike; it is worked out once per kind
-of call.
+All of it follows from data that every rank has, so that all ranks choose the same. It is worked out once for each
+kind of call.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Attending(NamedTuple):
     mask: Mask
 
     def of(self, side: Side) -> Tokens:
-        """The sequence of side "q" or "kv"."""
+        """Return the sequence of side "q" or "kv"."""
         return self.q if side == "q" else self.kv
 
 
@@ -58,7 +58,7 @@ class Pairs:
         self._of_ranks: dict[tuple[int, int], tuple[Tile, ...]] = {}
 
     def tiles(self, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-        """The work of these queries on these keys."""
+        """Return the work of these queries on these keys."""
         if not q_runs or not k_runs:
             return ()
         return tuple(
@@ -68,17 +68,17 @@ class Pairs:
         )
 
     def of_visit(self, moving: Side, owner: int, rank: int) -> tuple[Tile, ...]:
-        """The work of side `moving` of rank `owner` with the other side of rank `rank`."""
+        """Return the work of side `moving` of rank `owner` with the other side of rank `rank`."""
         return self.of_ranks(owner, rank) if moving == "q" else self.of_ranks(rank, owner)
 
     def of_ranks(self, q: int, k: int) -> tuple[Tile, ...]:
-        """The work of rank q's queries on rank k's keys."""
+        """Return the work of rank q's queries on rank k's keys."""
         if (q, k) not in self._of_ranks:
             self._of_ranks[q, k] = self.tiles(self.runs["q"][q], self.runs["kv"][k])
         return self._of_ranks[q, k]
 
     def required(self, moving: Side) -> RequiredRows | None:
-        """The rows of every block of side `moving` that every rank works on; None if blocks go to all."""
+        """Return the rows that each rank works on of every block of side `moving`; None if blocks go to all."""
         if moving not in self._required:
             regions = [of_rows if moving == "kv" else of_rows.transposed for _, of_rows in self._regions]
             self._required[moving] = find_required_rows(regions, self.runs[OTHER_SIDE[moving]], self.runs[moving])
@@ -131,12 +131,12 @@ class RouteTable:
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
-        """The rule by which these tokens are dealt out; ValueError if nothing says which, or for unlike ranks."""
+        """Return the layout of these tokens; ValueError if nothing says which it is, or if it is for other ranks."""
         if tokens.holders is not None:
             ranks = len(set(tokens.holders))
             if ranks != self.cp_ranks:
                 raise ValueError(
-                    f"Tokens(holders={shortened(tokens.holders)}) deals out to {ranks} ranks, but the "
+                    f"Tokens(holders={shortened(tokens.holders)}) is for {ranks} ranks, but the "
                     f"context-parallel group has {self.cp_ranks}"
                 )
             return in_chunks(tokens.holders)
@@ -150,12 +150,12 @@ class RouteTable:
         return LAYOUTS[name]
 
     def shards(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """What every rank of the context-parallel group holds of a sequence."""
+        """Return what every rank of the context-parallel group holds of a sequence."""
         layout, ranks = self.layout(tokens), self._cp_topology.ranks
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
-        """What every group holds."""
+        """Return what every Ulysses group holds."""
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
@@ -166,11 +166,11 @@ class RouteTable:
         return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """What every rank of the ring holds: the block of its group."""
+        """Return what every rank of the ring holds: the block of its Ulysses group."""
         return [group.runs for group in self.group_blocks(tokens)]
 
     def pairs(self, attending: Attending) -> Pairs:
-        """The tiles of every pair of ranks."""
+        """Return the tiles of every pair of ranks."""
         if attending not in self._pairs:
             if len(self._pairs) >= _KNOWN:
                 for known in (self._pairs, self._schedules, self._routes):
@@ -179,7 +179,7 @@ class RouteTable:
         return self._pairs[attending]
 
     def route(self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1) -> Route:
-        """One rank's route of a pass in which side `moving` travels, and sums come home if it `reduces`."""
+        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`."""
         pairs = self.pairs(attending)
         key = (ring_rank, attending, moving, reduces, parts)
         if key not in self._routes:
@@ -203,18 +203,18 @@ class RouteTable:
         return self._routes[key]
 
     def dense(self, reduces: bool) -> Schedule:
-        """The schedule in which every rank visits every block."""
+        """Return the schedule in which every rank visits every block."""
         if reduces not in self._dense:
             self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
         return self._dense[reduces]
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
-        """The most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
+        """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
         lengths = [token_count(held) for held in self.runs(attending.kv)]
         return self._schedule(attending, "kv", False).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
-        """By rank of the ring: how many rows of keys its queries are worked on with, in all its visits."""
+        """Return by rank of the ring how many rows of keys its queries meet, in all its visits."""
         pairs = self.pairs(attending)
         required = pairs.required("kv")
         if required is None:
@@ -222,7 +222,7 @@ class RouteTable:
         return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
 
     def _schedule(self, attending: Attending, moving: Side, reduces: bool) -> Schedule:
-        """The schedule asked for; for "auto" also a sparse one, if it sends less over the scarcer link."""
+        """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
         pairs, key = self.pairs(attending), (attending, moving, reduces)
         required = pairs.required(moving)
         if required is None:

@@ -1,4 +1,4 @@
-"""One rank's session on a ring: how ranks meet, compare what they are about to do, and part again.
+"""One rank's session on a ring: how ranks meet, compare what they are about to do, and end it.
 
 A `ContextParallel` is a session, and what users ask of it.
 """
@@ -175,14 +175,14 @@ class Session:
             self._watch.close()
 
     def _wait_for_all(self, group: dist.ProcessGroup) -> None:
-        """Until no rank is in a pass any more. If that fails, the next `close` waits for nobody."""
+        """Wait until no rank is in a pass any more. If that fails, the next `close` does not wait."""
         try:
             barrier(group)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             lost = RingError(
                 "a rank of the context-parallel group ended, or did not come, before all had closed the ring "
-                f"({reason}); it is closed on this rank, and another close() waits for nobody"
+                f"({reason}); it is closed on this rank, and another close() does not wait"
             )
             self.rank_state.give_up(lost)
             raise lost from error

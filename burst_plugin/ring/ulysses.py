@@ -57,7 +57,7 @@ class _Piece(ABC):
     traffic: ClassVar[Traffic]
 
     def local_heads(self, member: int) -> Tensor:
-        """The heads of a member, of the local rows."""
+        """Return the heads of another rank of the group, of the local rows."""
         heads = self.joint.shape[2]
         return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
 
@@ -73,7 +73,7 @@ class _Piece(ABC):
 
     @abstractmethod
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Which of the two has its rows in the message."""
+        """Return which of the two has its rows in the message."""
 
     @abstractmethod
     def leave(self, receiver: int, message: Tensor) -> None:
@@ -116,7 +116,7 @@ class _ToHeads(_Piece):
         self.arrive(place, self.local_heads(place))
 
 
-class _Home(_Piece):
+class _ToTokens(_Piece):
     """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
 
     traffic = Traffic.REDUCE
@@ -169,7 +169,7 @@ class HeadExchange:
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
     ) -> Generator[None, None, list[Tensor]]:
-        """Tensors, each of a side, on their way to the ranks of their heads, or back; all of the group together.
+        """Send tensors, each of a side, to the ranks of their heads, or back; all ranks of the group call it.
 
         To heads: [B, S_local, H, D] becomes [B, S_group, H / degree, D], the group's rows of this rank's share. Back:
         the other way round, and what members have of a head that they share is added up. Yields once, while messages
@@ -195,7 +195,7 @@ class HeadExchange:
         return [piece.result for piece in pieces]
 
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
-        """What the ring is given: the group's rows of this rank's share of the heads."""
+        """Return what the ring is given: the group's rows of this rank's share of the heads."""
         group = self.ulysses_group
         if group.degree == 1:
             return inputs
@@ -209,8 +209,8 @@ class HeadExchange:
         sink = None if inputs.sink is None else inputs.sink[group.heads_of(inputs.q.shape[2])]
         return Inputs(q, k, v, sink, bias[0].transpose(1, 2) if bias else None)
 
-    def outputs_home(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
-        """What the ring gave, for this rank's rows of all heads; lse if it is asked for."""
+    def outputs_to_tokens(self, outs: Outputs, with_lse: bool) -> Generator[None, None, Outputs]:
+        """Return what the ring gave, for this rank's rows of all heads; lse if it is asked for."""
         group = self.ulysses_group
         if group.degree == 1:
             return outs
@@ -225,14 +225,14 @@ class HeadExchange:
         )
 
     def dout_to_heads(self, dout: Tensor) -> Generator[None, None, Tensor]:
-        """The gradient of the output, as the ring wants it."""
+        """Return the gradient of the output, as the ring takes it."""
         if self.ulysses_group.degree == 1:
             return dout.contiguous()
         (dout,) = yield from self.run(True, [dout], ["q"])
         return dout
 
-    def grads_home(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
-        """The gradients of `to_heads`' inputs; `shared_bias` says that heads share theirs."""
+    def grads_to_tokens(self, grads: Inputs, shared_bias: bool) -> Generator[None, None, Inputs]:
+        """Return the gradients of the inputs of `to_heads`; `shared_bias` says that heads share theirs."""
         group = self.ulysses_group
         if group.degree == 1:
             return grads
@@ -256,7 +256,7 @@ class HeadExchange:
             return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, ranks_per_head)
         shape = (batch, block.counts[self.ulysses_group.place], heads * different, dim)
         local = x.new_empty(shape) if ranks_per_head == 1 else x.new_zeros(shape)
-        return _Home(local, x, block, ranks_per_head)
+        return _ToTokens(local, x, block, ranks_per_head)
 
     def _begin(
         self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]

@@ -1,4 +1,4 @@
-"""Teams of ranks that exchange heads (see `ulysses`): who is in one, and which rows it holds together."""
+"""Ulysses groups of ranks that exchange heads (see `ulysses`): their ranks, and the rows that they hold together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GroupBlock(NamedTuple):
 
 
 def group_block(held: Sequence[tuple[Run, ...]]) -> GroupBlock:
-    """The rows of all members, by position; a group of one keeps its order."""
+    """Return the rows of all ranks of a group, by position; a group of one keeps its order."""
     pieces = []
     for member, runs in enumerate(held):
         starts = accumulate((run.length for run in runs), initial=0)
@@ -80,11 +80,11 @@ class UlyssesGroup:
         return [member for member in range(self.degree) if member != self.place]
 
     def heads_of(self, heads: int) -> slice:
-        """Which of so many heads this rank works on."""
+        """Return which of so many heads this rank works on."""
         return slice(self.place * heads // self.degree, (self.place + 1) * heads // self.degree)
 
     def spread(self, mine: Tensor, others: float) -> Tensor:
-        """[H] of all heads from [H / degree] of this rank's share."""
+        """Return [H] of all heads from [H / degree] of this rank's share; `others` is what the rest gets."""
         all_heads = mine.new_full((len(mine) * self.degree,), others)
         all_heads[self.heads_of(len(all_heads))] = mine
         return all_heads
@@ -96,5 +96,5 @@ class UlyssesGroup:
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 
     def message(self, traffic: Traffic, member: int, data: Tensor) -> Message:
-        """A message to or from a member."""
+        """Return a message to or from another rank of the group."""
         return Message(self.peers[member], self._channels[traffic][member], data)
