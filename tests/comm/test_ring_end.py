@@ -18,7 +18,6 @@ from burst_plugin import (
     RingError,
     Topology,
     VirtualRing,
-    attention,
     burst_attention,
     shard_batch,
 )
@@ -26,7 +25,7 @@ from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.consistency import error_text
 from burst_plugin.comm.process_groups import new_group_like
-from burst_plugin.ring import session
+from burst_plugin.ring import autograd, session
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 
@@ -63,7 +62,7 @@ def _no_memory_around_a_pass(rank: int, direction: str) -> None:
 
     cp = ContextParallel(dist.group.WORLD)
     x = X.clone().requires_grad_()
-    kept = mock.patch.object(attention, "_cut_loose", fails) if rank and direction == "forward" else nullcontext()
+    kept = mock.patch.object(autograd, "_cut_loose", fails) if rank and direction == "forward" else nullcontext()
     back = fails if rank and direction == "backward" else lambda packed: packed
     with kept, torch.autograd.graph.saved_tensors_hooks(lambda packed: packed, back):
         out = burst_attention(x, x, x, cp)
