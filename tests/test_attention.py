@@ -1,17 +1,33 @@
-"""All ranks in one process, against float64: every layout x topology x moving x heads, out, dq, dk and dv."""
+"""All ranks in one process, against float64: every layout x topology x moving side x heads, out, dq, dk and dv."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from burst_plugin import Causal, Full, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.context import ContextParallel
+from burst_plugin import (
+    BlockMask,
+    Causal,
+    ContextParallel,
+    Documents,
+    Full,
+    Mask,
+    PrefixLM,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Topology,
+    VirtualRing,
+    burst_attention,
+    key_padding,
+)
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.regions import Region
+from tests.support.draws import runnable
 from tests.support.reference import Problem, Result, errors, reference
 
 TOPOLOGIES = [(1, 4), (2, 2), (4, 1), (2, 4), (3, 2)]
@@ -70,6 +86,38 @@ def test_bf16_is_within_a_fifth_of_the_same_kernel_on_one_rank(
     )
     for name, error in spread.items():
         assert error <= 1.2 * alone[name], (name, error, alone[name])
+
+
+BF16_MASKS = [
+    Causal(),
+    SlidingWindow(60),
+    SlidingWindow(30, 20),
+    Causal() & Documents((0, 100, 110, 400, 512)),
+    PrefixLM(130),
+    BlockMask.of(torch.rand(16, 16, generator=torch.Generator().manual_seed(3)) > 0.3, 32),
+    Causal() & key_padding(torch.arange(512).expand(2, 512) >= torch.tensor([[0], [70]])),
+]
+
+
+@pytest.mark.parametrize("mask", BF16_MASKS, ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize("kernel", runnable(torch.float64))
+@pytest.mark.parametrize("backward", ["q", "kv"])
+def test_masks_in_bf16_are_within_a_fifth_of_the_same_kernel_on_one_rank(
+    mask: Mask, kernel: str, backward: str
+) -> None:
+    problem = Problem.draw(512, (4, 2), dim=32, dtype=torch.bfloat16).with_sink()
+    truth = reference(problem, mask)
+
+    def error(topology: Topology, layout: str) -> dict[str, float]:
+        ring = VirtualRing(topology, Strategy(kernel=kernel, backward=backward, layout=layout))
+        inputs = [x.clone().requires_grad_() for x in (*problem[:3], problem.sink) if x is not None]
+        out, _ = ring.attention(*inputs[:3], mask=mask, sink=inputs[3])
+        return errors(Result(out.detach(), *torch.autograd.grad(out, inputs, problem.dout)), truth)
+
+    alone = error(Topology(1, 1), "contiguous")
+    for layout in LAYOUTS:
+        for name, found in error(Topology(2, 2), layout).items():
+            assert found <= 1.2 * alone[name], (layout, name, found, alone[name])
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
@@ -139,3 +187,32 @@ def test_types_that_differ_are_named() -> None:
         burst_attention(q, k, k, ContextParallel())
     with pytest.raises(ValueError, match="floating-point"):
         burst_attention(*[torch.zeros(1, 8, 4, 8, dtype=torch.int64)] * 3, ContextParallel())
+
+
+def test_softmax_scale_is_used() -> None:
+    cp = ContextParallel()
+    q, k, v = Problem.draw(8, (2, 2))[:3]
+    scaled = burst_attention(q, k, v, cp, scores=Scores(scale=2 * 8**-0.5))
+    assert torch.equal(scaled, burst_attention(q, k, v, cp, softmax_scale=2 * 8**-0.5))
+    with pytest.raises(ValueError, match=r"got softmax_scale=2.0 and scores with scale=1.0, which mean the same"):
+        burst_attention(q, k, v, cp, softmax_scale=2.0, scores=Scores(scale=1.0))
+    torch.testing.assert_close(scaled, burst_attention(2 * q, k, v, cp))
+
+
+@dataclass(frozen=True)
+class Nothing(Mask):
+    """A mask under which nothing attends to anything."""
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("topology", "forward"), [(Topology(2, 2), "q"), (Topology(2, 2), "kv"), (Topology(1, 1), "q")], ids=str
+)
+def test_what_attends_to_nothing_is_zero(topology: Topology, forward: str) -> None:
+    ring = VirtualRing(topology, Strategy(forward=forward, kernel="reference"))
+    q, k, v = Problem.draw(16, (2, 2))[:3]
+    out, lse = ring.attention(q, k, v, mask=Nothing())
+    assert bool((out == 0).all())
+    assert bool(torch.isneginf(lse).all())

@@ -1,3 +1,5 @@
+"""Options: which are valid, which bytes a hop has, and what is chosen by them."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -72,6 +74,12 @@ def test_the_side_with_fewer_bytes_travels_unless_one_is_forced() -> None:
     assert choose_moving_side(Strategy(backward="q"), "backward", GQA) == "q"
     assert choose_moving_side(Strategy(forward="auto"), "forward", MHA._replace(q_len=1, kv_len=64)) == "q"
     assert choose_moving_side(Strategy(), "forward", MHA) == "kv"
+
+
+def test_keys_and_values_travel_if_bytes_are_equal() -> None:
+    tie = Shapes(1, 2, 3, 1, 1, 1, 1, torch.float32)
+    assert hop_bytes(tie, "forward", "q") == hop_bytes(tie, "forward", "kv")
+    assert choose_moving_side(Strategy(forward="auto"), "forward", tie) == "kv"
 
 
 def test_float16_queries_take_their_output_along() -> None:

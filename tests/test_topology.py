@@ -1,3 +1,7 @@
+"""Ranks on nodes: places, links, and topologies made of sizes and of node ids."""
+
+from __future__ import annotations
+
 import pytest
 
 from burst_plugin import Link, Topology

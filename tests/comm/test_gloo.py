@@ -25,6 +25,7 @@ from burst_plugin import (
     Causal,
     ContextParallel,
     Documents,
+    Full,
     Link,
     Scores,
     Strategy,
@@ -365,6 +366,7 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
 def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     """One rank's call differs from the others'."""
     options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
+    options["mask"] = Causal()
     options.update(changes.get(rank, {}))
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
     moved = Counter[int]()
@@ -380,7 +382,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
         setattr(dist.ProcessGroup, name, counted(getattr(dist.ProcessGroup, name)))
     x = torch.zeros(1, options["tokens"], options["heads"], 8, dtype=options["dtype"])
     try:
-        burst_attention(x, x, x, cp, scores=Scores(scale=options["scale"]))
+        burst_attention(x, x, x, cp, mask=options["mask"], scores=Scores(scale=options["scale"]))
     finally:
         assert set(moved) <= {EXCHANGE_BYTES}, "attention data moved before the error"
 
@@ -392,6 +394,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
         ({1: {"heads": 2}}, "rank 1: q_heads=2, kv_heads=2"),
         ({3: {"dtype": torch.bfloat16}}, "rank 3: dtype=torch.bfloat16"),
         ({0: {"scale": 0.5}}, "rank 0: scores=Scores(scale=0.5"),
+        ({1: {"mask": Full()}}, "rank 1: mask=Full(); rank 0, 2, 3: mask=Causal()"),
         ({0: {"ranks_per_node": 4}}, "rank 0: topology=1x4"),
         ({0: {"kernel": "reference"}}, "rank 0: kernel in use=reference, kernel=reference"),
         ({0: {"ranks_per_node": "auto"}, 2: {"ranks_per_node": "auto"}}, "only some ask for nodes to be detected"),

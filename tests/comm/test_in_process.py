@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from burst_plugin import (
     Documents,
@@ -31,7 +33,7 @@ from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.ring.executor import RingPass, lockstep
 from burst_plugin.ring.routes import Attending
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.masks import Causal
 from tests.support.reference import Problem, Result, errors, reference, relative
 
@@ -183,7 +185,7 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     monkeypatch: pytest.MonkeyPatch, schedule: str, moving: str
 ) -> None:
     """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
-    monkeypatch.setattr(needs, "_MOST_MEETINGS", 0)
+    monkeypatch.setattr(required_rows, "_MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
     strategy = Strategy(schedule=schedule, forward=moving, backward=moving, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])
@@ -236,6 +238,28 @@ def test_a_packing_starts_every_tensor_at_64_bytes_and_ends_with_the_label(label
     empty = Packing([((0, 3), torch.float32)])
     assert empty.nbytes > 0, "no backend is sure to carry empty messages"
     assert empty.views(torch.empty(empty.nbytes, dtype=torch.uint8))[0].shape == (0, 3)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple),
+            st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8]),
+        ),
+        max_size=4,
+    )
+)
+def test_packed_sections_are_aligned_and_do_not_overlap(specs: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    packing = Packing(specs)
+    buffer = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    views = packing.views(buffer)
+    for number, (view, (shape, dtype)) in enumerate(zip(views, specs, strict=True), start=1):
+        assert (tuple(view.shape), view.dtype) == (shape, dtype)
+        assert view.numel() == 0 or (view.data_ptr() - buffer.data_ptr()) % 16 == 0
+        view.fill_(number)
+    for number, view in enumerate(views, start=1):
+        assert bool((view == number).all())
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""One rank's call: what is remembered of it, what ranks compare, and what a kernel is asked for."""
+"""One rank's call: what is remembered of it, what ranks compare, and what it returns."""
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -26,12 +25,11 @@ from burst_plugin import (
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import TileAttention
-from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.ring.choices import _features, make_plan
-from burst_plugin.ring.plan import Extras, Plan
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
-from tests.support.reference import Problem, Result, errors, reference
+from tests.support.reference import Problem, Result, errors, reference, relative
 
 SHAPES = Shapes(2, 16, 16, 4, 2, 8, 8, torch.float32)
 SLOPES = (0.5, 0.25, 0.1, 0.0)
@@ -82,6 +80,12 @@ def test_calls_that_are_not_alike_are_not_mixed_up() -> None:
             if x is not None and y is not None:
                 torch.testing.assert_close(x.double(), y, atol=2e-6, rtol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
     assert len(cp.plans) == len(cases) - 1, "a seed makes no new kind of call"
+
+
+def test_calls_with_other_masks_are_not_mixed_up() -> None:
+    cp, problem = ContextParallel(), Problem.draw(8, (2, 2))
+    for mask in (Causal(), Full(), Causal()):
+        assert relative(burst_attention(*problem[:3], cp, mask=mask), reference(problem, mask).out) < 1e-6
 
 
 def test_sequences_dealt_out_otherwise_are_not_mixed_up() -> None:
@@ -214,23 +218,6 @@ def test_a_seed_makes_nothing_anew_but_masks_and_labels() -> None:
         assert not torch.equal(*labels)
 
 
-def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For which a kernel that plans ahead would make plan after plan."""
-    asked: list[bool] = []
-
-    def choose(name: str, case: Case) -> Kernel:
-        asked.append(case.new_tiles)
-        return KERNELS["reference"]
-
-    monkeypatch.setattr("burst_plugin.ring.choices.choose_kernel", choose)
-    ring = VirtualRing(Topology(1, 1))
-    for length in [*range(1, 9), *range(1, 12)]:
-        ring.attention(*(torch.zeros(1, length, 1, 4) for _ in range(3)))
-    assert asked == [False] * 8 + [True] * 3
-    ring.attention(*(torch.zeros(1, 12, 1, 4) for _ in range(3)))
-    assert asked[-1]
-
-
 @pytest.mark.parametrize(("degree", "computed"), [(1, False), (2, True)])
 def test_a_bias_without_a_gradient_is_given_none(
     degree: int, computed: bool, monkeypatch: pytest.MonkeyPatch
@@ -261,15 +248,6 @@ def test_every_pass_of_every_call_has_a_label_of_its_own() -> None:
     assert len({bytes(label.tolist()) for label in labels if label is not None}) == 10
 
 
-def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
-    everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
-    assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
-        "windows",
-        "varlen",
-    }
-    assert _features(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
-
-
 def test_parts_have_to_divide_the_heads() -> None:
     ring, (q, k, v, *_) = VirtualRing(Topology(1, 2), Strategy(parts=3)), Problem.draw(16, (8, 4))
     with pytest.raises(ValueError, match=r"parts=3 does not divide the 4 key/value heads .* use one of \[1, 2, 4\]"):
@@ -285,42 +263,11 @@ def test_keys_with_documents_of_their_own_are_not_padded_like_queries() -> None:
     assert max(found.values()) < 2e-6, found
 
 
-def test_asking_for_determinism_later_is_heard(request: pytest.FixtureRequest) -> None:
-    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    x = Problem.draw(8, (2, 2)).q
-    kernel = replace_features(KERNELS["torch_cpu"], KERNELS["torch_cpu"].features - {"deterministic"})
-    cp = ContextParallel(kernel=kernel)
-    burst_attention(x, x, x, cp)
-    torch.use_deterministic_algorithms(True)
-    with pytest.raises(ValueError, match="deterministic"):
-        burst_attention(x, x, x, cp)
-
-
 def test_slopes_need_common_positions() -> None:
     ring, problem = VirtualRing(Topology(1, 2), Strategy(kernel="reference")), Problem.draw(8, (4, 2))
     shifted = Documents((0, 4, 8), None, (0, 2, 8))
     with pytest.raises(ValueError, match="alibi_slopes need positions that count alike for queries and keys"):
         ring.attention(*problem[:3], mask=shifted, scores=Scores(alibi_slopes=SLOPES))
-
-
-@pytest.mark.parametrize(
-    "scores", [Scores(alibi_slopes=SLOPES), Scores(dropout=0.3, seed=4)], ids=["alibi", "dropout"]
-)
-def test_kernels_without_windows_get_pieces_whose_positions_they_know(scores: Scores) -> None:
-    problem, mask = Problem.draw(32, (4, 2)), SlidingWindow(2)
-    kernel = replace_features(KERNELS["reference"], KERNELS["reference"].features - {"windows"})
-    inputs = [x.clone().requires_grad_() for x in problem[:3]]
-    out, _ = VirtualRing(Topology(2, 2), Strategy(kernel=kernel)).attention(*inputs, mask=mask, scores=scores)
-    grads = torch.autograd.grad(out, inputs, problem.dout)
-    found = errors(Result(out.detach(), *grads), reference(problem, mask, scores))
-    assert max(found.values()) < 2e-6, found
-
-
-def replace_features(kernel: Kernel, features: frozenset[str]) -> Kernel:
-    """A kernel that is said to have these features only."""
-    found = copy(kernel)
-    found.features, found.name = features, "less"
-    return found
 
 
 def test_a_pass_that_was_left_half_way_is_the_last_one_of_its_ring() -> None:

@@ -260,6 +260,14 @@ def _forget_what_was_kept(s: Schedule) -> Schedule:
     return replace(s, visits=((*s.visits[0][:-1], None), *s.visits[1:]))
 
 
+def _gather_as_reduce(s: Schedule) -> Schedule:
+    return replace(s, gather=(), reduce=(*s.gather, *s.reduce))
+
+
+def _reduce_once_more(s: Schedule) -> Schedule:
+    return replace(s, reduce=(*s.reduce, Transfer(Traffic.REDUCE, 0, 0, 1, Link.INTRA, 5, 6)))
+
+
 def _edit(kind: str, index: int, **changes: int | Link) -> Callable[[Schedule], Schedule]:
     def damage(s: Schedule) -> Schedule:
         transfers = list(getattr(s, kind))
@@ -287,6 +295,9 @@ def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
         (_repeat("gather", 0), "sent block 0 twice"),
         (_edit("gather", 0, link=Link.INTER), "impossible transfer"),
         (_edit("gather", 0, due=0), "impossible transfer"),
+        (_edit("gather", 0, dst=0), "impossible transfer"),
+        (_gather_as_reduce, "impossible transfer"),
+        (_reduce_once_more, "ends incomplete at rank 1"),
         (_edit("gather", 0, due=2), "rank 1 sends block 0 before it has it"),
         (_edit("gather", 2, due=4), "rank 3 visits block 0 at step 3 without it"),
         (_edit("gather", 2, issue=0), "before it has it"),

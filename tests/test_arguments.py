@@ -1,4 +1,4 @@
-"""Values of the wrong kind, wherever public names take one: refused on one line that says what to write instead."""
+"""Arguments of public names: what they may be made of, and what is refused, on one line that says what to write."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from burst_plugin import (
     Documents,
     Full,
     Keys,
+    Mask,
     PerRow,
     PrefixLM,
     Scores,
@@ -32,6 +33,7 @@ from burst_plugin import (
 from burst_plugin.checks import as_number, as_whole, shown
 from burst_plugin.kernels import TorchCpuKernel
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.reference import Problem
 
 NAN, INF = float("nan"), float("inf")
 NO_NUMBERS = [
@@ -145,6 +147,22 @@ def test_whole_numbers_of_other_libraries_are_whole_numbers(convert: str) -> Non
     assert as_whole(numpy.bool_(True)) is as_number(numpy.bool_(True)) is None
 
 
+def test_seeds_are_integers() -> None:
+    assert Scores(seed=torch.tensor(7)) == Scores(seed=7)
+    with pytest.raises(ValueError, match=r"Scores\(seed=1\.5\) is not valid; use an integer"):
+        Scores(seed=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [PerRow([Documents((0, 5, 8)), Documents([0, 8])]), Keys([[0, 5]]), BlockMask(4, [[True, False], [True, True]])],  # type: ignore[arg-type, list-item]
+    ids=lambda mask: type(mask).__name__,
+)
+def test_masks_may_be_made_of_lists(mask: Mask) -> None:
+    q, k, v = (x.expand(2, -1, -1, -1) for x in Problem.draw(8, (2, 2))[:3])
+    burst_attention(q, k, v, ContextParallel(), mask=mask)
+
+
 RING = VirtualRing(Topology(1, 2))
 NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
 
@@ -161,6 +179,9 @@ NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
         ({"k": X.to_sparse()}, r"k is a tensor of layout torch.sparse_coo; use x.to_dense\(\)"),
         ({"q": NESTED}, "q is a tensor that is nested; pad its rows to one length"),
         ({"sink": torch.zeros(2, device="meta")}, "sink is on meta, but q, k, v are on cpu; move it there"),
+        ({"bias": torch.zeros(1, 1, 16, 16, device="meta")}, "bias is on meta, but q, k, v are on cpu"),
+        ({"sink": torch.zeros(2).long()}, "sink must be floating point .*, got torch.int64"),
+        ({"bias": torch.zeros(1, 1, 16, 16).long()}, "bias must be floating point .*, got torch.int64"),
         ({"bias": torch.zeros(1, 1, 16, 16).to_sparse()}, "bias is a tensor of layout torch.sparse_coo"),
         (
             {"scores": {"scale": 1.0}},
@@ -168,6 +189,7 @@ NESTED = torch.nested.as_nested_tensor([X[0], X[0, :8]], layout=torch.jagged)
         ),
         ({"scores": None}, "scores=None is not a Scores"),
         ({"mask": None}, r"mask=None is not a mask; use one of the masks of burst_plugin, such as Causal\(\)"),
+        ({"mask": "causal"}, r"mask='causal' is not a mask; use one of the masks of burst_plugin"),
         ({"mask": Causal}, r"mask is the class Causal; pass an object of it, Causal\(...\)"),
         (
             {"mask": torch.ones(16, 16)},
@@ -243,6 +265,20 @@ def test_a_kind_of_call_that_is_known_says_nothing_of_the_next_ones_layout() -> 
     burst_attention(X, X, X, cp)
     with pytest.raises(ValueError, match=r"k is a tensor of layout torch.sparse_coo; use x.to_dense\(\)"):
         burst_attention(X, X.to_sparse(), X, cp)
+
+
+def test_a_dtensor_is_refused_before_its_global_shape_is_taken_for_a_local_one() -> None:
+    class Distributed(torch.Tensor):
+        def to_local(self) -> torch.Tensor:
+            return self.as_subclass(torch.Tensor)
+
+    cp = ContextParallel()
+    q, k, v = Problem.draw(8, (2, 2))[:3]
+    burst_attention(q, k, v, cp)  # a call that is like the next one, but for that
+    with pytest.raises(ValueError, match=r"k is a Distributed; pass k\.to_local\(\), what this rank holds"):
+        burst_attention(q, k.as_subclass(Distributed), v, cp)
+    with pytest.raises(ValueError, match=r"sink is a Distributed; pass sink\.to_local\(\)"):
+        burst_attention(q, k, v, cp, sink=torch.zeros(2).as_subclass(Distributed))
 
 
 def test_a_prefix_longer_than_the_sequence_is_refused() -> None:

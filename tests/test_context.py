@@ -1,0 +1,105 @@
+"""`ContextParallel`: what it is made of, which nodes it finds, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention, context
+from tests.support.ranks import run_ranks
+from tests.support.reference import Problem, reference, relative
+
+
+@pytest.fixture
+def cp() -> ContextParallel:
+    return ContextParallel()
+
+
+def test_one_rank_needs_no_group(cp: ContextParallel) -> None:
+    problem = Problem.draw(16, (4, 2))
+    x = torch.arange(16).view(1, 16)
+    assert torch.equal(cp.unshard(cp.shard(x)), x)
+    assert cp.positions(16).tolist() == list(range(16))
+    out, lse = burst_attention(*problem[:3], cp, return_lse=True)
+    assert relative(out, reference(problem, Causal()).out) < 1e-6
+    assert lse.shape == (2, 4, 16)
+    assert lse.dtype == torch.float32
+    assert cp.traffic() == cp.expected_traffic() == {k: {"gather": 0, "reduce": 0} for k in ("intra", "inter")}
+    assert cp.describe()["topology"].startswith("1x1")
+
+
+def test_options_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="use one of: zigzag, striped, contiguous"):
+        ContextParallel(layout="spiral")
+    with pytest.raises(ValueError, match="got strategy= and also backward"):
+        ContextParallel(strategy=Strategy(), backward="q")
+    with pytest.raises(ValueError, match="multiplies to 4"):
+        ContextParallel(hierarchy=[2, 2])
+
+
+def test_a_model_with_a_ring_can_be_copied_but_not_saved_whole(cp: ContextParallel) -> None:
+    """Copied for a moving average of its weights, or as the reference of a preference loss."""
+    model = torch.nn.Linear(2, 2)
+    model.cp = cp  # type: ignore[assignment]
+    assert copy.deepcopy(model).cp is cp
+    with pytest.raises(TypeError, match=r"a ContextParallel cannot be saved .*state_dict\(\)"):
+        pickle.dumps(model)
+
+
+def test_unshard_refuses_to_lose_a_gradient(cp: ContextParallel) -> None:
+    x = torch.zeros(1, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"unshard has no gradient; .*x\.detach\(\)"):
+        cp.unshard(x)
+    with torch.no_grad():
+        cp.unshard(x)
+
+
+def test_entering_twice_at_once_is_refused(cp: ContextParallel) -> None:
+    with (
+        cp.rank_state.exclusive(torch.device("cpu")),
+        pytest.raises(RuntimeError, match="while another of its passes"),
+    ):
+        burst_attention(*Problem.draw(8, (2, 2))[:3], cp)
+
+
+def _hierarchy(rank: int) -> Topology:
+    return ContextParallel(dist.group.WORLD, hierarchy=[3, 2]).topology
+
+
+def test_the_first_size_of_a_hierarchy_is_that_of_a_node() -> None:
+    assert run_ranks(_hierarchy, 6) == [Topology(2, 3)] * 6
+
+
+def _detected(rank: int, nodes: str) -> tuple[Topology, list[str]]:
+    context.node_id = lambda: nodes[rank]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cp = ContextParallel(dist.group.WORLD)
+    return cp.topology, [str(w.message) for w in told if "not spread evenly" in str(w.message)]
+
+
+def test_nodes_are_detected_and_uneven_ones_told_of() -> None:
+    assert run_ranks(_detected, 4, "aabb") == [(Topology(2, 2), [])] * 4
+    outcomes = run_ranks(_detected, 4, "abab")
+    assert [topology for topology, _ in outcomes] == [Topology(1, 4)] * 4
+    assert [len(told) for _, told in outcomes] == [1, 0, 0, 0]
+
+
+def _reset(rank: int) -> tuple[Any, Any]:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    x = torch.zeros(1, 16, 4, 8)
+    burst_attention(x, x, x, cp)
+    assert cp.traffic()["intra"]["gather"] > 0
+    cp.reset_traffic()
+    return cp.traffic(), cp.expected_traffic()
+
+
+def test_reset_traffic_resets_both_counts() -> None:
+    nothing = {link: {"gather": 0, "reduce": 0} for link in ("intra", "inter")}
+    assert run_ranks(_reset, 2) == [(nothing, nothing)] * 2
