@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import types
 import warnings
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -59,6 +56,18 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
         assert kinds == ["BurstCoreAttention"] * 2
 
 
+def _strategy(rank: int) -> str:
+    from burst_plugin.megatron import install
+
+    adapter = install(Strategy(schedule="flat_ring"))
+    build(CP4)
+    return adapter.contexts()[0].describe()["schedule"]
+
+
+def test_the_installed_strategy_is_used() -> None:
+    assert run_ranks(_strategy, 4) == ["flat_ring"] * 4
+
+
 class LikeTransformerEngines(torch.nn.Module):
     """A core attention that a spec names by class, as Transformer Engine's specs do."""
 
@@ -105,6 +114,14 @@ def test_the_hook_works_for_specs_that_name_another_attention(cp_comm_type: str,
 
 def _build_with(rank: int, config: dict[str, Any]) -> None:
     build(replace(CP2, config=config))
+
+
+def test_each_layer_has_its_own_cp_comm_type() -> None:
+    from burst_plugin.megatron.core_attention import ChosenCoreAttention
+
+    listed = types.SimpleNamespace(context_parallel_size=2, cp_comm_type=["p2p", "burst"])
+    options = {"config": listed, "layer_number": 1, "original": LikeTransformerEngines, "registry": None}
+    assert type(ChosenCoreAttention(cp_comm_type="p2p", **options)) is LikeTransformerEngines
 
 
 @pytest.mark.parametrize(
@@ -156,6 +173,7 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         "inference": lambda: layer(
             torch.zeros(32, 1, 64), None, inference_context=StaticInferenceContext(1, run.seq_length)
         ),
+        "inference params": lambda: layer(torch.zeros(32, 1, 64), None, inference_params=object()),
     }
     errors = []
     for _ in range(2):  # what was refused once is refused again
@@ -182,8 +200,9 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         ("packed", "packed_seq_params.qkv_format=None is not supported; use 'thd', or 'sbhd'"),
         (
             "inference",
-            "context_parallel_size=2 with cp_comm_type='burst' is for training; use",
+            "context_parallel_size=2 with cp_comm_type='burst' is for training; use context_parallel_size=1",
         ),
+        ("inference params", "is for training; use context_parallel_size=1"),
     ],
 )
 def test_what_a_forward_cannot_honour_is_refused(kind: str, message: str) -> None:
@@ -242,68 +261,6 @@ def _evaluation(rank: int) -> tuple[float, float]:
 def test_evaluation_without_gradients_is_no_inference() -> None:
     for evaluated, trained in run_ranks(_evaluation, 2):
         assert evaluated == trained
-
-
-SCRIPT = """
-import argparse, os, sys
-import torch.distributed as dist
-sys.path.insert(0, {root!r})
-from tests.support.megatron_gpt import GptRun, one_step, random_tokens
-parser = argparse.ArgumentParser()
-parser.add_argument("--cp-comm-type")
-dist.init_process_group("gloo")
-run = GptRun(layers=2, cp=2, cp_comm_type=None)
-run = GptRun(layers=2, cp=2, cp_comm_type=parser.parse_args().cp_comm_type)
-assert __name__ == "__main__" and sys.modules["__main__"].__file__ == sys.argv[0]
-loss = one_step(run, random_tokens(run)).loss
-print(f"loss {{loss:.4f}}\\n", end="", flush=True)  # one write: ranks share the pipe
-"""
-
-
-def test_the_launcher_runs_an_unmodified_script(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(root=str(root)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "burst_plugin.run", "--cpu", str(script), "--cp-comm-type", "burst"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("burst_plugin in Megatron-core:") == 1
-    losses = [line for line in done.stdout.splitlines() if line.startswith("loss")]
-    assert len(losses) == 2
-    assert len(set(losses)) == 1
-
-
-def test_the_launcher_says_when_there_is_no_script() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "burst_plugin.run", "nowhere.py"],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 1
-    assert "nowhere.py is not a file; give the training script" in done.stderr
-
-
-def test_flags_become_a_strategy() -> None:
-    import argparse
-
-    from burst_plugin.megatron.arguments import add_arguments, flag_problems, parsed_strategy
-
-    parser = add_arguments(argparse.ArgumentParser())
-    assert "--burst-backward" in parser.format_help()
-    assert parsed_strategy() is None
-    flags = ["--burst-backward", "q", "--burst-kernel", "reference", "--burst-ranks-per-node", "2"]
-    parsed = parser.parse_args(flags)
-    parsed.reset_attention_mask = False
-    sys.modules["megatron.training.global_vars"] = argparse.Namespace(_GLOBAL_ARGS=parsed)  # type: ignore[assignment]
-    try:
-        assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2)
-        assert flag_problems() == []
-        parsed.reset_attention_mask = True
-        assert "--reset-attention-mask is not supported" in flag_problems()[0]
-    finally:
-        del sys.modules["megatron.training.global_vars"]
 
 
 def _own_core(rank: int) -> str:

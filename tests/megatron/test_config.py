@@ -7,11 +7,16 @@ import types
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from burst_plugin import Strategy
+from burst_plugin.megatron import core_attention
 from burst_plugin.megatron.config import HONOURED, REFUSED, is_irrelevant, problems, spreads_sequences, unknown_fields
+from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.registry import Registry
 
 pytestmark = pytest.mark.megatron
 
@@ -161,6 +166,12 @@ def test_a_field_of_a_newer_megatron_is_told_of_if_it_is_set() -> None:
     assert unknown_fields(Newer(attention_twist=0.5)) == ["attention_twist"]
 
 
+def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_attention, "unknown_fields", lambda config: ["num_layers"])
+    with pytest.warns(UserWarning, match="does not know Megatron's option num_layers=2"):
+        BurstCoreAttention(config(), 1, AttnMaskType.causal, "self", registry=Registry(None))
+
+
 @dataclasses.dataclass
 class OfAProvider(TransformerConfig):
     """A configuration with options of its own, such as model providers have."""
@@ -174,3 +185,15 @@ def test_options_of_model_providers_are_not_taken_for_megatrons() -> None:
     assert unknown_fields(provided) == []
     (problem,) = problems(provided, windowed=True, attention_type="self")
     assert problem.startswith("window_size=512 is not valid: use a pair (left, right)")
+
+
+def test_deterministic_mode_needs_deterministic_kernels() -> None:
+    options = {"config": config(deterministic_mode=True), "layer_number": 1, "attn_mask_type": AttnMaskType.causal}
+    with pytest.raises(ValueError, match=r"deterministic_mode=True needs torch\.use_deterministic_algorithms"):
+        BurstCoreAttention(**options, attention_type="self", registry=Registry(None))
+    BurstCoreAttention(**options, attention_type="self", registry=Registry(Strategy(deterministic=True)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        BurstCoreAttention(**options, attention_type="self", registry=Registry(None))
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -273,6 +273,16 @@ def test_every_row_of_a_padding_mask_is_looked_at_a_few_at_a_time(few_at_once: l
             masks.read_key_padding(cp, other, Causal())
 
 
+def _no_mask(rank: int) -> list[float]:
+    core = _core(GptRun(layers=2, cp=2, cp_comm_type="burst"))
+    k = torch.zeros(32, 1, 4, 8)
+    return core(torch.zeros(32, 1, 8, 8), k, k + rank, None, attn_mask_type=AttnMaskType.no_mask).unique().tolist()
+
+
+def test_no_mask_is_full_attention() -> None:
+    assert run_ranks(_no_mask, 2) == [pytest.approx([0.5])] * 2
+
+
 def _windowed_cross(rank: int) -> str:
     core = _core(replace(RUN, config={"window_size": (4, 0)}))
     with pytest.raises(ValueError, match="window_size") as error:

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
+from burst_plugin import Strategy
 from burst_plugin.megatron import report
 from burst_plugin.megatron.adapter import _choose_core_attention
-from burst_plugin.megatron.arguments import REFUSED_FLAGS, add_arguments, mend_help, refuse_flags, warn_of_quantizers
+from burst_plugin.megatron.arguments import (
+    REFUSED_FLAGS,
+    add_arguments,
+    flag_problems,
+    mend_help,
+    parsed_strategy,
+    refuse_flags,
+    warn_of_quantizers,
+)
 from burst_plugin.megatron.config import REFUSED
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
@@ -141,6 +150,33 @@ def test_all_flags_are_told_of_at_once() -> None:
     with pytest.raises(ValueError, match="--fp8-dot-product-attention") as caught:
         refuse_flags()
     assert len(str(caught.value).splitlines()) == 4
+
+
+def test_flags_become_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    assert "--burst-backward" in parser.format_help()
+    assert parsed_strategy() is None
+    parsed = parser.parse_args(
+        ["--burst-backward", "q", "--burst-kernel", "reference", "--burst-ranks-per-node", "2"]
+    )
+    parsed.reset_attention_mask = False
+    module = argparse.Namespace(_GLOBAL_ARGS=parsed)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)  # type: ignore[arg-type]
+    assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2)
+    assert flag_problems() == []
+    parsed.reset_attention_mask = True
+    assert "--reset-attention-mask is not supported" in flag_problems()[0]
+
+
+@pytest.mark.parametrize("parts", [(2,), (1, 4)])
+def test_all_flags_reach_the_strategy(parts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = add_arguments(argparse.ArgumentParser())
+    flags = ["--burst-schedule", "flat_ring", "--burst-check", "always", "--burst-parts", *map(str, parts)]
+    flags += ["--burst-ulysses-degree", "2"]
+    module = argparse.Namespace(_GLOBAL_ARGS=parser.parse_args(flags))
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    expected = 2 if len(parts) == 1 else (1, 4)
+    assert parsed_strategy() == Strategy(schedule="flat_ring", check="always", parts=expected, ulysses_degree=2)
 
 
 def _start(rank: int) -> None:

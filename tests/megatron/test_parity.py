@@ -83,3 +83,10 @@ def test_two_data_parallel_groups_of_two_equal_one_rank() -> None:
         assert result.loss == pytest.approx(reference.loss, abs=1e-5)
         for name, grad in result.grads.items():
             torch.testing.assert_close(grad, reference.grads[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_softmax_scale_is_megatrons() -> None:
+    scaled = {"softmax_scale": 0.5}
+    (one,) = run_ranks(_step, 1, GptRun(config=scaled))
+    for result in run_ranks(_step, 2, GptRun(cp=2, cp_comm_type="burst", config=scaled)):
+        assert result.loss == pytest.approx(one.loss, abs=1e-5)
