@@ -45,4 +45,4 @@ def test_import_takes_less_than_a_twenty_fifth_of_torchs_own() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         return float(done.stdout)
 
-    assert min(once() for _ in range(5)) < 0.04
+    assert any(once() < 0.04 for _ in range(5)), "five times in a row"

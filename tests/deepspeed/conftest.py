@@ -1,5 +1,7 @@
-"""Imports DeepSpeed and transformers once, before ranks are forked, so that not every rank of every test has to."""
+"""Imports DeepSpeed, transformers, and what they import when they are used, once, before ranks are forked."""
 
+import contextlib
+import importlib
 import warnings
 
 import pytest
@@ -8,3 +10,6 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 quiet_ranks = pytest.importorskip("tests.support.deepspeed_run").quiet_ranks
 warnings.filterwarnings("ignore", category=FutureWarning)
+for name in ("accelerate", "datasets", "peft", "transformers.trainer", "torch._inductor.compile_fx"):
+    with contextlib.suppress(ImportError):  # else every rank of every test imports them, for 3 s
+        importlib.import_module(name)

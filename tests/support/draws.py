@@ -81,8 +81,8 @@ def key_spans(draw: st.DrawFn, kv_len: int) -> Keys:
 
 @st.composite
 def block_masks(draw: st.DrawFn, q_len: int, kv_len: int) -> BlockMask:
-    """Of blocks of any size, down to one token."""
-    block = draw(st.sampled_from([3, 1, 7, 16]))
+    """Of blocks of any size, down to one token, but at most 16 by 16 of them: masks combine region by region."""
+    block = max(draw(st.sampled_from([3, 1, 7, 16])), -(-max(q_len, kv_len) // 16))
     rows, columns = -(-q_len // block), -(-kv_len // block)
     rare, generator = draw(st.sampled_from([0.5, 0.1, 0.9])), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     return BlockMask.of(torch.rand(rows, columns, generator=generator) < rare, block)

@@ -1,11 +1,13 @@
 """Checkouts of Megatron-LM to test with, and their training scripts run on CPUs.
 
-BURST_MEGATRON_LM names a checkout of one release, or a Git repository (bare or not) that has the tags of all. What is
-not there is skipped, with the reason.
+BURST_MEGATRON_LM names a checkout of one release, or a Git repository (bare or not) that has the tags of all. Tests
+of a release that is not there are skipped, with the reason. If a package that its scripts import is not installed,
+they fail before they start one.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -19,6 +21,9 @@ from burst_plugin.megatron.releases import RELEASES, tree_version
 ROOT = Path(__file__).parents[2]
 VARIABLE = "BURST_MEGATRON_LM"
 TAGS = [release.tag for release in RELEASES]
+
+# What a release's scripts import and neither PyTorch nor megatron-core installs; `examples/environment.sh test` does.
+_IMPORTS = {"core_v0.16.1": ("six",)}
 
 # A small model, and what has to be said on a CPU.
 SMALL = """
@@ -46,15 +51,26 @@ run._leave()
 
 
 def checkout(tag: str, directory: Path) -> Path:
-    """A checkout of one release, in `directory` if it has to be made. Skips the test if there is none."""
+    """Return a checkout of one release, in `directory` if it has to be made.
+
+    Skip the test if there is none; fail it if a package that the release's scripts import is not installed.
+    """
     given = os.environ.get(VARIABLE)
     if not given:
         pytest.skip(f"{VARIABLE} names no Megatron-LM checkout")
+    tree = _find_or_extract(tag, Path(given), directory)
+    missing = [name for name in _IMPORTS.get(tag, ()) if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.fail(f"the scripts of {tag} import {', '.join(missing)}: run bash examples/environment.sh test", False)
+    return tree
+
+
+def _find_or_extract(tag: str, given: Path, directory: Path) -> Path:
+    """Return `given` if it is a checkout of the release; otherwise extract its tag into `directory`, or skip."""
     (release,) = [release for release in RELEASES if release.tag == tag]
-    tree = Path(given)
-    if (tree / "megatron" / "core").is_dir() and tree_version(tree) in release.versions:
-        return tree
-    git = ["git", "-C", given]
+    if (given / "megatron" / "core").is_dir() and tree_version(given) in release.versions:
+        return given
+    git = ["git", "-C", str(given)]
     revision = tag if tag != "main" else "HEAD"
     if subprocess.run([*git, "rev-parse", "-q", "--verify", revision], capture_output=True).returncode:
         pytest.skip(f"{VARIABLE}={given} has no {tag}")
@@ -100,6 +116,6 @@ def train(
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """The loss of every iteration in a log of Megatron-LM's."""
+    """Return the loss of every iteration in a log of Megatron-LM's."""
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return [float(text) for text in re.findall(r"lm loss: (\S+)", done.stdout)]
