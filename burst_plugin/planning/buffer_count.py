@@ -51,7 +51,7 @@ def _held(schedule: RankSchedule, reduces: bool) -> Held:
     """Return the most buffers that a rank holds, where every visit adds to what travels with the block."""
     pool = _CountingPool()
     visited = [step.visit for step in schedule.steps if step.visit is not None]
-    parts = [_Empty()] * (1 + max(map(schedule.part, visited)))
+    parts = [_Empty()] * (1 + max(map(schedule.part, visited), default=0))
     own = [part.accumulator("q", _NoStorage()) for part in parts]
     send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), _packing)
     ring = RingPass(send_recv, _NullTransport(pool), parts, own)

@@ -154,7 +154,7 @@ def test_fewer_tokens_than_chunks() -> None:
 def test_chunks_for_another_number_of_ranks_are_refused() -> None:
     cp = ContextParallel()
     with pytest.raises(
-        ValueError, match=r"Tokens\(holders=\(0, 1\)\) deals out to 2 ranks, but the context-parallel group has 1"
+        ValueError, match=r"Tokens\(holders=\(0, 1\)\) is for 2 ranks, but the context-parallel group has 1"
     ):
         cp.shard(torch.zeros(1, 8), tokens=Tokens(8, holders=(0, 1)))
 

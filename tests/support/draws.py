@@ -1,4 +1,4 @@
-"""What drawn attention calls are drawn from, with hypothesis; the rare corners are weighted."""
+"""Hypothesis strategies for attention calls and their parts; rare corners are weighted."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ PLAIN = Scores()
 
 
 def runnable(dtype: torch.dtype) -> list[str]:
-    """The kernels that can run here."""
+    """Return the names of the kernels that run on this machine's CPU."""
     case = Case("cpu", dtype, 1, 1, 8, 8)
     return [name for name, kernel in KERNELS.items() if kernel.refuse(case) is None]
 
 
 def cu_seqlens(length: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Documents: alike and short, or cut anywhere, some of them of one token and some of none."""
-    alike = st.integers(1, 9).map(lambda each: (*range(0, length, each), length))
+    """Draw documents: equal and short, or cut anywhere, some of one token and some empty."""
+    equal = st.integers(1, 9).map(lambda each: (*range(0, length, each), length))
     sizes = st.lists(st.sampled_from([0, 1, 1, 2, 5, 11]), max_size=8).map(lambda some: tuple(accumulate(some)))
     short = sizes.map(lambda ends: (0, *(end for end in ends if end <= length), length))
     anywhere = st.lists(st.integers(0, length), max_size=4).map(lambda cuts: (0, *sorted(cuts), length))
-    return st.one_of(anywhere, alike, short)
+    return st.one_of(anywhere, equal, short)
 
 
 @st.composite
 def documents(draw: st.DrawFn, q_len: int, kv_len: int) -> Documents:
-    """Of as many queries as keys, or with keys of their own; some of them padded."""
+    """Draw documents with as many keys as queries or with key offsets of their own; some are padded."""
     starts = draw(cu_seqlens(q_len))
     number = len(starts) - 1
     if q_len == kv_len and draw(st.integers(0, 3)):
@@ -74,24 +74,24 @@ def documents(draw: st.DrawFn, q_len: int, kv_len: int) -> Documents:
 
 @st.composite
 def key_spans(draw: st.DrawFn, kv_len: int) -> Keys:
-    """A few spans of keys."""
+    """Draw a few spans of keys."""
     edges = sorted(draw(st.lists(st.integers(0, kv_len), min_size=2, max_size=6)))
     return Keys(tuple(zip(edges[::2], edges[1::2], strict=False)))
 
 
 @st.composite
 def block_masks(draw: st.DrawFn, q_len: int, kv_len: int) -> BlockMask:
-    """Of blocks of any size, down to one token, but at most 16 by 16 of them: masks combine region by region."""
-    block = max(draw(st.sampled_from([3, 1, 7, 16])), -(-max(q_len, kv_len) // 16))
+    """Draw blocks of any size, down to one token, but at most 12 by 12 of them: masks combine region by region."""
+    block = max(draw(st.sampled_from([3, 1, 7, 16])), -(-max(q_len, kv_len) // 12))
     rows, columns = -(-q_len // block), -(-kv_len // block)
     rare, generator = draw(st.sampled_from([0.5, 0.1, 0.9])), torch.Generator().manual_seed(draw(st.integers(0, 99)))
     return BlockMask.of(torch.rand(rows, columns, generator=generator) < rare, block)
 
 
 def single(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
-    """One mask for all batch rows."""
+    """Draw one mask for all batch rows."""
     return st.one_of(
-        little(q_len, kv_len),
+        sparse(q_len, kv_len),
         st.sampled_from([Causal(), Full(), CausalBottomRight()]),
         st.builds(SlidingWindow, st.one_of(st.none(), st.integers(0, kv_len)), st.sampled_from([0, 2, None])),
         st.builds(PrefixLM, st.integers(0, kv_len)),
@@ -100,8 +100,8 @@ def single(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
     )
 
 
-def little(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
-    """One mask that leaves little, of which blocks travel in pieces."""
+def sparse(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
+    """Draw a mask under which few pairs attend, so that blocks travel in pieces."""
     short = st.sampled_from([2, 0, 1, 3, 5])
     each = st.sampled_from([5, 3, 8]).map(lambda size: Documents((*range(0, q_len, size), q_len)))
     return st.one_of(
@@ -113,11 +113,11 @@ def little(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
 
 @st.composite
 def masks(draw: st.DrawFn, q_len: int, kv_len: int, per_row: bool = True, least: bool = False) -> Mask:
-    """Up to three masks combined, if `least` one of them short.
+    """Draw up to three masks combined; if `least`, few pairs attend under the first.
 
     If `per_row`, some have a mask of their own for each of two batch rows.
     """
-    found = draw((little if least else single)(q_len, kv_len))
+    found = draw((sparse if least else single)(q_len, kv_len))
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
         found = combined(found, draw(single(q_len, kv_len)))
     kind = draw(st.sampled_from(["", "", "", "padding", "rows"])) if per_row else ""
@@ -134,25 +134,25 @@ def masks(draw: st.DrawFn, q_len: int, kv_len: int, per_row: bool = True, least:
 
 
 def combined(one: Mask, other: Mask) -> Mask:
-    """Both, or the first alone, where documents whose keys begin elsewhere leave nothing to compare."""
+    """Return both masks combined, or the first where documents with key offsets leave no positions to compare."""
     clash = (one.shifts or other.shifts) and (one.compares_positions or other.compares_positions)
     return one if clash else one & other
 
 
 def holders(ranks: int) -> st.SearchStrategy[tuple[int, ...]]:
-    """Of chunks: every rank holds one, and some hold more."""
+    """Draw the rank of every chunk: each rank holds one, and some hold more."""
     more = st.lists(st.integers(0, ranks - 1), max_size=2 * ranks)
     return more.flatmap(lambda extra: st.permutations([*range(ranks), *extra])).map(tuple)
 
 
 def layouts(ranks: int) -> st.SearchStrategy[Layout]:
-    """Any of the layouts, and chunks."""
+    """Draw a named layout, or chunks."""
     return st.one_of(st.sampled_from(sorted(LAYOUTS)).map(LAYOUTS.__getitem__), holders(ranks).map(in_chunks))
 
 
 @st.composite
 def sequences(draw: st.DrawFn, length: int, ranks: int) -> Tokens:
-    """Tokens as the strategy's layout deals them out, as another one, by documents, or in chunks."""
+    """Draw tokens in the strategy's layout, in another one, by documents, or in chunks."""
     kind = draw(st.sampled_from(["usual", "holders", "documents", "layout"]))
     if kind == "holders":
         return Tokens(length, holders=draw(holders(ranks)))
@@ -162,7 +162,7 @@ def sequences(draw: st.DrawFn, length: int, ranks: int) -> Tokens:
 
 @st.composite
 def tokens(draw: st.DrawFn, lengths: tuple[int, int], ranks: int) -> Tokens | tuple[Tokens, Tokens] | None:
-    """Of both sides; mostly the usual."""
+    """Draw the tokens of queries and keys; None, the default, in two cases of three."""
     if draw(st.integers(0, 2)):
         return None
     if lengths[0] == lengths[1] and draw(st.integers(0, 3)):
@@ -176,7 +176,7 @@ def tokens(draw: st.DrawFn, lengths: tuple[int, int], ranks: int) -> Tokens | tu
 def options(
     draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
 ) -> Strategy:
-    """A strategy that, but for a few, is not refused."""
+    """Draw a strategy; few are refused."""
     sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto"])
     fitting = [n for n in topology.ulysses_degrees if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
     rings_of_groups = [n for n in fitting if 1 < n < topology.ranks]
@@ -196,8 +196,8 @@ def options(
 
 @st.composite
 def calls(draw: st.DrawFn) -> Drawn:
-    """Everything that attention can be asked to do, at once."""
-    # In most, a ring of teams and a mask that leaves little: there blocks travel in pieces.
+    """Draw a call with any combination of options."""
+    # Most have Ulysses groups and a mask under which few pairs attend, so that blocks travel in pieces.
     in_pieces = draw(st.sampled_from([False, True, True]))
     topology = Topology(*draw(st.sampled_from(MANY_RANKS if in_pieces else [*FEW_RANKS, *MANY_RANKS])))
     length = st.one_of(st.just(64), st.integers(32, 64)) if in_pieces else st.integers(1, 64)

@@ -51,7 +51,7 @@ class Problem(NamedTuple):
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> Problem:
-        """Standard normal tensors; batch 2."""
+        """Draw standard normal tensors, batch 2."""
         generator = torch.Generator().manual_seed(seed)
         q_len, kv_len = (seq_len, seq_len) if isinstance(seq_len, int) else seq_len
         qk_dim, v_dim = (dim, dim) if isinstance(dim, int) else dim
@@ -64,18 +64,18 @@ class Problem(NamedTuple):
         return cls(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
 
     def with_sink(self) -> Problem:
-        """And a logit per query head."""
+        """Return the same problem with a sink: a logit per query head."""
         return self._replace(sink=torch.linspace(-1.0, 2.0, self.q.shape[2]).to(self.q.dtype))
 
     def with_bias(self, shape: tuple[int, int]) -> Problem:
-        """And a bias; `shape` is (1 or batch, 1 or query heads)."""
+        """Return the same problem with a bias of `shape`, (1 or batch, 1 or query heads)."""
         generator = torch.Generator().manual_seed(11)
         bias = torch.randn(*shape, self.q.shape[1], self.k.shape[1], generator=generator)
         return self._replace(bias=bias.to(self.q.dtype))
 
 
 class Result(NamedTuple):
-    """What attention gives."""
+    """Output and gradients of attention."""
 
     out: Tensor
     dq: Tensor
@@ -86,7 +86,7 @@ class Result(NamedTuple):
 
 
 def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
-    """Which pairs attend, bool [B, Sq, Sk]."""
+    """Return which pairs attend, bool [B, Sq, Sk]."""
     if isinstance(mask, PerRow):
         return torch.cat([painted(one, 1, q_len, kv_len) for one in mask.masks])
     if isinstance(mask, Both):
@@ -119,7 +119,7 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
 
 
 def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tensor:
-    """The document of every position, -1 for padding."""
+    """Return the document of every position, -1 for padding."""
     found = torch.full((starts[-1],), -1)
     for number, (start, stop) in enumerate(pairwise(starts)):
         found[start : stop if lengths is None else start + lengths[number]] = number
@@ -127,7 +127,7 @@ def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tenso
 
 
 def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Result:
-    """In float64, from the definition, with PyTorch's autograd; queries that attend to nothing get 0."""
+    """Compute attention in float64 from its definition, with PyTorch's autograd: 0 where nothing is attended to."""
     scores = scores or Scores()
     inputs = [None if x is None else x.detach().double().requires_grad_() for x in (*problem[:3], *problem[4:])]
     q, k, v, sink, bias = inputs
@@ -146,13 +146,13 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
 
 
 def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) -> Tensor:
-    """Logarithms of the softmax's denominators, [B, Hq, Sq], in float64; -inf for queries that attend to nothing."""
+    """Return logarithms of softmax denominators, [B, Hq, Sq], float64; -inf for queries that attend to nothing."""
     exact = Problem(*(None if x is None else x.detach().double() for x in problem))
     return _logits(exact, mask, scores or Scores()).logsumexp(-1)
 
 
 def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
-    """What the softmax is of, [B, Hq, Sq, Sk], -inf where nothing attends; the last column is the sink's, if any."""
+    """Return the logits, [B, Hq, Sq, Sk], -inf where nothing attends; the last column is the sink's, if any."""
     q, k, _, _, sink, bias = problem
     batch, q_len, kv_len = q.shape[0], q.shape[1], k.shape[1]
     logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
@@ -171,16 +171,16 @@ def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
 
 
 def _without_nan(grads: tuple[Tensor, ...]) -> list[Tensor]:
-    """Softmax of a row of -inf is NaN, and so is its gradient; what it stands for is 0."""
+    """Replace NaN by 0: a softmax over -inf alone is NaN, and so is its gradient."""
     return [grad.nan_to_num(0.0) for grad in grads]
 
 
 def relative(x: Tensor, truth: Tensor) -> float:
-    """2-norm of the error over 2-norm of the truth."""
+    """Return the 2-norm of the error over that of the truth."""
     return float(torch.linalg.vector_norm(x.double() - truth) / torch.linalg.vector_norm(truth))
 
 
 def errors(result: Result, truth: Result) -> dict[str, float]:
-    """Relative error by name, of what there is."""
+    """Return relative errors by name, of the results that are not None."""
     pairs = zip(NAMES, result, truth, strict=True)
     return {name: relative(x, y) for name, x, y in pairs if x is not None and y is not None}

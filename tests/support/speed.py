@@ -10,6 +10,6 @@ _USUAL_S = 50e-9  # a call of a function that does nothing, on the machine that 
 
 
 def slowness() -> float:
-    """How many times as long such a call takes here and now, at least 1: hosts that are shared vary fourfold."""
+    """Return how many times as long such a call takes now, at least 1: shared hosts vary fourfold."""
     calls = 20_000
     return max(1.0, min(timeit.repeat(lambda: None, number=calls, repeat=9)) / calls / _USUAL_S)
