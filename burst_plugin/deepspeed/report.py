@@ -11,10 +11,7 @@ from typing import Any
 from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, loads, near_misses
 from burst_plugin.strategy import AUTO
 
-__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
-
-TITLE = "DeepSpeed"
-METAVAR, HELP = "FILE", f'a DeepSpeed configuration, to look at its block "{BLOCK}" and what clashes with it'
+__all__ = ["lines"]
 
 
 def lines(path: str | None) -> Iterator[str]:

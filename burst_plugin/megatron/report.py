@@ -10,10 +10,7 @@ from pathlib import Path
 
 from burst_plugin.megatron.releases import about, parse_version, tree_version
 
-__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
-
-TITLE = "Megatron"
-METAVAR, HELP = "TREE", "a Megatron-LM checkout to look at, instead of an installed megatron-core"
+__all__ = ["lines"]
 
 
 def lines(tree: str | None) -> Iterator[str]:
