@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +31,8 @@ class Framework:
     launcher_variables: environment variables that are all set only by the framework's own launcher.
     launcher_options: options that this launcher puts before a script and that are meant for the script.
     checkout: the repository in whose checkouts a directory `name` lies beside scripts; empty if there is none.
+    written: returns how an option of `Strategy` is written for the framework, in Markdown; None if it is a key of the
+        option's name.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Framework:
     launcher_variables: tuple[str, ...] = ()
     launcher_options: tuple[str, ...] = ()
     checkout: str = ""
+    written: Callable[[str], str] | None = None
 
     def is_launching(self) -> bool:
         """Return whether the framework's own launcher has started this process."""

@@ -1,7 +1,4 @@
-"""The `--burst-*` flags of Megatron's argument parser, for options of `Strategy` that Megatron leaves open.
-
-`forward` has none: keys and values travel, as nearly always is best; `deterministic` is Megatron's own flag.
-"""
+"""The `--burst-*` flags of Megatron's argument parser, and what its own flags ask for."""
 
 from __future__ import annotations
 
@@ -9,19 +6,17 @@ import argparse
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from burst_plugin.frameworks.options import flag_keywords
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
 from burst_plugin.megatron.releases import Version, parse_version
-from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.strategy import AUTO, CHECKS, Strategy
-from burst_plugin.types import SIDES
+from burst_plugin.strategy import Strategy
 
 __all__ = [
-    "FLAGS",
     "REFUSED_FLAGS",
     "add_arguments",
     "burst_is_possible",
@@ -31,6 +26,7 @@ __all__ = [
     "parsed_strategy",
     "refuse_flags",
     "warn_of_quantizers",
+    "written",
 ]
 
 _PACKS_SINCE = (0, 18, 0)
@@ -62,48 +58,38 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
 
 _LONG = 16384  # tokens, from which on a mask of all pairs takes gigabytes
 
-# Options of `Strategy` that are flags, --burst-...; their defaults are its own.
-FLAGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+# Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
+_WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     {
-        "backward": {
-            "choices": (AUTO, *SIDES),
-            "help": "which side travels in the backward pass; auto takes the one with fewer bytes",
-        },
-        "schedule": {"choices": (AUTO, *SCHEDULES), "help": "auto takes two levels where the topology has two"},
-        "kernel": {"choices": (AUTO, *KERNELS), "help": "auto takes the fastest that can"},
-        "ranks_per_node": {
-            "type": lambda text: AUTO if text == AUTO else int(text),
-            "help": "without --hierarchical-context-parallel-sizes: context-parallel ranks per node; auto asks each",
-        },
-        "parts": {
-            "type": int,
-            "nargs": "+",
-            "metavar": "N",
-            "help": "into how many parts blocks are cut, by heads, that travel one behind the other: one number, or "
-            "two, forward and backward; see `burst plan`",
-        },
-        "ulysses_degree": {
-            "type": int,
-            "metavar": "N",
-            "help": "consecutive context-parallel ranks that exchange heads around the ring; see `burst plan`",
-        },
-        "check": {
-            "choices": CHECKS,
-            "help": "when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
-        },
+        "layout": "always zigzag",
+        "forward": "–",  # keys and values move, which is nearly always best
+        "deterministic": "PyTorch's switch, set by `--deterministic-mode`",
+        "late_after": "–",
     }
 )
+_OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
+_OPTIONS = tuple(option for option in fields(Strategy) if option.name not in _WITHOUT_FLAG)
+
+
+def written(option: str) -> str:
+    """Return how Megatron's users write an option of `Strategy`, in Markdown."""
+    if option in _WITHOUT_FLAG:
+        return _WITHOUT_FLAG[option]
+    flag = f"`{_flag(_dest(option))}`"
+    return f"`{_OVERRIDDEN_BY[option]}`, else {flag}" if option in _OVERRIDDEN_BY else flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one group of flags. Raises argparse.ArgumentError if they are there already."""
+    """Add one group of flags. Raise argparse.ArgumentError if they have been added already."""
     group = parser.add_argument_group(
-        "burst attention", "used by layers whose --cp-comm-type is burst (burst_plugin)"
+        "burst attention",
+        "used by layers whose --cp-comm-type is burst (burst_plugin); `burst plan` estimates what suits a cluster",
     )
-    for name, keywords in FLAGS.items():
-        default = getattr(Strategy(), name)
-        default = [default] if "nargs" in keywords else default
-        group.add_argument(_flag(f"burst_{name}"), default=default, **keywords)
+    for option in _OPTIONS:
+        keywords = flag_keywords(option)
+        if option.name in _OVERRIDDEN_BY:
+            keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
+        group.add_argument(_flag(_dest(option.name)), **keywords)
     return parser
 
 
@@ -212,8 +198,13 @@ def _flag(name: str, value: Any = True) -> str:
     return "--" + name.replace("_", "-") + written
 
 
+def _dest(option: str) -> str:
+    """Return the name of an option of `Strategy` among the parsed arguments."""
+    return f"burst_{option}"
+
+
 def _set_options(args: Any) -> list[str]:
-    """The --burst-* flags that are given."""
+    """Return the names of --burst-* flags that were given other values than their defaults."""
     defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
     return [name for name, default in defaults.items() if getattr(args, name, default) != default]
 
@@ -230,15 +221,15 @@ def parsed_arguments() -> Any:
 
 
 def parsed_strategy() -> Strategy | None:
-    """The strategy that Megatron's parsed arguments ask for; None where its parser did not run."""
+    """Return the strategy that Megatron's parsed arguments ask for; None if its parser did not run."""
     args = parsed_arguments()
-    if args is None or not hasattr(args, "burst_backward"):
+    if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
         return None
-    return Strategy(**{name: _alone(getattr(args, f"burst_{name}")) for name in FLAGS})
+    return Strategy(**{option.name: _without_list(getattr(args, _dest(option.name))) for option in _OPTIONS})
 
 
-def _alone(value: Any) -> Any:
-    """A list of one as what is in it, any other as a tuple."""
+def _without_list(value: Any) -> Any:
+    """Return the only item of a list of one, a tuple for a longer list, and any other value unchanged."""
     if not isinstance(value, list):
         return value
     return value[0] if len(value) == 1 else tuple(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from burst_plugin.frameworks.framework import Framework
+from burst_plugin.megatron.arguments import written
 
 __all__ = ["FRAMEWORK"]
 
@@ -15,4 +16,5 @@ FRAMEWORK = Framework(
     switch="--cp-comm-type burst (Megatron; `SCRIPT --help` lists the --burst-* flags)",
     words=("megatron", "--cp-comm-type"),
     checkout="Megatron-LM",
+    written=written,
 )
