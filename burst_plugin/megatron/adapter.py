@@ -28,8 +28,9 @@ from burst_plugin.megatron.arguments import (
     mend_help,
     refuse_flags,
 )
+from burst_plugin.megatron.choice import ChosenCoreAttention
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
-from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
+from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version

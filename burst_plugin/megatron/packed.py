@@ -20,7 +20,7 @@ from torch import Tensor
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
 from burst_plugin.sequence.masks import Documents
 
-__all__ = ["check_known", "packed_documents", "packed_indices"]
+__all__ = ["check_known", "is_packed", "packed_documents", "packed_indices"]
 
 # What PackedSeqParams has: read here, or with no bearing on attention; and how it may say that batches are cut.
 _KNOWN = frozenset(
@@ -53,6 +53,20 @@ def check_known(params: Any) -> None:
                 "attention ignores it",
                 stacklevel=2,
             )
+
+
+def is_packed(params: Any) -> bool:
+    """Return whether tensors are packed sequences ("thd"), given their PackedSeqParams or None.
+
+    Raises ValueError for a format that is neither thd nor sbhd (that of hybrid context parallelism), or for what
+    `check_known` refuses.
+    """
+    if params is None:
+        return False
+    check_known(params)
+    if params.qkv_format not in ("thd", "sbhd"):
+        raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r} is not supported; use 'thd', or 'sbhd'")
+    return bool(params.qkv_format == "thd")
 
 
 def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:

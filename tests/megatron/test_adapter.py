@@ -341,7 +341,7 @@ def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> N
 def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-    from burst_plugin.megatron.core_attention import _check_replaceable
+    from burst_plugin.megatron.choice import _check_replaceable
 
     _check_replaceable(
         ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
@@ -408,7 +408,7 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
     """Megatron hands on no cp_comm_type then."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.core_attention import ChosenCoreAttention
+    from burst_plugin.megatron.choice import ChosenCoreAttention
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     own = ModuleSpec(module=("functools", "lru_cache"))

@@ -16,7 +16,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from burst_plugin import Strategy
 from burst_plugin.megatron import core_attention, install
 from burst_plugin.megatron.arguments import add_arguments, parsed_strategy
-from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
+from burst_plugin.megatron.choice import ChosenCoreAttention
+from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.registry import Registry
 from tests.megatron.test_adapter import CP2, CP4, LikeTransformerEngines
 from tests.megatron.test_config import config
