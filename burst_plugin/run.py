@@ -123,7 +123,7 @@ def _execute(script: Path, *, bare_children: bool) -> None:
 
 
 def _leave() -> None:
-    """End all ranks together and at once: gloo's threads now and then abort an orderly exit."""
+    """Wait for all ranks, then exit at once: gloo's threads sometimes abort an orderly exit."""
     if dist.is_initialized():
         dist.barrier()
     for child in multiprocessing.active_children():  # such as writers of checkpoints

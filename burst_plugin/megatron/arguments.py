@@ -32,31 +32,32 @@ __all__ = [
 _PACKS_SINCE = (0, 18, 0)
 _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 
-# What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
+# Flags that are not in TransformerConfig and ask for attention that is not supported.
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     {
         "reset_attention_mask": Rule(
             off,
-            f"documents would attend to each other, and do if it is dropped; to keep them apart {_PACK}",
+            f"documents would attend to each other, and do so without it; to keep them apart {_PACK}",
         ),
         "sft": Rule(
             lambda given: not given or _version_at_hand() >= _PACKS_SINCE,
-            f"before 0.18 the script does not tell layers where documents begin as they need it; update, or {_PACK}",
+            "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
+            f"{_PACK}",
         ),
         "dataloader_inter_document_masking": Rule(
             off,
-            f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
+            f"it cuts documents over ranks in another way than their rotary embedding; drop it, or {_PACK}",
         ),
         "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
         "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`, and the recipe's cost model"),
         "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
-        "use_legacy_models": Rule(off, "legacy models know no core attention; drop it"),
+        "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
         "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
 )
 
 
-_LONG = 16384  # tokens, from which on a mask of all pairs takes gigabytes
+_LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 # Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
 _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
@@ -104,15 +105,15 @@ def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def flag_problems() -> list[str]:
-    """What in Megatron's parsed arguments, but not in its TransformerConfig, asks for unsupported attention."""
+    """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
     return _problems(parsed_arguments(), REFUSED_FLAGS)
 
 
 def refuse_flags() -> None:
-    """Stop at start-up if Megatron's parsed arguments ask for what burst attention cannot do.
+    """Stop at start-up if Megatron's parsed arguments ask for something that burst attention cannot do.
 
     Raises:
-        ValueError: with the name and value of every such flag, and what to write instead.
+        ValueError: naming every such flag with its value, and what to write instead.
     """
     args = parsed_arguments()
     if args is None:
@@ -129,14 +130,14 @@ def refuse_flags() -> None:
         if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
             reasons.append(
                 "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
-                "rotates them otherwise; drop one of them"
+                "rotates them in another way; drop one of them"
             )
         _warn_of_square_masks(args)
-        unlike = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
-        if unlike and not getattr(args, "calculate_per_token_loss", True):
+        unequal = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
+        if unequal and not getattr(args, "calculate_per_token_loss", True):
             _warn(
-                f"{unlike[0]} leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of the "
-                "ranks' means; add --calculate-per-token-loss for that over all tokens"
+                f"{unequal[0]} leaves ranks unequal numbers of tokens in the loss, and Megatron takes the mean of "
+                "the ranks' means; add --calculate-per-token-loss for the mean over all tokens"
             )
     else:  # Megatron's own attention runs
         reasons = []
@@ -145,27 +146,27 @@ def refuse_flags() -> None:
 
 
 def warn_of_quantizers() -> None:
-    """Of ModelOpt, which adds those of queries, keys and values to Transformer Engine's attention alone."""
+    """Warn of ModelOpt: it quantizes queries, keys and values only in Transformer Engine's attention."""
     if getattr(parsed_arguments(), "modelopt_enabled", False):
         _warn(
             "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
-            "burst attention trains and saves it without that; other layers are not concerned"
+            "burst attention trains and saves it without that; other layers are not affected"
         )
 
 
 def _warn(text: str) -> None:
-    """Once for all ranks, whose flags are the same."""
+    """Warn once for all ranks, since their flags are the same."""
     if getattr(parsed_arguments(), "rank", 0) == 0:
         warnings.warn(text, stacklevel=3)
 
 
 def _brings_groups(args: Any) -> bool:
-    """Whether microbatches are spread over groups of their own."""
+    """Return whether microbatches are spread over groups of their own."""
     return any(getattr(args, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel"))
 
 
 def _warn_of_square_masks(args: Any) -> None:
-    """Of the loader's masks [S, S], which only say causal again: float32 while they are made, twice."""
+    """Warn of the loader's masks [S, S], which only repeat "causal": while made, each exists twice in float32."""
     tokens = getattr(args, "seq_length", None) or 0
     if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
         _warn(
@@ -175,13 +176,13 @@ def _warn_of_square_masks(args: Any) -> None:
 
 
 def burst_is_possible() -> bool:
-    """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
+    """Return whether any layer may be on a ring. True if Megatron's parser did not run: it is not known then."""
     args = parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
 def burst_is_requested() -> bool:
-    """Whether Megatron's parsed arguments ask for burst attention."""
+    """Return whether Megatron's parsed arguments ask for burst attention."""
     return parsed_arguments() is not None and burst_is_possible()
 
 
@@ -193,7 +194,7 @@ def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
 
 
 def _flag(name: str, value: Any = True) -> str:
-    """As it is written on the command line."""
+    """Return a flag as it is written on the command line."""
     written = "" if value is True else f" {getattr(value, 'name', value)}"
     return "--" + name.replace("_", "-") + written
 
@@ -210,12 +211,12 @@ def _set_options(args: Any) -> list[str]:
 
 
 def _version_at_hand() -> Version:
-    """Of Megatron-core, which has read the arguments."""
+    """Return the version of the Megatron-core that has read the arguments."""
     return parse_version(sys.modules["megatron.core"].__version__)
 
 
 def parsed_arguments() -> Any:
-    """What Megatron's parser found; None where it did not run."""
+    """Return what Megatron's parser found; None if it did not run."""
     global_vars: Any = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
