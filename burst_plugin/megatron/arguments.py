@@ -118,6 +118,7 @@ def refuse_flags() -> None:
     args = parsed_arguments()
     if args is None:
         return
+    reasons: list[str] = []
     if not burst_is_possible():
         reasons = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
         if args.context_parallel_size > 1:
@@ -133,14 +134,7 @@ def refuse_flags() -> None:
                 "rotates them in another way; drop one of them"
             )
         _warn_of_square_masks(args)
-        unequal = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
-        if unequal and not getattr(args, "calculate_per_token_loss", True):
-            _warn(
-                f"{unequal[0]} leaves ranks unequal numbers of tokens in the loss, and Megatron takes the mean of "
-                "the ranks' means; add --calculate-per-token-loss for the mean over all tokens"
-            )
-    else:  # Megatron's own attention runs
-        reasons = []
+        _warn_of_unequal_ranks(args)
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
@@ -175,6 +169,16 @@ def _warn_of_square_masks(args: Any) -> None:
         )
 
 
+def _warn_of_unequal_ranks(args: Any) -> None:
+    """Warn of losses in which ranks have unequal numbers of tokens, and the same weight."""
+    flags = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
+    if flags and not getattr(args, "calculate_per_token_loss", True):
+        _warn(
+            f"{flags[0]} leaves ranks unequal numbers of tokens in the loss, and Megatron takes the mean of the "
+            "ranks' means; add --calculate-per-token-loss for the mean over all tokens"
+        )
+
+
 def burst_is_possible() -> bool:
     """Return whether any layer may be on a ring. True if Megatron's parser did not run: it is not known then."""
     args = parsed_arguments()
@@ -195,8 +199,8 @@ def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
 
 def _flag(name: str, value: Any = True) -> str:
     """Return a flag as it is written on the command line."""
-    written = "" if value is True else f" {getattr(value, 'name', value)}"
-    return "--" + name.replace("_", "-") + written
+    shown = "" if value is True else f" {getattr(value, 'name', value)}"
+    return "--" + name.replace("_", "-") + shown
 
 
 def _dest(option: str) -> str:
