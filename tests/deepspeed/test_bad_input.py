@@ -91,7 +91,7 @@ def _unreadable(arguments: dict[str, Any]) -> None:
 
 
 def test_whatever_is_wrong_on_one_rank_is_heard_of_on_all() -> None:
-    """Also what nobody thought of: the others would wait for this rank until the time-out."""
+    """Also one that was not foreseen: the others would wait for this rank until the time-out."""
     for line in _errors(_initialize, 2, _only_rank_1(_unreadable)):
         assert "ValueError: rank 1: RuntimeError('no modules today')" in line
 

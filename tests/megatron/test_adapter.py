@@ -54,7 +54,7 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
         assert 'layers with cp_comm_type="burst"' in report
         assert "two_level_ring 2x2" in report
         assert again
-        assert errors[0] == "layout='striped' is not valid here: Megatron deals tokens out in zigzag; use that"
+        assert errors[0] == "layout='striped' is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
         assert errors[1].startswith("already installed with")
         assert kinds == ["BurstCoreAttention"] * 2
 
