@@ -29,7 +29,7 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 
 def flag_keywords(option: Field[Any]) -> dict[str, Any]:
     """Return keyword arguments of `ArgumentParser.add_argument` for a field of `Strategy`."""
-    choices = option.metadata["choices"]
+    choices = sorted(option.metadata["choices"], key=lambda choice: choice != AUTO)  # "auto" first
     keywords = {"choices": choices} if choices else _BY_TYPE[str(option.type)]
     default = [option.default] if "nargs" in keywords else option.default
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", option.metadata["help"])  # links are of no use on a terminal
