@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
-import importlib.util
 import multiprocessing
 import os
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from burst_plugin.frameworks import FRAMEWORKS, adapter_module
+from burst_plugin.frameworks import all_frameworks, framework
 
 __all__ = ["main"]
 
@@ -30,13 +29,13 @@ def main(arguments: list[str] | None = None) -> None:
     script = Path(options.script)
     if not script.is_file():
         raise SystemExit(f"burst_plugin.run: {script} is not a file; give the training script after the options")
-    sys.argv = [options.script, *options.local_rank, *options.arguments]
+    sys.argv = [options.script, *options.passed_on, *options.arguments]
     directory = script.resolve().parent
-    framework = options.framework or _framework(script, options.arguments)
+    chosen = framework(options.framework or _framework_of(script, options.arguments))
     sys.path.insert(0, str(directory))
     if options.cpu:
-        adapter_module(framework, "cpu").prepare(directory)
-    adapter = adapter_module(framework).install()
+        chosen.prepare_cpu(directory)
+    adapter = chosen.install()
     if os.environ.get("RANK", "0") == "0":
         print(adapter, flush=True)
     _execute(script, bare_children=options.cpu)
@@ -44,76 +43,90 @@ def main(arguments: list[str] | None = None) -> None:
         _leave()
 
 
-def _framework(script: Path, arguments: list[str]) -> str:
-    """Whose script it is: the launcher's, of what lies beside it, is installed, or is named by it or its flags.
+def _framework_of(script: Path, arguments: list[str]) -> str:
+    """Return the name of the framework that a script uses, by the first sign that points to one of them alone.
 
-    With another framework's adapter it would train without a ring, so where that does not tell, SystemExit does.
+    The signs are the launcher, a checkout around the script, what is installed, and words in the script or its
+    arguments. With another framework's adapter the script would train without a ring, so SystemExit is raised where
+    no sign decides.
     """
-    if "CROSS_SIZE" in os.environ and "LOCAL_SIZE" in os.environ:  # which DeepSpeed's launcher sets
-        return "deepspeed"
-    if (script.resolve().parent / "megatron").is_dir():
-        return "megatron"
-    installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    everything = all_frameworks()
     text = " ".join([script.read_text(errors="replace"), *arguments])
-    named = [name for name in installed if name in text or (name == "megatron" and "--cp-comm-type" in text)]
-    for names in (installed, named):
-        if len(names) == 1:
-            return names[0]
+    installed = [each for each in everything if each.is_installed()]
+    for found in (
+        [each for each in everything if each.is_launching()],
+        [each for each in everything if each.has_checkout(script.resolve().parent)],
+        installed,
+        [each for each in installed if each.is_named_in(text)],
+    ):
+        if len(found) == 1:
+            return found[0].name
     if not installed:
-        raise SystemExit(
-            "burst_plugin.run: neither megatron-core nor deepspeed is installed here, and no directory `megatron` "
-            f"lies beside {script}: install one, or give the script inside its Megatron-LM checkout"
-        )
+        raise SystemExit(f"burst_plugin.run: {_nothing_installed(script)}")
     raise SystemExit(
-        f"burst_plugin.run: {' and '.join(installed)} are installed, and {script} does not say whose script it is; "
-        "put --framework megatron or --framework deepspeed before it"
+        f"burst_plugin.run: {' and '.join(each.name for each in installed)} are installed, and {script} does not say "
+        f"which of them it uses; put {' or '.join(f'--framework {each.name}' for each in everything)} before it"
+    )
+
+
+def _nothing_installed(script: Path) -> str:
+    """Return what is missing, and the ways to add it."""
+    everything = all_frameworks()
+    with_checkout = [each for each in everything if each.checkout]
+    missing = "".join(f", and no directory `{each.name}` lies beside {script}" for each in with_checkout)
+    ways = ["install one", *(f"give the script inside its {each.checkout} checkout" for each in with_checkout)]
+    return (
+        f"neither {' nor '.join(each.distribution for each in everything)} is installed here{missing}: "
+        f"{', or '.join(ways)}"
     )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
+    everything = all_frameworks()
     parser = argparse.ArgumentParser(
         prog="python -m burst_plugin.run",
-        description="Run a training script of Megatron or DeepSpeed with burst attention installed.",
-        epilog="Switch it on with --cp-comm-type burst (Megatron; `SCRIPT --help` lists the --burst-* flags), or "
-        'with the block "burst_attention" in the configuration (DeepSpeed).',
+        description=f"Run a training script of {' or '.join(each.title for each in everything)} with burst attention "
+        "installed.",
+        epilog=f"Switch it on with {', or with '.join(each.switch for each in everything)}.",
     )
     parser.add_argument(
         "--framework",
-        choices=FRAMEWORKS,
-        help="whose adapter to install (default: what the launcher, the script or the environment says)",
+        choices=[each.name for each in everything],
+        help="the framework that the script uses (default: what the launcher, the script or the environment says)",
     )
-    parser.add_argument(  # DeepSpeed's launcher puts it before the script; it is the script's
-        "--local_rank",
-        dest="local_rank",
-        action="append",
-        default=[],
-        type="--local_rank={}".format,
-        help=argparse.SUPPRESS,
-    )
+    for option in [option for each in everything for option in each.launcher_options]:
+        parser.add_argument(
+            option,
+            dest="passed_on",
+            action="append",
+            type=f"{option}={{}}".format,
+            help=argparse.SUPPRESS,
+        )
     parser.add_argument("--cpu", action="store_true", help="run on CPUs with gloo (slow; to try things out)")
     parser.add_argument("script", metavar="SCRIPT", help="the training script, such as pretrain_gpt.py")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="the script's own arguments")
+    parser.set_defaults(passed_on=[])
     return parser.parse_args(arguments)
 
 
 def _execute(script: Path, *, bare_children: bool) -> None:
     """Run the script as `__main__`, in a module of its own that pickling can find.
 
-    Processes that it spawns import it again, unless `bare_children`: CUDA is not redirected in them.
+    Processes that it spawns import it again unless `bare_children`: in those, CUDA is not redirected.
     """
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
     if bare_children:
-        module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # multiprocessing takes it as imported
+        module.__spec__ = importlib.machinery.ModuleSpec("__main__", None)  # multiprocessing takes it for imported
     sys.modules["__main__"] = module
     exec(compile(script.read_bytes(), str(script), "exec"), module.__dict__)
 
 
 def _leave() -> None:
-    """End all ranks together and at once: gloo's threads now and then abort an orderly exit."""
+    """Wait for all ranks, then exit at once: gloo's threads sometimes abort an orderly exit."""
     if dist.is_initialized():
         dist.barrier()
-    for child in multiprocessing.active_children():  # such as what Megatron writes checkpoints with
+    for child in multiprocessing.active_children():  # such as writers of checkpoints
         child.terminate()
         child.join(10)
     sys.stdout.flush()

@@ -1,10 +1,10 @@
-"""The options of a run, parsed and validated once; and the choice of which side travels."""
+"""The options of a run, parsed and validated once; and the choice of the moving side."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from burst_plugin.checks import as_number, as_whole, shown
@@ -15,67 +15,127 @@ from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
-__all__ = ["AUTO", "CHECKS", "Strategy", "choose_moving_side"]
+__all__ = ["AUTO", "Strategy", "choose_moving_side"]
 
 AUTO = "auto"
-CHECKS = (AUTO, "always", "sparse")
+_CHECKS = (AUTO, "always", "sparse")
+
+
+def _about(text: str, choices: Collection[str] = ()) -> dict[str, Any]:
+    """Return the metadata of a field, which flags, keys and docs/options.md are made from.
+
+    text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
+    not names.
+    """
+    return {"help": text, "choices": tuple(choices)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How attention is distributed. Every field has a default that suits most runs.
 
-    layout: which tokens a rank holds: zigzag (Megatron's own), striped, contiguous; or auto, which
-    `ContextParallel.tokens` chooses for a mask.
-    schedule: flat_ring, two_level_ring, direct, or auto: two levels where the topology has two, and direct for masks
-    that leave so little that it sends less.
-    forward, backward: which side travels, q ("pass-Q", arXiv 2411.01783; backward: BurstAttention, 2403.09347) or kv
-    ("pass-KV", ring attention, 2310.01889); auto takes the one with fewer bytes per hop.
-    kernel: by name; or auto: the fastest that can; or one of your own, an object such as
-    `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by name.
-    ranks_per_node: a number, or auto: from the hierarchy if one is given, else by asking every rank.
-    parts: into how many parts blocks are cut, by heads, that travel one behind the other (`Schedule.in_parts`): where
-    links are what everybody waits for, more parts keep them busy; otherwise they only make more and smaller kernel
-    calls. Must divide the number of key/value heads of a rank. A number, or a pair: forward and backward. `planner`
-    says what it gives.
-    ulysses_degree: ranks, consecutive and inside one node if it can be, that exchange heads before and after the ring
-    (`ring.ulysses`): the ring then has as many times fewer ranks, with longer blocks of fewer heads, and all of them
-    together need no ring at all. Must divide the number of query heads of a rank, and the number of key/value
-    heads or be a multiple of it: then several ranks work with the same one.
-    check: when ranks compare shapes, types and options before data moves: always; sparse, at calls 1, 2, 4, 8, ...;
-    or auto: always on CPUs, where sparse is refused, and sparse on GPUs, where comparing stalls the host. Backward
-    passes are compared when their calls were. On CPUs every message carries a label of its call besides.
-    deterministic: only kernels that give the same bits twice; so does `torch.use_deterministic_algorithms(True)`. The
-    ring itself always does: every sum is taken in the order of the schedule.
-    late_after: seconds of waiting for another rank after which a line in the log says who waits for whom. On CPUs; on
-    GPUs nobody waits on the host.
+    The fields are described one by one below, and in docs/options.md. Besides:
+
+    - forward, backward: queries that move are "pass-Q" in forward passes (arXiv 2411.01783) and BurstAttention in
+      backward passes (2403.09347); keys and values that move are "pass-KV", ring attention (2310.01889).
+    - kernel: also an object of your own, such as `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by
+      name.
+    - check: backward passes are compared if their forward passes were. On CPUs every message also carries a label of
+      its call. "sparse" is refused on CPUs.
+    - deterministic: `torch.use_deterministic_algorithms(True)` has the same effect. The ring itself is always
+      deterministic: it adds partial results in the order of the schedule.
 
     Raises ValueError naming the option, what was got, and what is valid.
     """
 
-    layout: str = "zigzag"
-    schedule: str = AUTO
-    forward: str = "kv"
-    backward: str = AUTO
-    kernel: str | Kernel = AUTO
-    ranks_per_node: int | str = AUTO
-    parts: int | tuple[int, int] = 1
-    ulysses_degree: int = 1
-    check: str = AUTO
-    deterministic: bool = False
-    late_after: float = 60.0
+    layout: str = field(
+        default="zigzag",
+        metadata=_about(
+            "the tokens that a rank holds: `zigzag`, `striped`, `contiguous`; `auto` chooses for each batch that is "
+            "cut, or for [lengths and masks of your own](pytorch.md#masks-and-lengths)",
+            (*LAYOUTS, AUTO),
+        ),
+    )
+    schedule: str = field(
+        default=AUTO,
+        metadata=_about(
+            "`two_level_ring`, `flat_ring`, `direct`; `auto`: two levels where there are several nodes of several "
+            "ranks, and `direct` for masks that leave so little work that it sends less",
+            (*SCHEDULES, AUTO),
+        ),
+    )
+    forward: str = field(
+        default="kv",
+        metadata=_about(
+            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention); `auto` takes '
+            "the one with fewer bytes",
+            (*SIDES, AUTO),
+        ),
+    )
+    backward: str = field(
+        default=AUTO,
+        metadata=_about(
+            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention); `auto` takes the "
+            "one with fewer bytes",
+            (*SIDES, AUTO),
+        ),
+    )
+    kernel: str | Kernel = field(
+        default=AUTO,
+        metadata=_about(
+            "one of the [kernels](kernels.md); `auto` takes the fastest that can do what is asked", (*KERNELS, AUTO)
+        ),
+    )
+    ranks_per_node: int | str = field(
+        default=AUTO,
+        metadata=_about(
+            "how many context-parallel ranks a node has; `auto`: what the hierarchy of groups says if there is one, "
+            "else ranks ask each other for their node"
+        ),
+    )
+    parts: int | tuple[int, int] = field(
+        default=1,
+        metadata=_about(
+            "into how many parts, by heads, blocks are cut, to be [sent one behind the other](internals.md#parts); "
+            "two numbers: forward, backward. Must divide the number of a rank's key/value heads"
+        ),
+    )
+    ulysses_degree: int = field(
+        default=1,
+        metadata=_about(
+            "how many neighbouring ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
+            "ring. Must divide the number of a rank's query heads; and divide that of its key/value heads, or be a "
+            "multiple of it"
+        ),
+    )
+    check: str = field(
+        default=AUTO,
+        metadata=_about(
+            "when ranks compare shapes, options and [where they are](pytorch.md#ranks-that-are-out-of-step): "
+            "`always`; `sparse`, for GPUs: at calls 1, 2, 4, 8, ...; `auto`: always on CPUs, sparse on GPUs, where "
+            "comparing makes the host wait",
+            _CHECKS,
+        ),
+    )
+    deterministic: bool = field(
+        default=False, metadata=_about("whether to use only kernels that give the same bits twice")
+    )
+    late_after: float = field(
+        default=60.0,
+        metadata=_about(
+            "how many seconds a rank waits for another one until a line in the log says which ranks wait for which, "
+            "on CPUs"
+        ),
+    )
 
     def __post_init__(self) -> None:
-        _one_of("layout", self.layout, (*LAYOUTS, AUTO))
-        _one_of("schedule", self.schedule, (*SCHEDULES, AUTO))
-        _one_of("forward", self.forward, (*SIDES, AUTO))
-        _one_of("backward", self.backward, (*SIDES, AUTO))
         if isinstance(self.kernel, type):
             name = self.kernel.__name__
             raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
-        if not isinstance(self.kernel, Kernel):
-            _one_of("kernel", self.kernel, (*KERNELS, AUTO))
-        _one_of("check", self.check, CHECKS)
+        for each in fields(self):
+            is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
+            if each.metadata["choices"] and not is_object:
+                _one_of(each.name, getattr(self, each.name), each.metadata["choices"])
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
         if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
@@ -83,6 +143,10 @@ class Strategy:
                 f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "
                 "for no such line"
             )
+        self._normalize_numbers()
+
+    def _normalize_numbers(self) -> None:
+        """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
         pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
         parts = tuple(n for n in map(_as_positive, pair) if n)
         if not len(parts) == len(pair) == 2:
@@ -102,13 +166,13 @@ class Strategy:
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """A strategy given whole, or by keywords; ValueError for both at once, or an unknown keyword."""
+        """Return a strategy given whole, or by keywords. Raise ValueError for both at once, or an unknown keyword."""
         if not isinstance(strategy, cls | None):
             raise ValueError(
                 f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
                 "and pass the options by name"
             )
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         for name in options:
             _one_of("option", name, known)
         if strategy is not None and options:
@@ -118,24 +182,24 @@ class Strategy:
         return strategy if strategy is not None else cls(**options)
 
     def compared(self) -> dict[str, object]:
-        """Every option as ranks compare it: kernel objects by their names, without what a rank logs."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "late_after"}
+        """Return every option as ranks compare it: kernel objects by their names, without what a rank logs."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "late_after"}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def check_is_due(self, call: int, cheap: bool) -> bool:
-        """Whether ranks compare their calls at this one, counted from 1; `cheap` says that it stalls nothing."""
+        """Return whether ranks compare call number `call`, from 1 on. `cheap`: comparing stalls nothing."""
         if self.check == "always" or (self.check == AUTO and cheap):
             return True
         return call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def parts_of(self, direction: Direction) -> int:
-        """Into how many parts blocks are cut in a pass."""
+        """Return the number of parts in which blocks are sent in a pass."""
         if isinstance(self.parts, int):
             return self.parts
         return self.parts[DIRECTIONS.index(direction)]
 
     def schedule_for(self, topology: Topology) -> str:
-        """The name of the schedule to run on `topology`."""
+        """Return the name of the schedule to run on `topology`."""
         return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 
@@ -150,7 +214,7 @@ def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
 
 
 def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
-    """The side that travels: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
+    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked != AUTO:
         return "q" if asked == "q" else "kv"

@@ -1,56 +1,45 @@
-"""What `burst doctor` prints: versions, devices, kernels, and what becomes of each framework."""
+"""What `burst doctor` prints: versions, devices, kernels, and what every framework reports."""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
 import burst_plugin
-from burst_plugin.frameworks import FRAMEWORKS, adapter_module
+from burst_plugin.frameworks import all_frameworks
 from burst_plugin.kernels import KERNELS, Case
 
-__all__ = ["framework_report", "report"]
-
-_PACKAGES = (
-    "triton",
-    "megatron-core",
-    "transformer-engine",
-    "flash-attn",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "trl",
-)
+__all__ = ["add_arguments", "lines"]
 
 
-def report(given: Mapping[str, str | None]) -> Iterator[str]:
-    """Lines of plain text, section by section.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every framework."""
+    for each in all_frameworks():
+        metavar, text = each.subject
+        parser.add_argument(f"--{each.name}", metavar=metavar, help=text)
 
-    Args:
-        given: by framework: a Megatron-LM checkout to look at, a DeepSpeed configuration. Where there is any, only
-            these frameworks are reported on.
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield plain text, section by section.
+
+    Where options name subjects of some frameworks, only these frameworks are reported on.
 
     Raises:
-        ValueError: such a thing cannot be read, or asks for what is refused.
+        ValueError: a subject cannot be read, or asks for something that is refused.
     """
     yield f"burst_plugin {burst_plugin.__version__}"
     yield from _section("Versions", _versions())
     yield from _section("Devices", _devices())
     yield from _section("Kernels, fastest first, for plain attention in bfloat16 with heads of 128", _kernels())
-    for name in [name for name in FRAMEWORKS if given.get(name)] or FRAMEWORKS:
-        framework = framework_report(name)
-        yield from _section(framework.TITLE, framework.lines(given.get(name)))
-
-
-def framework_report(name: str) -> Any:
-    """The module `report` of a framework's adapter, with TITLE, METAVAR, HELP and `lines(given)`."""
-    return adapter_module(name, "report")
+    asked_about = [each for each in all_frameworks() if getattr(options, each.name)]
+    for each in asked_about or all_frameworks():
+        yield from _section(each.title, each.report(getattr(options, each.name)))
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
@@ -60,8 +49,9 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 
 def _versions() -> Iterator[str]:
     yield f"{'python':20} {platform.python_version()} on {platform.system()} {platform.machine()}"
-    yield f"{'torch':20} {torch.__version__}"  # with what it is built for, which its package does not always say
-    for name in _PACKAGES:
+    yield f"{'torch':20} {torch.__version__}"  # with the build, which the package's metadata may lack
+    of_frameworks = [name for each in all_frameworks() for name in each.packages]
+    for name in dict.fromkeys(["triton", *of_frameworks, "flash-attn"]):
         try:
             yield f"{name:20} {importlib.metadata.version(name)}"
         except importlib.metadata.PackageNotFoundError:

@@ -1,11 +1,14 @@
-"""`burst plan`: which schedule, exchange of heads, parts and moving suit a cluster, by the planner's prices."""
+"""`burst plan`: the schedule, exchange of heads, parts and moving sides that suit a cluster."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -28,8 +31,8 @@ __all__ = ["add_arguments", "lines"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BAR_WIDTH = 30
 
-# The bounds are far beyond any machine or model, so that what is outside is a slip of the keyboard or of the unit;
-# inside them every time that is computed is finite, and every loop ends soon.
+# The bounds are far beyond any machine or model, so that a value outside them is a typing error or in a wrong unit.
+# Within them all times computed are finite, and every loop ends soon.
 _MOST_NODES = 100_000
 _MOST_RANKS_PER_NODE = 1_024
 _MOST_TOKENS = 10**12
@@ -50,82 +53,14 @@ example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GP
 _LEGEND = """\
 over the bound: the time of both passes over {bound_ms} ms, the same for all rows. No plan is faster than that: every
   rank has its share of the computing, each block has to be sent once to every other node, and once to every rank.
-  The bound is the longest of the three, for the exchange of heads and the side that travels for which it is shortest.
-ulysses: ranks that exchange heads before and after the ring, 1 for none. parts, travels: forward and backward.
+  The bound is the longest of the three, for the exchange of heads and the moving side for which it is shortest.
+ulysses: ranks that exchange heads before and after the ring, 1 for none. parts, moves: forward and backward.
 Rows: without an exchange, each schedule with 1 part and with its best number of parts; and the best plan for each
   number of ranks that exchange heads. The fastest are on top; of plans equally far from the bound, the simplest."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
-    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-
-    def add(name: str, **options: object) -> None:
-        parser.add_argument(name, **options)  # type: ignore[arg-type]
-
-    add("--nodes", metavar="N", type=_whole("nodes", _MOST_NODES), required=True, help="number of nodes")
-    add(
-        "--ranks-per-node",
-        metavar="N",
-        type=_whole("ranks", _MOST_RANKS_PER_NODE),
-        required=True,
-        help="ranks of the context-parallel group on each node",
-    )
-    add(
-        "--seq",
-        metavar="TOKENS",
-        type=_whole("tokens", _MOST_TOKENS),
-        required=True,
-        help="length of the whole sequence",
-    )
-    add(
-        "--heads",
-        metavar="Q/KV",
-        type=_heads,
-        required=True,
-        help="query and key/value heads that a rank has, such as 32/8; with tensor parallelism, its share of them",
-    )
-    add(
-        "--head-dim",
-        metavar="DIM",
-        type=_whole("elements", _MOST_HEAD_DIM),
-        default=128,
-        help="size of a head (default: 128)",
-    )
-    add("--dtype", choices=_DTYPES, default="bfloat16", help="type of q, k and v (default: bfloat16)")
-    add("--mask", choices=("causal", "full"), default="causal", help="attention mask (default: causal)")
-    add(
-        "--tflops",
-        metavar="TFLOPS",
-        type=_rate("TFLOPS, such as 500"),
-        required=True,
-        help="speed of the attention kernel in a forward pass, such as 500; backward is 2.5 times the work",
-    )
-    add(
-        "--intra-gb-s",
-        metavar="GB/S",
-        type=_rate("GB/s, such as 400"),
-        required=True,
-        help="rate at which a rank sends inside its node, such as 400, and receives at the same time",
-    )
-    add(
-        "--inter-gb-s",
-        metavar="GB/S",
-        type=_rate("GB/s, such as 40"),
-        required=True,
-        help="rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
-    )
-    add(
-        "--nic",
-        choices=("rank", "node"),
-        default="rank",
-        help="whether each rank has a NIC, or all ranks of a node share one (default: rank)",
-    )
-
-
 def _whole(unit: str, most: int) -> Callable[[str], int]:
-    """Return a type of option: a whole number of `unit` from 1 to `most`."""
+    """Return a parser of whole numbers of `unit`, 1 to `most`."""
 
     def parse(text: str) -> int:
         if not _is_whole(text, most):
@@ -136,7 +71,7 @@ def _whole(unit: str, most: int) -> Callable[[str], int]:
 
 
 def _rate(unit: str) -> Callable[[str], float]:
-    """Return a type of option: a finite number of `unit` within `_RATES`."""
+    """Return a parser of finite numbers of `unit` within `_RATES`."""
 
     def parse(text: str) -> float:
         try:
@@ -144,7 +79,7 @@ def _rate(unit: str) -> Callable[[str], float]:
         except ValueError:
             value = math.nan
         least, most = _RATES
-        if not least <= value <= most:  # nor is nan
+        if not least <= value <= most:  # nan is not, either
             raise argparse.ArgumentTypeError(f"got {_short(text)}, expected {unit}, {least:g} to {most:,.0f}")
         return value
 
@@ -152,7 +87,7 @@ def _rate(unit: str) -> Callable[[str], float]:
 
 
 def _heads(text: str) -> tuple[int, int]:
-    """Parse query heads / key/value heads."""
+    """Parse numbers of query heads and key/value heads, such as 32/8."""
     numbers = text.split("/")
     if len(numbers) != 2 or not all(_is_whole(each, _MOST_HEADS) for each in numbers):
         raise argparse.ArgumentTypeError(
@@ -174,8 +109,76 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
+# Options by name; those without a default have to be given.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "--nodes": {"metavar": "N", "type": _whole("nodes", _MOST_NODES), "help": "number of nodes"},
+        "--ranks-per-node": {
+            "metavar": "N",
+            "type": _whole("ranks", _MOST_RANKS_PER_NODE),
+            "help": "ranks of the context-parallel group on each node",
+        },
+        "--seq": {
+            "metavar": "TOKENS",
+            "type": _whole("tokens", _MOST_TOKENS),
+            "help": "length of the whole sequence",
+        },
+        "--heads": {
+            "metavar": "Q/KV",
+            "type": _heads,
+            "help": "query and key/value heads that a rank has, such as 32/8; with tensor parallelism, "
+            "its share of them",
+        },
+        "--head-dim": {
+            "metavar": "DIM",
+            "type": _whole("elements", _MOST_HEAD_DIM),
+            "default": 128,
+            "help": "size of a head (default: %(default)s)",
+        },
+        "--dtype": {
+            "choices": _DTYPES,
+            "default": "bfloat16",
+            "help": "type of q, k and v (default: %(default)s)",
+        },
+        "--mask": {
+            "choices": ("causal", "full"),
+            "default": "causal",
+            "help": "attention mask (default: %(default)s)",
+        },
+        "--tflops": {
+            "metavar": "TFLOPS",
+            "type": _rate("TFLOPS, such as 500"),
+            "help": "speed of the attention kernel in a forward pass, such as 500; backward is 2.5 times the work",
+        },
+        "--intra-gb-s": {
+            "metavar": "GB/S",
+            "type": _rate("GB/s, such as 400"),
+            "help": "rate at which a rank sends inside its node, such as 400, and receives at the same time",
+        },
+        "--inter-gb-s": {
+            "metavar": "GB/S",
+            "type": _rate("GB/s, such as 40"),
+            "help": "rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
+        },
+        "--nic": {
+            "choices": ("rank", "node"),
+            "default": "rank",
+            "help": "whether each rank has a NIC, or all ranks of a node share one (default: %(default)s)",
+        },
+    }
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, keywords in _OPTIONS.items():
+        parser.add_argument(name, required="default" not in keywords, **keywords)
+
+
 def lines(options: argparse.Namespace) -> Iterator[str]:
-    """Return what the command prints. Raises ValueError for a sequence shorter than the number of ranks."""
+    """Yield what the command prints. Raise ValueError for a sequence shorter than the number of ranks."""
     topology = Topology(options.nodes, options.ranks_per_node)
     if options.seq < topology.ranks:
         raise ValueError(
@@ -194,17 +197,7 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
         f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
     )
-    yield (
-        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'travels':>11}{'forward ms':>12}{'backward ms':>13}"
-        f"{'over the bound':>16}"
-    )
-    for plan in _shown(best_first):
-        strategy = plan.strategy
-        yield (
-            f"{strategy.schedule:<16}{strategy.ulysses_degree:>8}{strategy.parts!s:>8}"
-            f"{', '.join(plan.moving_sides):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
-            f"{plan.step_s / bound_s:>15.2f}x"
-        )
+    yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (
             f"{name:<16} is left out without an exchange: it would take minutes to simulate the "
@@ -216,12 +209,26 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     yield _LEGEND.format(bound_ms=_ms(bound_s))
 
 
+def _rows(best_first: list[Plan], bound_s: float) -> Iterator[str]:
+    yield (
+        f"{'schedule':<16}{'ulysses':>8}{'parts':>8}{'moves':>11}{'forward ms':>12}{'backward ms':>13}"
+        f"{'over the bound':>16}"
+    )
+    for plan in _shown(best_first):
+        strategy = plan.strategy
+        yield (
+            f"{strategy.schedule:<16}{strategy.ulysses_degree:>8}{strategy.parts!s:>8}"
+            f"{', '.join(plan.moving_sides):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
+            f"{plan.step_s / bound_s:>15.2f}x"
+        )
+
+
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}" if seconds < 1e5 else f"{1e3 * seconds:.3g}"
 
 
 def _shown(best_first: list[Plan]) -> Iterator[Plan]:
-    """The plans that get a row; the legend says which they are."""
+    """Yield the plans that get a row; the legend says which they are."""
     best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(best_first)}
     of_degree = {p.strategy.ulysses_degree: p for p in reversed(best_first)}
     for plan in best_first:
@@ -236,10 +243,10 @@ def _shown(best_first: list[Plan]) -> Iterator[Plan]:
 
 def _advice(best: Plan, nbytes: float) -> str:
     options = {name: getattr(best.strategy, name) for name in ("schedule", "parts")}
-    for name in ("forward", "backward", "ulysses_degree"):
-        value = getattr(best.strategy, name)
-        if value != getattr(Strategy(), name):
-            options[name] = value
+    for each in fields(Strategy):
+        value = getattr(best.strategy, each.name)
+        if value != each.default and each.name != "ranks_per_node":  # which the cluster says by itself
+            options.setdefault(each.name, value)
     return (
         f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {_why(best)}. "
         f"Its communication buffers take about {nbytes / 2**30:.2f} GiB per rank, shared by all layers."
@@ -247,7 +254,7 @@ def _advice(best: Plan, nbytes: float) -> str:
 
 
 def _why(best: Plan) -> str:
-    """What the time of a plan is made of."""
+    """Return what takes the time of a plan: computing, or which links."""
     compute_s = best.forward.compute_s + best.backward.compute_s
     if best.step_s <= 1.02 * compute_s:
         return "computing hides all communication"
@@ -258,7 +265,7 @@ def _why(best: Plan) -> str:
 
 
 def _progress_bar(done: int, total: int) -> None:
-    """Draw the bar on standard error; wipe it off when all is done."""
+    """Draw a progress bar on standard error, and erase it when all is done."""
     filled = _BAR_WIDTH * done // total
     bar = f"\rpricing [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}"
     print(bar if done < total else f"\r{' ' * (len(bar) - 1)}\r", end="", file=sys.stderr, flush=True)

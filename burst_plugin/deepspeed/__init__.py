@@ -38,8 +38,8 @@ __all__ = [
 def install() -> Adapter:
     """Make the block "burst_attention" known to DeepSpeed, and to transformers and Accelerate if they are installed.
 
-    Once per process, before `deepspeed.initialize` (and before `from deepspeed import initialize`); harmless when
-    repeated.
+    Call it once per process, before `deepspeed.initialize` (and before `from deepspeed import initialize`). Repeated
+    calls change nothing.
 
     Returns:
         The adapter; `str(adapter)` says what was done.
@@ -61,7 +61,7 @@ def install() -> Adapter:
 
 
 def session(engine: Any = None) -> Session:
-    """The session of an engine, or of the only one. Raises ValueError if there is none."""
+    """Return the session of an engine, or of the only one. Raise ValueError if there is none."""
     from burst_plugin.deepspeed.adapter import installed
 
     adapter = installed()
@@ -71,14 +71,14 @@ def session(engine: Any = None) -> Session:
 
 
 def context(engine: Any = None) -> ContextParallel:
-    """The ring, for `burst_plugin.burst_attention` in models of your own."""
+    """Return the ring of an engine, for `burst_plugin.burst_attention` in models of your own."""
     return session(engine).cp
 
 
 def shard_batch(batch: Mapping[str, Any], engine: Any = None, *, pad_token_id: int = 0) -> dict[str, Any]:
-    """This rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`.
+    """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`.
 
-    Models of transformers do it themselves, in training, with whole batches that they are given.
+    In training, models of transformers do so themselves with whole batches.
     """
     return session(engine).shard_batch(batch, pad_token_id=pad_token_id)
 
@@ -86,32 +86,32 @@ def shard_batch(batch: Mapping[str, Any], engine: Any = None, *, pad_token_id: i
 def sharded_loader(
     loader: Iterable[Any], engine: Any = None, *, exchange: bool = False, pad_token_id: int = 0
 ) -> ShardedLoader:
-    """A data loader whose batches are cut for this rank; see `ShardedLoader`."""
+    """Return a data loader whose batches are cut for this rank; see `ShardedLoader`."""
     from burst_plugin.deepspeed.loaders import ShardedLoader
 
     return ShardedLoader(loader, session(engine), exchange=exchange, pad_token_id=pad_token_id)
 
 
 def valid_tokens(*shards: SequenceShard, engine: Any = None) -> float:
-    """Labels that take part in the loss in these whole batches, over all data-parallel ranks; collective."""
+    """Return the number of labels that count in the loss of these batches, of all data-parallel ranks; collective."""
     return session(engine).valid_tokens(*shards)
 
 
 def token_mean_loss(
     logits: Tensor, shift_labels: Tensor, engine: Any = None, *, valid_tokens: float | None = None
 ) -> Tensor:
-    """Cross entropy, mean over all tokens with a label on all ranks; see `Session.token_mean_loss`."""
+    """Return the cross entropy, mean over all labels of all ranks; see `Session.token_mean_loss`."""
     return session(engine).token_mean_loss(logits, shift_labels, valid_tokens=valid_tokens)
 
 
 def gather_logits(logits: Tensor, shard: SequenceShard, engine: Any = None) -> Tensor:
-    """Logits [B, S, V] of the whole sequence from local ones [B, S_local, V]; collective, without gradient."""
+    """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective."""
     return session(engine).gather_logits(logits, shard)
 
 
 def eval_batch(batch: Mapping[str, Any], engine: Any) -> Tensor:
-    """The mean loss of a batch of whole sequences with labels, computed on the ring without gradient; collective.
+    """Return the mean loss of a batch of whole sequences with labels, on the ring and without gradient; collective.
 
-    The engine's mode is as before afterwards. `batch` is the same on all ranks of a ring.
+    `batch` has to be the same on all ranks of a ring. The engine's mode is restored afterwards.
     """
     return session(engine).eval_batch(engine, batch)

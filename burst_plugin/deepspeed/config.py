@@ -1,4 +1,4 @@
-"""The "burst_attention" block of a DeepSpeed configuration, strictly parsed; and what it cannot go together with."""
+"""The "burst_attention" block of a DeepSpeed configuration, strictly parsed; and the options that clash with it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ BLOCK = "burst_attention"
 TOKEN_MEAN, MEAN_OF_RANKS = "token_mean", "mean_of_ranks"
 _LOSSES = (TOKEN_MEAN, MEAN_OF_RANKS, AUTO)
 _OWN_KEYS = ("enabled", "context_parallel_size", "loss")
-_ALIKE = ("sparse_attention",)  # a block of DeepSpeed's own
+_OTHER_BLOCKS = ("sparse_attention",)  # of DeepSpeed, with a similar name
 
 
 class RepeatedKeyError(ValueError):
-    """A configuration says something twice, so that one of the two would be taken without a word."""
+    """A configuration has a key twice, of which one would be taken silently."""
 
 
 def loads(text: str) -> Any:
-    """What a text in JSON says; where DeepSpeed is installed, comments and commas at the end are taken as it does.
+    """Parse a text in JSON. With DeepSpeed installed, comments and trailing commas are allowed, as in DeepSpeed.
 
-    Raises RepeatedKeyError for a key that comes twice in one block, ValueError for what is no JSON.
+    Raises RepeatedKeyError for a key that comes twice in one block, ValueError for a text that is not JSON.
     """
     if importlib.util.find_spec("hjson") is None:
         return json.loads(text, object_pairs_hook=_once)
@@ -64,9 +64,10 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 class Block:
     """The parsed block.
 
-    context_parallel_size: ranks that share a sequence, or "auto": what an `mpu` or Accelerate's `sp_size` says, else
-    all ranks. strategy: every other key; see `burst_plugin.Strategy`. loss: what becomes of the losses of several
-    rings; see `loss_of`.
+    context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
+        `sp_size`, else all ranks.
+    strategy: all keys but `enabled`, `context_parallel_size` and `loss`; see `burst_plugin.Strategy`.
+    loss: which mean the losses of several rings become; see `loss_of`.
     """
 
     enabled: bool
@@ -76,7 +77,7 @@ class Block:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Block | None:
-        """The block of a DeepSpeed configuration; None if it has none.
+        """Parse the block of a DeepSpeed configuration; return None if it has none.
 
         Raises ValueError for keys and values that are not valid, naming the nearest valid key.
         """
@@ -107,15 +108,15 @@ class Block:
         return cls(enabled, size, strategy, loss)
 
     def loss_of(self, size: int) -> str:
-        """Whether the loss of rings of `size` is one mean over the tokens of all, or each ring's own mean.
+        """Return whether the loss of rings of `size` is one mean over the tokens of all, or each ring's own mean.
 
-        "auto" is the former with rings; on rings of one rank nothing is to change, and it is the latter, which is
-        what DeepSpeed makes of data-parallel ranks.
+        "auto" is the former on rings of several ranks. On rings of one rank it is the latter, which is what DeepSpeed
+        does with data-parallel ranks, so that nothing changes.
         """
         return (TOKEN_MEAN if size > 1 else MEAN_OF_RANKS) if self.loss == AUTO else self.loss
 
     def size(self, world: int, others: Iterable[int] = ()) -> int:
-        """The context-parallel size among `world` ranks; `others` also name one. ValueError if they do not agree."""
+        """Return the context-parallel size among `world` ranks. Raise ValueError if `others` contradict it."""
         others = set(others)
         sizes = others if self.context_parallel_size == AUTO else {int(self.context_parallel_size), *others}
         if len(sizes) > 1:
@@ -133,21 +134,21 @@ class Block:
 
 
 def near_misses(config: Mapping[str, Any]) -> list[str]:
-    """Keys, by their path, that may be meant to be the block. DeepSpeed ignores those that it does not know."""
-    return [] if BLOCK in config else list(_alike(config, ""))
+    """Return the paths of keys that may be meant to be the block: DeepSpeed ignores keys that it does not know."""
+    return [] if BLOCK in config else list(_similar(config, ""))
 
 
-def _alike(config: Mapping[str, Any], outer: str) -> Iterator[str]:
+def _similar(config: Mapping[str, Any], outer: str) -> Iterator[str]:
     for key, value in config.items():
         name = str(key).lower().replace("-", "_")
-        if key not in _ALIKE and (name.startswith("burst") or get_close_matches(name, [BLOCK], 1, 0.75)):
+        if key not in _OTHER_BLOCKS and (name.startswith("burst") or get_close_matches(name, [BLOCK], 1, 0.75)):
             yield f"{outer}{key}"
         elif isinstance(value, Mapping):
-            yield from _alike(value, f"{outer}{key}.")
+            yield from _similar(value, f"{outer}{key}.")
 
 
 def warn_of_near_misses(config: Mapping[str, Any]) -> None:
-    """Warn of a block of another name, or inside another one, which would silently leave burst attention off."""
+    """Warn of a block with another name, or inside another block, which would leave burst attention off."""
     for key in near_misses(config):
         warnings.warn(
             f'the DeepSpeed configuration has "{key}", but no "{BLOCK}" at its top level: burst attention stays off; '
@@ -163,7 +164,7 @@ def _nearest(key: object, valid: tuple[str, ...]) -> str:
 
 def _one_at_most(value: Any) -> bool:
     try:
-        return int(value) <= 1  # DeepSpeed takes "2" for 2
+        return int(value) <= 1  # DeepSpeed also takes "2"
     except (TypeError, ValueError):
         return False
 
@@ -200,7 +201,7 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
 
 
 def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
-    """What else in a DeepSpeed configuration cannot go together with a ring of `size`, each with a way out."""
+    """Return what else in a DeepSpeed configuration clashes with a ring of `size`, each with a way out."""
     values = {path: value for path in REFUSED if (value := _at(config, path)) is not None}
     reasons = [
         f"{path}={value!r} does not go together with {BLOCK}: {instead}"
@@ -225,7 +226,7 @@ def conflicts(config: Mapping[str, Any], size: int) -> list[str]:
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:
-    """What is under keys joined by dots; None for nothing."""
+    """Return the value at keys joined by dots; None if there is none."""
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

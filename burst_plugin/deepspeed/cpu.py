@@ -9,12 +9,12 @@ __all__ = ["enable", "prepare"]
 
 
 def enable() -> list[str]:
-    """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Returns what was done, a line each.
+    """Let DeepSpeed run on CPUs with gloo alone; before it is imported. Return what was done, a line each.
 
-    DeepSpeed compiles its shared-memory collectives when the first process group is made, on all ranks at once, which
-    takes minutes and may abort. They are left out.
+    DeepSpeed's shared-memory collectives are left out: they are compiled when the first process group is made, on all
+    ranks at once, which takes minutes and may abort.
     """
-    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # Accelerate would take GPUs all the same
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")  # Accelerate would use GPUs anyway
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -25,5 +25,5 @@ def enable() -> list[str]:
 
 
 def prepare(directory: Path) -> list[str]:
-    """Get ready for a script in `directory`; returns what was done, a line each."""
+    """Get ready for a script in `directory`; return what was done, a line each."""
     return enable()

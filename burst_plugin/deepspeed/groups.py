@@ -1,12 +1,12 @@
-"""The process groups of a DeepSpeed run with burst attention: who shares a sequence, and what DeepSpeed is told.
+"""The process groups of a DeepSpeed run with burst attention: rings, and what DeepSpeed is told about groups.
 
     4 ranks, context_parallel_size=2         rank  0 1 | 2 3
                                     context-parallel   0 1 | 0 1
                                       data-parallel    0 0 | 1 1
 
-DeepSpeed's ZeRO stages scale gradients differently once they hear of sequence parallelism: 0, 1 and 2 sum over
-sequence ranks, 3 averages over all. `Unit` therefore says that there is none, and gives all ranks as those to reduce
-gradients over and to partition among; then every stage averages over all ranks, and the loss is scaled for that.
+With sequence parallelism DeepSpeed's ZeRO stages scale gradients differently: 0, 1 and 2 sum over sequence ranks, 3
+averages over all ranks. `Unit` therefore says that there is none, and names all ranks as those that reduce gradients
+and share partitions. Then every stage averages over all ranks, and the loss is scaled accordingly.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch.distributed as dist
 
 from burst_plugin.comm.process_groups import new_group_like
 
-__all__ = ["Groups", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
+__all__ = ["Groups", "RequestedSize", "Unit", "make_groups", "mpu_problem", "sequence_parallel_size"]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """context: the ranks that share a sequence with this one; alone: this rank by itself; world: all."""
+    """context: the ranks that share a sequence with this one; alone: this rank only; world: all ranks."""
 
     context: Any
     alone: Any
@@ -32,9 +32,9 @@ class Groups:
 
 
 class Unit:
-    """An `mpu`, as DeepSpeed calls what it asks for groups. It must not have `get_data_parallel_group`.
+    """An `mpu`, the object that DeepSpeed asks for groups. It must not have `get_data_parallel_group`.
 
-    Model and tensor parallelism have groups of one rank, so that checkpoints record a tensor-parallel degree of 1.
+    Groups of model and tensor parallelism have one rank, so that checkpoints record a tensor-parallel degree of 1.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -43,7 +43,7 @@ class Unit:
         self._data_size, self._data_rank = dist.get_world_size() // size, dist.get_rank() // size
 
     def initialize_sequence_parallel(self, *args: Any, **kwargs: Any) -> None:
-        """Only its presence counts: by it DeepSpeed knows that model-parallel groups have one rank."""
+        """Do nothing: DeepSpeed takes the presence of this method as a sign of model-parallel groups of one rank."""
 
     def get_sequence_parallel_group(self) -> Any:
         return self._groups.alone
@@ -83,8 +83,24 @@ class Unit:
     get_tensor_model_parallel_rank = get_model_parallel_rank
 
 
+class RequestedSize:
+    """An `mpu` that only asks for a context-parallel size; Accelerate makes one before DeepSpeed starts."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_sequence_parallel_group(self) -> RequestedSize:
+        return self
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_sequence_parallel_rank(self) -> int:
+        return dist.get_rank() % self.size
+
+
 def make_groups(size: int, mpu: Any = None) -> Groups:
-    """The groups for rings of `size` consecutive ranks; collective. Takes the ring of `mpu` if there is one."""
+    """Make the groups for rings of `size` consecutive ranks, or take the ring of `mpu` if given; collective."""
     from deepspeed.utils import groups
 
     world, rank = groups._clone_world_group(), dist.get_rank()
@@ -100,13 +116,13 @@ def make_groups(size: int, mpu: Any = None) -> Groups:
 
 
 def sequence_parallel_size(mpu: Any) -> int:
-    """What an `mpu` of the user's says about sequence parallelism; 1 if nothing."""
+    """Return the sequence-parallel size of a user's `mpu`; 1 if it has none."""
     ask = getattr(mpu, "get_sequence_parallel_world_size", None)
     return 1 if ask is None else int(ask())
 
 
 def mpu_problem(mpu: Any, size: int) -> str:
-    """Why an `mpu` of the user's cannot go together with rings of `size`; empty if it can, or if there is none."""
+    """Return why a user's `mpu` cannot be used with rings of `size`; empty if it can, or if it is None."""
     if mpu is None:
         return ""
     way_out = "pass no mpu, or one whose sequence-parallel groups are the rings"

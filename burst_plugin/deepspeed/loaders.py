@@ -1,4 +1,4 @@
-"""Data loaders whose batches are cut for a rank, and batches that the ranks of a ring take turns with."""
+"""Data loaders whose batches are cut for a rank, and the exchange of batches on a ring."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["ShardedLoader", "exchanged"]
 class ShardedLoader:
     """A data loader whose batches are cut for this rank.
 
-    exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. They
-    then take turns: the ring works on rank 0's, rank 1's, ... and there are as many batches more. Otherwise all
-    ranks of the ring draw the same.
+    exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. The ring
+        then works on the batch of rank 0, of rank 1, ..., which multiplies the number of batches by the number of
+        ranks. Otherwise all ranks of the ring draw the same batches.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ShardedLoader:
                 yield self._found().shard_batch(batch, pad_token_id=self._pad_token_id)
 
     def skip_first(self, batches: int) -> ShardedLoader:
-        """This loader, whose next pass leaves out the first batches; to resume in the middle of an epoch."""
+        """Return this loader, whose next pass leaves out the first batches, to resume in the middle of an epoch."""
         self._skip = batches
         return self
 
@@ -53,7 +53,7 @@ class ShardedLoader:
         return getattr(self.__dict__["loader"], name)  # set_epoch, batch_sampler, dataset, ...
 
     def bind(self, session: Session) -> None:
-        """Cut batches for `session`, if none was given."""
+        """Cut batches for `session`, unless one was given before."""
         self._session = self._session or session
 
     def _found(self) -> Session:
@@ -74,14 +74,14 @@ class ShardedLoader:
             for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
                 with self._not_at_its_end(left > 0):
                     yield turn
-        if self._exchange:  # else the others would wait for this rank's next batch
+        if self._exchange:  # otherwise the others would wait for this rank's next batch
             exchanged(None, cp)
         else:
             cp.agree({"batch": "none, since the data loader has ended"})
 
     @contextmanager
     def _not_at_its_end(self, more: bool) -> Iterator[None]:
-        """Hide the end of the loader while `more` ranks have their turn: Accelerate takes an optimizer step at it."""
+        """Hide the end of the loader while there are `more` batches of other ranks: Accelerate steps at the end."""
         if not (more and getattr(self.loader, "end_of_dataloader", False)):
             yield
             return
@@ -93,24 +93,24 @@ class ShardedLoader:
 
 
 def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
-    """The batches of all ranks of `cp`, in rank order, on the device of this rank's; collective.
+    """Return the batches of all ranks of `cp`, in rank order, on the device of this rank's batch; collective.
 
-    None says that there are no more, and gives []. ValueError on every rank if only some say so, or if a batch of
-    some rank is no dict.
+    None stands for the end of the data; the result is [] if it is that of all ranks. Raises ValueError on every rank
+    if only some have ended, or if the batch of any rank is not a dict.
     """
     cp.rank_state.check_open()
     if cp.group is None:
         return [] if batch is None else [batch]
-    everyone: list[Any] = [None] * cp.ranks
+    gathered: list[Any] = [None] * cp.ranks
     mine: dict[str, Any] | str | None = None if batch is None else type(batch).__name__
     if isinstance(batch, Mapping):
         mine = {k: x.cpu() if isinstance(x, Tensor) else x for k, x in batch.items()}
     with cp.rank_state.alone():
-        dist.all_gather_object(everyone, mine, group=cp.group)
-    strange = {rank: each for rank, each in enumerate(everyone) if isinstance(each, str)}
-    if strange:
-        raise ValueError(f"a batch has to be a dict of tensors by name; these ranks have others: {strange}")
-    ended = [rank for rank, each in enumerate(everyone) if each is None]
+        dist.all_gather_object(gathered, mine, group=cp.group)
+    not_dicts = {rank: each for rank, each in enumerate(gathered) if isinstance(each, str)}
+    if not_dicts:
+        raise ValueError(f"a batch has to be a dict of tensors by name; these ranks have others: {not_dicts}")
+    ended = [rank for rank, each in enumerate(gathered) if each is None]
     if len(ended) == cp.ranks:
         return []
     if ended:
@@ -118,13 +118,13 @@ def exchanged(batch: Any, cp: ContextParallel) -> list[Mapping[str, Any]]:
             f"the data loader has ended on ranks {ended} of the {cp.ranks} of a context-parallel group, and goes on "
             "on the others; give all of them as many batches, or set drop_last=True"
         )
-    assert batch is not None, "nobody has ended"
+    assert batch is not None, "no rank has ended"
     device = next((x.device for x in batch.values() if isinstance(x, Tensor)), None)
-    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in everyone]
+    return [{name: x.to(device) if isinstance(x, Tensor) else x for name, x in each.items()} for each in gathered]
 
 
 def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two batches hold the same tensors."""
+    """Return whether two batches hold the same tensors."""
     tensors = [{name: x for name, x in batch.items() if isinstance(x, Tensor)} for batch in (one, other)]
     return tensors[0].keys() == tensors[1].keys() and all(
         torch.equal(x, tensors[1][n]) for n, x in tensors[0].items()

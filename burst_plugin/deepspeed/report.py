@@ -1,4 +1,4 @@
-"""What `burst doctor` says of DeepSpeed."""
+"""What `burst doctor` says about DeepSpeed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from burst_plugin.deepspeed.config import BLOCK, REFUSED, Block, conflicts, loads, near_misses
 from burst_plugin.strategy import AUTO
 
-__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
-
-TITLE = "DeepSpeed"
-METAVAR, HELP = "FILE", f'a DeepSpeed configuration, to look at its block "{BLOCK}" and what clashes with it'
+__all__ = ["lines"]
 
 
 def lines(path: str | None) -> Iterator[str]:
-    """What there is, what a configuration asks for, and what is refused. ValueError if it cannot be honoured."""
+    """Yield what is installed, what a configuration asks for, and what is refused.
+
+    Raises ValueError if the configuration cannot be read, or cannot be honoured.
+    """
     installed = importlib.util.find_spec("deepspeed") is not None
     yield "installed" if installed else "not installed; pip install deepspeed"
     if path is not None:
@@ -39,14 +39,14 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _asked_for(config: dict[str, Any]) -> str:
-    """The options of the block, in words. ValueError for what is not valid, or clashes."""
+    """Return the options of the block in words. Raise ValueError for options that are not valid, or that clash."""
     block = Block.of(config)
     if block is None:
-        alike = [
+        similar = [
             f'; it has "{key}": write "{BLOCK}" at the top level if that is what was meant'
             for key in near_misses(config)
         ]
-        return f'no block "{BLOCK}", so that burst attention is off{"".join(alike)}'
+        return f'no block "{BLOCK}", so that burst attention is off{"".join(similar)}'
     if not block.enabled:
         return "burst attention is off: enabled is false"
     size = block.context_parallel_size

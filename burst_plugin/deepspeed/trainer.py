@@ -1,7 +1,7 @@
-"""Trainer and Accelerate on the rings of DeepSpeed's adapter: what they do for Ulysses, done for the ring instead.
+"""Trainer and Accelerate on the rings of DeepSpeed's adapter: what they do for Ulysses, done for rings instead.
 
 With `ParallelismConfig(sp_size=..., sp_backend="deepspeed")` Accelerate asks DeepSpeed's Ulysses for an `mpu` and for
-a data loader; where the configuration has the block "burst_attention", both are ours.
+a data loader. If the configuration has the block "burst_attention", it gets those of this package.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 
 from burst_plugin.batch import SHARD_KEY
-from burst_plugin.deepspeed.adapter import Adapter, RequestedSize, warn_if_untested
+from burst_plugin.deepspeed.adapter import Adapter, warn_if_untested
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, TOKEN_MEAN, Block
 from burst_plugin.deepspeed.engine_session import Session
-from burst_plugin.deepspeed.groups import Unit
+from burst_plugin.deepspeed.groups import RequestedSize, Unit
 from burst_plugin.deepspeed.loaders import ShardedLoader, exchanged
 from burst_plugin.frameworks.wrapping import wrap
 
 __all__ = ["install_trainer"]
 
 _TESTED = ("5.20", "5.24")
-_OLDEST = "5.8"  # in which what Trainer makes of Ulysses' losses is a function
+_OLDEST = "5.8"  # in which Trainer reduces Ulysses' losses in a function
 
 
 def install_trainer(adapter: Adapter) -> list[str]:
-    """Let Accelerate and Trainer run on the rings of `adapter`. Says what was done."""
+    """Let Accelerate and Trainer run on the rings of `adapter`; return what was done, a line each."""
     import accelerate
     from accelerate.state import PartialState
     from accelerate.utils import DeepSpeedPlugin
@@ -60,7 +60,7 @@ def install_trainer(adapter: Adapter) -> list[str]:
 
 
 def _of(adapter: Adapter, trainer: Any) -> Session | None:
-    """The session of a trainer's engine; None if it runs without burst attention."""
+    """Return the session of a trainer's engine; None if it runs without burst attention."""
     return adapter.sessions.get(trainer.model_wrapped)
 
 
@@ -68,14 +68,14 @@ def _of(adapter: Adapter, trainer: Any) -> Session | None:
 
 
 def _requested_size(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`UlyssesSPAttentionHF.register_with_transformers`: the `mpu` that Accelerate passes to DeepSpeed."""
+    """Replace `UlyssesSPAttentionHF.register_with_transformers`: return the `mpu` that Accelerate gives DeepSpeed."""
     if not _block_is_enabled():
         return original(*args, **kwargs)
     return RequestedSize(int(kwargs["sequence_parallel_size"]))
 
 
 def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Of a Trainer that cannot be given the loss of a ring: with the block it is refused."""
+    """Refuse the block with a Trainer that cannot be given the loss of a ring."""
     if _block_is_enabled():
         raise ValueError(
             f'"{BLOCK}" with sp_size needs transformers {_OLDEST} or newer, got {version("transformers")}: update it'
@@ -84,7 +84,7 @@ def _refuse_earlier_trainer(original: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _block_is_enabled() -> bool:
-    """Whether Accelerate's DeepSpeed configuration asks for rings."""
+    """Return whether Accelerate's DeepSpeed configuration asks for rings."""
     from accelerate.state import AcceleratorState
 
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
@@ -95,17 +95,17 @@ def _block_is_enabled() -> bool:
 def _loader(
     adapter: Adapter, original: Callable[..., Any], dl: Any, sp_rank: Any, sp_group: Any, **kwargs: Any
 ) -> Any:
-    """`UlyssesSPDataLoaderAdapter`: Accelerate's samplers count all ranks, so those of a ring take turns."""
-    if isinstance(sp_group, RequestedSize):  # the engine is yet to come
+    """Replace `UlyssesSPDataLoaderAdapter`, for samplers that count all ranks, as Accelerate's do."""
+    if isinstance(sp_group, RequestedSize):  # the engine is made later
         adapter.waiting.append(ShardedLoader(dl, None, exchange=True))
         return adapter.waiting[-1]
-    if isinstance(groups.mpu, Unit):  # that of the engine made last
+    if isinstance(groups.mpu, Unit):  # of the engine made last
         return ShardedLoader(dl, adapter.latest, exchange=True)
     return original(dl, sp_rank, sp_group, **kwargs)
 
 
 def _count_processes(original: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
-    """`PartialState.__init__`: on CPUs with DeepSpeed it counts one process, and all ranks read the same samples."""
+    """Correct `PartialState`: with DeepSpeed on CPUs it counts one process, so that ranks read the same samples."""
     original(state, *args, **kwargs)
     if state.backend is None and dist.is_initialized() and state.num_processes != dist.get_world_size():
         state.num_processes, state.process_index = dist.get_world_size(), dist.get_rank()
@@ -114,7 +114,7 @@ def _count_processes(original: Callable[..., Any], state: Any, *args: Any, **kwa
 def _leave_block_alone(
     original: Callable[..., Any], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any
 ) -> None:
-    """`DeepSpeedPlugin.fill_match`: "auto" in the block is for the plugin, not for Accelerate to fill in."""
+    """Replace `DeepSpeedPlugin.fill_match`, which would fill in "auto" in the block."""
     if not ds_key_long.startswith(f"{BLOCK}."):
         original(plugin, ds_key_long, *args, **kwargs)
 
@@ -123,7 +123,7 @@ def _leave_block_alone(
 
 
 def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.get_batch_samples`: the batches of one step, whose loss is one mean over all of its tokens."""
+    """Give the batches of one step, from `Trainer.get_batch_samples`, the number of tokens of the whole step."""
     batches, items = original(trainer, *args, **kwargs)
     session = _of(adapter, trainer)
     if session is None:
@@ -134,7 +134,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
     if not batches or not all(SHARD_KEY in batch for batch in batches):
         return batches, items
     session.only_caller = f"{type(trainer).__name__}.compute_loss"
-    # Trainer divides by the number of batches, unless it takes the loss for divided; DeepSpeed by that of ranks.
+    # Trainer divides by the number of batches, unless it takes the loss as scaled; DeepSpeed by that of ranks.
     scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         scaled = trainer.model_accepts_loss_kwargs and items is not None
@@ -146,7 +146,7 @@ def _count_tokens(adapter: Adapter, original: Callable[..., Any], trainer: Any, 
 
 
 def _check_mean(session: Session, trainer: Any, items: Any) -> None:
-    """Raise ValueError for a mean that Trainer, which divides by the tokens of a step itself, does not make."""
+    """Raise ValueError for a mean that Trainer does not compute: it divides by the tokens of a step itself."""
     if session.cp.ranks > 1 and session.loss == MEAN_OF_RANKS:
         raise ValueError(
             f'"loss": "{MEAN_OF_RANKS}" of {BLOCK} is not supported with Trainer, whose loss on rings is the mean '
@@ -161,7 +161,7 @@ def _check_mean(session: Session, trainer: Any, items: Any) -> None:
 
 
 def _check_options(trainer: Any) -> None:
-    """Raise ValueError for options of a Trainer that train wrongly on a ring, or hang."""
+    """Raise ValueError for options of a Trainer that would train wrongly on a ring, or hang."""
     _check_loss_is_the_models(trainer)
     if getattr(getattr(trainer, "args", None), "auto_find_batch_size", False):
         raise ValueError(
@@ -176,6 +176,7 @@ def _check_options(trainer: Any) -> None:
 
 
 def _check_loss_is_the_models(trainer: Any) -> None:
+    """Raise ValueError for a loss other than the model's own."""
     for name in ("label_smoother", "compute_loss_func"):
         if getattr(trainer, name, None) is not None:
             raise ValueError(f"Trainer's {name} is not supported with {BLOCK}: the loss is that of the model")
@@ -190,7 +191,7 @@ def _compute_loss(
     return_outputs: bool,
     pc: Any,
 ) -> Any:
-    """`deepspeed_sp_compute_loss`: what Trainer calls for the loss in training."""
+    """Replace `deepspeed_sp_compute_loss`, which Trainer calls for the loss in training."""
     if model not in adapter.sessions:
         return original(accelerator, model, inputs, return_outputs, pc)
     session = adapter.sessions[model]
@@ -204,7 +205,7 @@ def _compute_loss(
 
 
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.evaluation_loop`: TRL's SFTTrainer, if it is there, predicts by a method of its own."""
+    """Wrap `prediction_step` of TRL's SFTTrainer, if it is there, before `Trainer.evaluation_loop`."""
     trl = sys.modules.get("trl.trainer.sft_trainer")
     if trl is not None and not hasattr(trl.SFTTrainer.prediction_step, "__wrapped__"):
         wrap(trl.SFTTrainer, "prediction_step", partial(_predict, adapter))
@@ -220,7 +221,7 @@ def _predict(
     prediction_loss_only: bool,
     ignore_keys: Any = None,
 ) -> Any:
-    """`prediction_step` of Trainer and SFTTrainer: the ranks of a ring take turns with their batches."""
+    """Replace `prediction_step` of Trainer and SFTTrainer: the ring works on the batches of its ranks in turn."""
     session = _of(adapter, trainer)
     if session is None or session.cp.group is None or "input_ids" not in inputs:
         return original(trainer, model, inputs, prediction_loss_only, ignore_keys)
@@ -239,8 +240,8 @@ def _predict(
                 loss, outputs = trainer.compute_loss(model, local, return_outputs=True)
             if loss is not None:
                 loss = session.mean_by_labels(loss, local)
-            found = None if prediction_loss_only else outputs.logits  # None too where a loss is computed without them
-            whole = None if found is None else session.gather_logits(found, local[SHARD_KEY])
+            local_logits = None if prediction_loss_only else outputs.logits  # None if a loss is computed without them
+            whole = None if local_logits is None else session.gather_logits(local_logits, local[SHARD_KEY])
             if rank == session.cp.rank:
                 mine, logits = loss, whole
     if logits is None and trainer.compute_metrics is not None and not prediction_loss_only:
@@ -252,7 +253,7 @@ def _predict(
 
 
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:
-    """What resumes in the middle of an epoch."""
+    """Replace `skip_first_batches`, by which a run resumes in the middle of an epoch."""
     if isinstance(dataloader, ShardedLoader):
         return dataloader.skip_first(num_batches)
     return original(dataloader, num_batches)

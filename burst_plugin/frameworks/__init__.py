@@ -1,15 +1,22 @@
-"""The frameworks that there are adapters for: packages beside this file, imported by name when they are needed."""
+"""The frameworks that have adapters: packages beside this one, each imported only when it is needed."""
 
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
-__all__ = ["FRAMEWORKS", "adapter_module"]
+from burst_plugin.frameworks.framework import Framework
+
+__all__ = ["FRAMEWORKS", "all_frameworks", "framework"]
 
 FRAMEWORKS = ("megatron", "deepspeed")
 
 
-def adapter_module(framework: str, name: str = "") -> ModuleType:
-    """The package of a framework's adapter, or a module of it."""
-    return importlib.import_module(f"burst_plugin.{framework}{f'.{name}' if name else ''}")
+def framework(name: str) -> Framework:
+    """Return what `burst_plugin.<name>.framework` says about a framework."""
+    found: Framework = importlib.import_module(f"burst_plugin.{name}.framework").FRAMEWORK
+    return found
+
+
+def all_frameworks() -> list[Framework]:
+    """Return all frameworks that have an adapter, installed or not."""
+    return [framework(name) for name in FRAMEWORKS]

@@ -1,4 +1,4 @@
-"""What a framework's option may be beside burst attention; adapters have tables of rules."""
+"""Rules about a framework's options beside burst attention; adapters have tables of them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ __all__ = ["Rule", "broken_rules", "off", "one_of"]
 
 
 class Rule(NamedTuple):
-    """`allowed(value)` says whether an option's value can be honoured; `instead` what to write if not."""
+    """A rule about an option. allowed: returns whether a value can be honoured. instead: what to write if not."""
 
     allowed: Callable[[Any], bool]
     instead: str
 
 
 def off(value: Any) -> bool:
-    """Allows what is switched off, or not set."""
+    """Return whether an option is switched off, or not set."""
     return not value
 
 
 def one_of(*names: str | None) -> Callable[[Any], bool]:
-    """Allows values that read, or are enum members that are called, one of these; None is what is not set."""
+    """Return a function that allows these values, and enum members of these names; None stands for not set."""
     return lambda value: getattr(value, "name", value) in names
 
 
 def broken_rules(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """The options whose values cannot be honoured: name, value, and what to write instead."""
+    """Yield the options whose values cannot be honoured: name, value, and what to write instead."""
     for name, rule in rules.items():
         if name in values and not rule.allowed(values[name]):
             yield name, values[name], rule.instead

@@ -1,4 +1,4 @@
-"""What adapters have in common: a framework's function in place of which another is called, and word of a ring."""
+"""What adapters share: wrapping a framework's functions, and announcing a ring."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["announce", "wrap"]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace `owner.name`, function or class, by what calls `around(original, *args, **kwargs)`; returns that."""
+    """Replace `owner.name`, a function or a class, by a wrapper that calls `around(original, ...)`, and return it."""
     original = getattr(owner, name)
 
     @functools.wraps(original, updated=() if isinstance(original, type) else functools.WRAPPER_UPDATES)
@@ -26,7 +26,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
 
 def announce(cp: ContextParallel) -> None:
-    """Print, on the first of all ranks, that there is a ring: not by a logger, which may keep it back."""
+    """Print on rank 0 that there is a ring. A logger might suppress it."""
     if dist.get_rank() == 0:
-        described = ", ".join(f"{name} {what}" for name, what in cp.describe().items())
+        described = ", ".join(f"{name} {value}" for name, value in cp.describe().items())
         print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)

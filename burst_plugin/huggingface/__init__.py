@@ -5,7 +5,7 @@ With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it, for Trainer a
     model = burst_plugin.huggingface.prepare(AutoModelForCausalLM.from_pretrained(name))
     local = burst_plugin.shard_batch(batch, cp)
     labels = local.pop("shift_labels")
-    logits = model(**local).logits  # of this rank's tokens, as labels are: a loss has to be summed over ranks
+    logits = model(**local).logits  # of this rank's tokens, like labels: a loss has to be summed over ranks
 
 Importing this package imports no transformers; `prepare()` and `register()` do.
 """
@@ -23,14 +23,17 @@ Model = TypeVar("Model", bound="torch.nn.Module")
 
 
 def prepare(model: Model) -> Model:
-    """`model`, perhaps wrapped, on the ring: it trains on batches that were sharded, and may evaluate on whole ones.
+    """Put `model`, perhaps wrapped, on the ring: it trains on sharded batches, and may evaluate on whole ones.
 
-    Adapters (PEFT) come first, so that they are looked at, too.
+    Add adapters (PEFT) before, so that they are examined as well.
+
+    Returns:
+        The same model.
 
     Raises:
-        ValueError: if something in it cannot be computed on shards of its sequences, each with a reason and a way
-            out: layers in which tokens meet other than by attention, positions that are counted, losses.
-        ImportError: if transformers is not installed.
+        ValueError: something in it cannot be computed on shards of its sequences, such as layers in which tokens meet
+            other than by attention, positions that are counted, or losses; each with a reason and a way out.
+        ImportError: transformers is not installed.
     """
     from burst_plugin.huggingface.models import prepare_model
 
@@ -41,7 +44,8 @@ def prepare(model: Model) -> Model:
 def register() -> str:
     """Make `attn_implementation="burst"` known to transformers, for models that are loaded with it.
 
-    Harmless when repeated. `prepare` does it, too. Says what was done. Raises ImportError without transformers.
+    `prepare` does this, too; repeated calls change nothing. Returns a line that says what was done. Raises
+    ImportError if transformers is not installed.
     """
     from burst_plugin.huggingface.attention import register_attention
 

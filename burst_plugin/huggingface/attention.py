@@ -20,12 +20,12 @@ from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 __all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "register_attention"]
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
-# What the modules of models that were found to meet in attention only have: their number in the model.
+# An attribute of modules in models whose tokens meet in attention only: the number of the module in the model.
 EXAMINED = "_burst_plugin_examined"
 
 _MARK = "_burst_plugin_wrapped"
 
-# Tensors that layers hand on and that change nothing here, or are taken; any other might change what is computed.
+# Tensors that layers hand on and that are used, or that change nothing. Others might change what is computed.
 _KNOWN_TENSORS = frozenset(
     {
         "s_aux",
@@ -42,7 +42,7 @@ _KNOWN_TENSORS = frozenset(
         "token_type_ids",
     }
 )
-_REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # even if they are no tensors
+_REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # even if they are not tensors
 
 
 def register_attention() -> str:
@@ -58,13 +58,13 @@ def register_attention() -> str:
 
 
 def _refusing_shards(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`AttentionInterface.get_interface`: what knows nothing of a ring must not be given a shard."""
+    """Replace `AttentionInterface.get_interface`, so that functions without the ring are not given shards."""
     attention = original(*args, **kwargs)
     return attention if attention is forward else partial(_on_whole_batches, attention)
 
 
 def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, /, *args: Any, **options: Any) -> Any:
-    """An attention function that attends to what this rank has."""
+    """Call an attention function that attends to this rank's tokens only, on a whole batch."""
     if options.get(SHARD_KEY) is None:
         return attention(module, *args, **options)
     instead = "call burst_plugin.huggingface.prepare(model) first, on every model that is given shards"
@@ -79,18 +79,18 @@ def _on_whole_batches(attention: Callable[..., Any], module: torch.nn.Module, /,
 def forward(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: on the ring for sharded batches, on this rank alone for whole ones.
+    """Compute attention as transformers calls it: on the ring for sharded batches, on this rank for whole ones.
 
     Args:
         module: the layer. query, key, value: [B, heads, S, D].
-        attention_mask: a `MaskRecipe`; not used on the ring, where the batch's `SequenceShard` has the mask.
+        attention_mask: a `MaskRecipe`. On the ring padding and documents come from the batch's `SequenceShard`.
         options: `scaling`, `dropout`, `sliding_window`, `softcap`, `s_aux`, `is_causal`; and what a model hands on.
 
     Returns:
-        [B, S, heads, D], and no weights.
+        [B, S, heads, D], and None in place of weights.
 
     Raises:
-        ValueError: for options that are not supported, and in training for batches that were not sharded.
+        ValueError: an option is not supported, or a batch in training was not sharded.
     """
     shard = _shard(attention_mask, options)
     if shard is None:
@@ -99,8 +99,8 @@ def forward(
         return _whole(module, (query, key, value), attention_mask, options), None
     if not hasattr(module, EXAMINED):
         raise ValueError(
-            f"{type(module).__name__} got a sharded batch, but nobody has looked whether tokens of its model meet in "
-            "attention only: call burst_plugin.huggingface.prepare(model) first"
+            f"{type(module).__name__} got a sharded batch, but it has not been checked that tokens of its model meet "
+            "in attention only: call burst_plugin.huggingface.prepare(model) first"
         )
     problem = _problem(module, attention_mask, options)
     share = shard.tokens.length // shard.cp.ranks
@@ -132,13 +132,13 @@ def forward(
 
 
 def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | None:
-    """What the batch is a shard of, as a layer hands it on, or else its mask; None for a whole batch."""
+    """Return the shard that a layer or its mask hands on; None for a whole batch."""
     shard: SequenceShard | None = options.get(SHARD_KEY)
     return attention_mask.shard if shard is None and isinstance(attention_mask, MaskRecipe) else shard
 
 
 def _missing_shard() -> str:
-    """Why a layer in training has no shard."""
+    """Return why a layer in training has no shard."""
     if shard_of_forward() is not None:
         return (
             "never heard of the shard that its model got, since the layers around it hand it neither their keyword "
@@ -152,7 +152,7 @@ def _missing_shard() -> str:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """As autocast does for PyTorch's own attention: rotary embeddings widen queries and keys, but not values."""
+    """Cast like autocast does for PyTorch's attention: rotary embeddings widen queries and keys, but not values."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -160,7 +160,7 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str, Any]) -> str:
-    """What a layer asks for that the ring does not have; empty if nothing."""
+    """Return what a layer asks for that the ring does not have; empty if nothing."""
     name, implementation = type(module).__name__, f'attn_implementation="{ATTN_IMPLEMENTATION}"'
     for option, value in options.items():
         strange = isinstance(value, Tensor) and option not in _KNOWN_TENSORS
@@ -190,16 +190,16 @@ def _problem(module: torch.nn.Module, attention_mask: Any, options: Mapping[str,
 
 
 def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: Mapping[str, Any]) -> Mask:
-    """The layer's own mask and the batch's, in whole positions."""
+    """Return the layer's own mask and that of the batch together, in positions of the whole sequence."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
-    if own.looks_ahead and shard.tokens.length > shard.length:  # what fills up is nobody's key
+    if own.looks_ahead and shard.tokens.length > shard.length:  # padding is not attended to
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)
 
 
 def _asked_mask(module: torch.nn.Module, options: Mapping[str, Any]) -> Mask:
-    """What a layer asks for that is given no mask, as flash attention is asked; a window counts the token itself."""
+    """Return the mask that a layer asks for by options, as for flash attention; a window counts the token itself."""
     causal, window = options.get("is_causal"), options.get("sliding_window")
     if causal is None:
         causal = getattr(module, "is_causal", True)
@@ -214,14 +214,14 @@ def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
 
 
 def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
-    """Of dropout: the same on all ranks and in recomputation, another one for each batch and layer."""
+    """Return dropout's seed: the same on all ranks and in recomputation, different for each batch and layer."""
     return int((shard.seed * 1_000_003 + getattr(module, EXAMINED)) % (2**31 - 1))
 
 
 def _whole(
     module: torch.nn.Module, tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Any, options: Mapping[str, Any]
 ) -> Tensor:
-    """Attention on whole sequences that this rank has to itself, for evaluation and generation."""
+    """Attend to whole sequences on this rank alone, for evaluation and generation."""
     softcap, sink = options.get("softcap"), options.get("s_aux")
     plain = softcap is None and sink is None
     if isinstance(attention_mask, MaskRecipe):
@@ -239,7 +239,7 @@ def _whole(
 def _written_out(
     tensors: tuple[Tensor, Tensor, Tensor], attention_mask: Tensor | None, options: Mapping[str, Any]
 ) -> Tensor:
-    """From the definition, in float32 or wider, with softcap and sinks."""
+    """Compute attention by its definition, in float32 or wider, with softcap and sinks."""
     query, key, value = tensors
     wide = torch.promote_types(query.dtype, torch.float32)
     groups = query.shape[1] // key.shape[1]

@@ -1,8 +1,8 @@
 """The mask function that goes with `attn_implementation="burst"`.
 
-transformers makes a mask [B, 1, S, S] before the layers run. On a ring nobody needs it: masks are known by their
-rules, and a shard's own positions, which are not consecutive, look like packed samples to transformers. So what
-layers are given is the recipe of a mask, made into a tensor only where a rank has whole sequences to itself.
+transformers makes a mask [B, 1, S, S] before the layers run. A ring does not need it: masks are known by their rules,
+and positions of a shard, which are not consecutive, look like packed samples to transformers. So layers get the
+recipe of a mask, which becomes a tensor only where a rank has whole sequences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ __all__ = ["MaskRecipe", "enter_forward", "leave_forward", "mask_recipe", "shard
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
 _WINDOW_BOTH_WAYS = "sliding_window_bidirectional_overlay.<locals>.inner_mask"
-_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # which transformers makes of positions, then always
-_IN_DOCUMENTS = "remap_positions_for_packed_sequence.<locals>.inner_mask"  # with this; a model, of ids of its own
+_DOCUMENTS = "packed_sequence_mask_function.<locals>.inner_mask"  # made of positions by transformers, then always
+_IN_DOCUMENTS = (
+    "remap_positions_for_packed_sequence.<locals>.inner_mask"  # together with this; by models of ids of their own
+)
 _KNOWN = frozenset(
     {
         _CAUSAL,
@@ -43,7 +45,7 @@ _KNOWN = frozenset(
 
 
 class _Forward(NamedTuple):
-    """A forward of `model` that is under way. shard: what its batch is part of, None for a whole batch."""
+    """A forward of `model` in progress. shard: what its batch is part of, None for a whole batch."""
 
     model: torch.nn.Module
     shard: SequenceShard | None
@@ -51,12 +53,12 @@ class _Forward(NamedTuple):
 
 
 _FORWARDS: ContextVar[tuple[_Forward, ...]] = ContextVar("burst_plugin_forwards", default=())  # innermost last
-_TOLD: set[str] = set()  # models of whose documents a word has been said
+_REPORTED: set[str] = set()  # names of models that were reported, for their documents
 _LOG = logging.getLogger(__name__)
 
 
 def enter_forward(model: torch.nn.Module, shard: SequenceShard | None, positions: Tensor | None) -> None:
-    """Note that a model's forward begins. A part of a model that hands nothing on to it has that model's batch."""
+    """Note that a model's forward begins. A part of a model that gets no shard has the batch of that model."""
     outer = _FORWARDS.get()
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
         shard, positions = outer[-1].shard, outer[-1].positions
@@ -64,7 +66,7 @@ def enter_forward(model: torch.nn.Module, shard: SequenceShard | None, positions
 
 
 def shard_of_forward() -> SequenceShard | None:
-    """What the batch of the forward under way is a shard of."""
+    """Return the shard of the forward in progress."""
     forwards = _FORWARDS.get()
     return forwards[-1].shard if forwards else None
 
@@ -77,14 +79,14 @@ def leave_forward(model: torch.nn.Module) -> None:
 
 
 class MaskRecipe:
-    """What transformers asked a mask function for. `ndim` says to transformers that nothing is left to do.
+    """What transformers asked a mask function for. `ndim` tells transformers that nothing is left to do.
 
     shard: that of the forward in which the recipe was made. Layers that hand no keyword arguments to their attention
-    hand on the mask, in recomputation as well, so that attention finds the shard here.
+        hand on the mask, also in recomputation, so that attention finds the shard here.
     """
 
     ndim = 4
-    __iter__ = None  # which `__getitem__` would make of it
+    __iter__ = None  # otherwise `__getitem__` would make it iterable
 
     def __init__(self, *, shard: SequenceShard | None = None, **asked: Any) -> None:
         self.shard = shard
@@ -92,14 +94,14 @@ class MaskRecipe:
         self._made: dict[bool, Tensor | None] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Say what is wrong with a model that takes its mask for a tensor."""
+        """Raise AttributeError, saying what is wrong with a model that takes its mask for a tensor."""
         raise AttributeError(
             f"a model asks for {name} of its attention mask, as if that were a tensor; with "
             'attn_implementation="burst" it is a recipe: use a model that leaves its mask to its attention function'
         )
 
     def __getitem__(self, index: Any) -> MaskRecipe | Tensor:
-        """Some of the mask [B, 1, S_q, S_k], as models that need no more of it ask for; all of it is itself."""
+        """Return a part of the mask [B, 1, S_q, S_k], which some models ask for; all of it is the recipe itself."""
         every = (slice(None), slice(0, None))
         if isinstance(index, tuple) and all(isinstance(part, slice) and part in every for part in index):
             return self
@@ -108,7 +110,7 @@ class MaskRecipe:
         return whole[index]
 
     def tensor(self, *, always: bool) -> Tensor | None:
-        """The mask [B, 1, S_q, S_k], True where a query may attend; None for a plain causal one unless `always`."""
+        """Return the mask [B, 1, S_q, S_k], True where a query may attend; None for a causal one unless `always`."""
         if always not in self._made:
             from transformers.masking_utils import sdpa_mask
 
@@ -122,11 +124,11 @@ class MaskRecipe:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """The rules in this mask, by their name in transformers, that a ring does not know."""
+        """Rules in this mask, by their names in transformers, that a ring does not know."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
         from transformers import masking_utils
 
-        remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # earlier releases do not
+        remaps = hasattr(masking_utils, "remap_positions_for_packed_sequence")  # not in earlier releases
         own = {_DOCUMENTS} if self._rules[_DOCUMENTS] > (self._rules[_IN_DOCUMENTS] if remaps else 1) else set()
         return sorted((self._rules.keys() - _KNOWN) | unsized | own)
 
@@ -137,12 +139,12 @@ class MaskRecipe:
 
     @property
     def window(self) -> int | None:
-        """How many keys back a query sees, itself included; for windows both ways, how many to either side."""
+        """Number of keys back that a query attends to, itself included; for windows both ways, to either side."""
         return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
 
     @property
     def mask(self) -> Mask:
-        """Which keys a layer's queries attend to in one sequence, padding and documents apart."""
+        """The mask of a layer in one sequence, apart from padding and documents."""
         causal, window = _CAUSAL in self._rules, self.window
         if window is None:
             return Causal() if causal else Full()
@@ -152,10 +154,10 @@ class MaskRecipe:
 
 
 def mask_recipe(**asked: Any) -> Any:
-    """The registered mask function; arguments as `transformers.masking_utils.sdpa_mask`."""
+    """Return the recipe of a mask, given the arguments of `transformers.masking_utils.sdpa_mask`."""
     if isinstance(asked.get("attention_mask"), MaskRecipe):
-        return asked["attention_mask"]  # generation has prepared it already
-    if torch.compiler.is_compiling():  # to which a batch in a global is a reason to stop
+        return asked["attention_mask"]  # generation has prepared it before
+    if torch.compiler.is_compiling():  # which stops at a batch in a global variable
         return MaskRecipe(**asked)
     recipe = MaskRecipe(shard=shard_of_forward(), **asked)
     _tell_of_documents(recipe)
@@ -163,18 +165,18 @@ def mask_recipe(**asked: Any) -> Any:
 
 
 def _tell_of_documents(recipe: MaskRecipe) -> None:
-    """Say once of a model that its documents stay apart here, if its own mask would let them meet.
+    """Log once per model that its documents stay apart here, if its own mask would let them meet.
 
-    transformers finds documents in positions, which some models do not hand to their mask. Those of a shard look like
-    documents wherever it is not consecutive.
+    transformers finds documents in positions, which some models do not hand to their mask. Positions of a shard look
+    like documents wherever they are not consecutive.
     """
     if recipe.shard is None or recipe.shard.cp.rank or recipe.keeps_documents_apart:
         return
     model, positions = type(_FORWARDS.get()[-1].model).__name__, _FORWARDS.get()[-1].positions
-    if model in _TOLD or positions is None or not _has_documents(recipe.shard.mask):
+    if model in _REPORTED or positions is None or not _has_documents(recipe.shard.mask):
         return
     if bool((positions.diff(dim=-1) != 1).any()):
-        _TOLD.add(model)
+        _REPORTED.add(model)
         _LOG.warning(
             "%s hands no position_ids to its mask: eager and sdpa attention of transformers let the documents of a "
             "packed batch attend to each other, which here they do not, so that losses differ from theirs",
@@ -183,7 +185,7 @@ def _tell_of_documents(recipe: MaskRecipe) -> None:
 
 
 def _has_documents(mask: Mask | None) -> bool:
-    """Whether a batch's mask keeps documents apart."""
+    """Return whether a batch's mask keeps documents apart."""
     if isinstance(mask, Both):
         return _has_documents(mask.one) or _has_documents(mask.other)
     if isinstance(mask, PerRow):
@@ -192,7 +194,7 @@ def _has_documents(mask: Mask | None) -> bool:
 
 
 def _names(rule: Callable[..., Any]) -> Iterator[str]:
-    """The names of all functions that a rule is made of, and of whatever else is called in it."""
+    """Yield the names of all functions that a rule is made of, and of callables in it."""
     yield getattr(rule, "__qualname__", type(rule).__qualname__)
     for cell in getattr(rule, "__closure__", None) or ():
         inner = cell.cell_contents

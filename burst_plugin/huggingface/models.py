@@ -1,4 +1,4 @@
-"""Which of transformers' models can run on a ring: all whose tokens meet in attention only, as far as it is known."""
+"""The models of transformers that can run on a ring: those whose tokens meet in attention only, as far as known."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LOSS = "ForCausalLM"
-_LOSSES = (_LOSS, "ForConditionalGeneration")  # for which transformers has the same function
+_LOSSES = (_LOSS, "ForConditionalGeneration")  # transformers has the same function for them
 _CALLS = "_burst_plugin_calls"  # of a model in the middle of a forward: the calls of attention before it
 _MIXING = {  # options by which embeddings depend on more than their own token
     "trigram_input": "joins neighbouring tokens, which another rank may have",
@@ -47,9 +47,9 @@ def use_burst(model: torch.nn.Module) -> None:
 
 
 def _watch(pretrained: PreTrainedModel) -> None:
-    """Have masks that a model makes know its shard, and a shard of which its attention never heard be refused.
+    """Add hooks that tell a model's masks its shard, and that refuse forwards whose shard did not reach attention.
 
-    The hook before a forward comes after those that cut batches, however often a model goes to another engine.
+    The hook before a forward comes after those that cut batches, however often a model gets another engine.
     """
     if _note_shard not in pretrained._forward_pre_hooks.values():
         pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
@@ -61,7 +61,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward: its shard, and how many calls of attention there have been."""
+    """Note the shard of a forward, and the number of attention calls before it."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
     enter_forward(model, shard, kwargs.get("position_ids"))
@@ -70,13 +70,13 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
-    """After a forward, also one that failed, even before it began."""
+    """Note the end of a forward, also of one that failed, even before it began."""
     leave_forward(model)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """After a forward pass: whether there were any attention calls."""
+    """Raise ValueError after a forward on a shard without any attention call on the ring."""
     shard = kwargs.get(SHARD_KEY)
     if shard is None or shard.as_given or shard.cp.rank_state.calls_made != getattr(model, _CALLS):
         return
@@ -88,10 +88,10 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
 
 
 def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
-    """The module whose arguments are a batch: the model of transformers or PEFT inside a module of one's own.
+    """Return the module whose arguments are a batch: the model of transformers or PEFT inside a user's module.
 
-    If that module computes with whole labels itself, shapes do not match and it fails, rather than computing a wrong
-    loss.
+    If the user's module computes with whole labels itself, shapes do not match and it fails, rather than computing a
+    wrong loss.
     """
     original = getattr(model, "_orig_mod", model)  # torch.compile's
     if _is_pretrained(original) or _is_peft(original):
@@ -101,10 +101,10 @@ def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: bool = False) -> list[str]:
-    """What in a model cannot be computed on shards of its sequences, each with a reason.
+    """Return what in a model cannot be computed on shards of its sequences, each with a reason.
 
-    With `is_whole`, on a ring of one rank, batches stay as they are: there it is masks, and how labels are counted.
-    With `is_own_mean` nobody counts them there, and any loss will do.
+    is_whole: on a ring of one rank, batches stay as they are, and only masks and the counting of labels matter.
+    is_own_mean: labels are not counted there, and any loss will do.
     """
     outermost = _outermost(model, _is_pretrained)
     if not outermost:
@@ -124,7 +124,7 @@ def problems(model: torch.nn.Module, *, is_whole: bool = False, is_own_mean: boo
 
 
 def _problems_of_peft(model: torch.nn.Module) -> list[str]:
-    """What adapters do to tokens."""
+    """Return what adapters do to tokens."""
     configs = [config for module in model.modules() if _is_peft(module) for config in _peft_configs(module)]
     reasons = []
     if any(getattr(config, "is_prompt_learning", False) for config in configs):
@@ -141,7 +141,7 @@ def _problems_of_peft(model: torch.nn.Module) -> list[str]:
 
 
 def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean: bool) -> list[str]:
-    """What a model makes of labels that are shifted already, or that are counted as if they were to be."""
+    """Return what is wrong with a model's use of labels that are shifted already, or counted as if to be shifted."""
     name, reasons = type(pretrained).__name__, []
     if pretrained.config.is_encoder_decoder:
         reasons.append("it is an encoder-decoder; use a decoder alone")
@@ -163,7 +163,7 @@ def _problems_of_labels(pretrained: PreTrainedModel, is_whole: bool, is_own_mean
 
 
 def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
-    """What a model adds to scores, on a ring of one rank as well."""
+    """Return what a model adds to scores, which matters on a ring of one rank as well."""
     if not any(hasattr(module, "prepare_dynamic_mask") for module in pretrained.modules()):
         return []
     return [
@@ -173,7 +173,7 @@ def _problems_of_masks(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
-    """What a model computes otherwise than on whole sequences."""
+    """Return what a model would compute differently on shards than on whole sequences."""
     reasons = []
     if not pretrained._can_set_attn_implementation():
         reasons.append(
@@ -197,7 +197,7 @@ def _problems_of_code(pretrained: PreTrainedModel) -> list[str]:
 
 
 def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
-    """Whether a model's loss is that of causal language models, or one that is given labels in their places."""
+    """Return whether a model's loss is that of causal language models, or takes labels that are shifted already."""
     if getattr(pretrained, "loss_type", None) in (None, _LOSS) and not hasattr(pretrained, "_loss_function"):
         return True
     loss: Any = pretrained.loss_function
@@ -205,7 +205,7 @@ def _takes_shifted_labels(pretrained: PreTrainedModel) -> bool:
 
 
 def _problems_of_config(config: Any) -> list[str]:
-    """What a model is configured for."""
+    """Return what a model is configured for that a ring cannot compute."""
     text, reasons = config.get_text_config(), []
     if getattr(config, "add_cross_attention", False):
         reasons.append(
@@ -240,9 +240,9 @@ def _problems_of_config(config: Any) -> list[str]:
 
 
 def _scanning(pretrained: PreTrainedModel) -> str:
-    """What carries a state along the sequence, in a family that may have such layers; empty where all layers attend.
+    """Return the layers that carry a state along the sequence; empty if all layers are attention.
 
-    What such layers have in common is a convolution over neighbouring tokens.
+    Families that may have such layers are known; the layers have a convolution over neighbouring tokens in common.
     """
     if not getattr(pretrained, "_is_stateful", False):
         return ""
@@ -258,14 +258,14 @@ def _scanning(pretrained: PreTrainedModel) -> str:
 
 
 def _is_part(config: Any, text: Any) -> bool:
-    """Whether a configuration inside another one is of a model beside `text`, not of options of its layers."""
+    """Return whether an inner configuration is that of a model beside `text`, rather than of options of layers."""
     if config is None or config is text:
         return False
     return bool(config.model_type or config.sub_configs or hasattr(config, "num_hidden_layers"))
 
 
 def _counts_positions(module: torch.nn.Module) -> bool:
-    """From the padding index on, as RoBERTa's embeddings; or where padding ends, as OPT's."""
+    """Return whether embeddings count positions: from the padding index on, as RoBERTa's, or by padding, as OPT's."""
     if any(hasattr(module, f"create_position_ids_from_input{of}") for of in ("_ids", "s_embeds")):
         return True
     by_mask = "attention_mask" in inspect.signature(type(module).forward).parameters
@@ -273,7 +273,7 @@ def _counts_positions(module: torch.nn.Module) -> bool:
 
 
 def _outermost(model: torch.nn.Module, is_kind: Callable[[Any], bool]) -> list[Any]:
-    """The modules of a kind, `model` among them, that are in no other of it; each once, wherever it is held."""
+    """Return the modules of a kind, perhaps `model` itself, that are in no other module of the kind; each once."""
     modules = [module for module in model.modules() if is_kind(module)]
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]
@@ -284,7 +284,7 @@ def _is_pretrained(module: Any) -> bool:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding in a configuration, of all its layer types."""
+    """Return the kinds of rotary embedding in a configuration, of all its layer types."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     nested = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return {str(each.get("rope_type", each.get("type", "default"))) for each in nested}

@@ -21,18 +21,18 @@ __all__ = ["install", "packed_indices"]
 
 
 def install(strategy: Strategy | None = None) -> Adapter:
-    """Make `cp_comm_type="burst"` known to Megatron-core; once per process, harmless when repeated.
+    """Make `cp_comm_type="burst"` known to Megatron-core, once per process; repeated calls change nothing.
 
     Args:
-        strategy: options for all layers. None takes them from the `--burst-*` flags where Megatron's argument
-            parser ran, else the defaults.
+        strategy: options for all layers. None: the `--burst-*` flags if Megatron's argument parser ran, else the
+            defaults.
 
     Returns:
         The adapter; `str(adapter)` says what was done.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: a layout other than zigzag, or another strategy than that of an earlier `install()`.
+        ValueError: the layout is not zigzag, or the strategy is not that of an earlier `install()`.
     """
     from burst_plugin.megatron.adapter import install_adapter
 

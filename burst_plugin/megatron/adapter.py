@@ -1,4 +1,4 @@
-"""What `install()` changes in Megatron-core: repairs, and functions that are wrapped, once."""
+"""What `install()` changes in Megatron-core: it applies repairs and wraps functions, once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from burst_plugin.megatron.arguments import (
     mend_help,
     refuse_flags,
 )
+from burst_plugin.megatron.choice import ChosenCoreAttention
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
-from burst_plugin.megatron.core_attention import BurstCoreAttention, ChosenCoreAttention
+from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
@@ -53,7 +54,7 @@ class Adapter:
         self.report: list[str] = []
 
     def contexts(self) -> list[ContextParallel]:
-        """The rings in use, one per context-parallel group."""
+        """Return the rings in use, one per context-parallel group."""
         return self.registry.contexts()
 
     def __str__(self) -> str:
@@ -64,7 +65,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     """See `burst_plugin.megatron.install`."""
     if strategy is not None and strategy.layout != "zigzag":
         raise ValueError(
-            f"layout={strategy.layout!r} is not valid here: Megatron deals tokens out in zigzag; use that"
+            f"layout={strategy.layout!r} is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
         )
     installed: Adapter | None = getattr(TransformerLayer.__init__, _MARK, None)
     if installed is not None:
@@ -91,12 +92,12 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
 
 
 def _extend_argument_parser() -> str:
-    """Add flags to the parser of Megatron's scripts, if it is there; what became of it."""
-    if importlib.util.find_spec("megatron.training") is None:  # megatron-core from PyPI until 0.16
+    """Add flags to the argument parser of Megatron's scripts, if it is there; return a line that says so."""
+    if importlib.util.find_spec("megatron.training") is None:  # as in megatron-core from PyPI until 0.16
         return "Megatron's argument parser is not here: options are those of install()"
     try:
         from megatron.training import arguments
-    except ImportError as error:  # what only scripts need may be missing: they will say so themselves
+    except ImportError as error:  # only scripts need these packages, and will say so themselves
         return f"Megatron's argument parser cannot be imported ({error}): options are those of install()"
     wrap(arguments, "add_megatron_arguments", _add_flags)
     return "Megatron's argument parser knows --burst-backward, --burst-kernel and others"
@@ -111,16 +112,16 @@ def _choose_core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """`TransformerLayer.__init__`: let the layer's own cp_comm_type choose its core attention."""
+    """Build a `TransformerLayer`, whose own cp_comm_type chooses its core attention."""
     if spreads_sequences(config) and not _asks_for_burst(config) and burst_is_possible():
         _warn_of_another_kind(config.cp_comm_type)
     if _asks_for_burst(config):
         submodules = copy.copy(submodules)
         _refuse_other_mixers(config, submodules)
-        for name, what in vars(submodules).items():
+        for name, spec in vars(submodules).items():
             if name in ("self_attention", "cross_attention"):
-                setattr(submodules, name, _with_choice(what, adapter.registry))
-            elif getattr(getattr(what, "submodules", None), "core_attention", None) is not None:
+                setattr(submodules, name, _with_choice(spec, adapter.registry))
+            elif getattr(getattr(spec, "submodules", None), "core_attention", None) is not None:
                 warnings.warn(
                     f"{name} of a layer is not on the ring, which is for self_attention and cross_attention: it "
                     "computes as its spec says",
@@ -132,8 +133,8 @@ def _choose_core_attention(
 
 
 def _warn_of_another_kind(cp_comm_type: Any) -> None:
-    """Of layers that are not on the ring though it was asked for: by the flag, or by installing it without flags."""
-    if burst_is_requested() and cp_comm_type is not None:  # a model of a script's own, which chose
+    """Warn of layers without the ring although it was asked for, by the flag or by installing it without flags."""
+    if burst_is_requested() and cp_comm_type is not None:  # a script's own model has chosen another kind
         return
     asked = (
         "--cp-comm-type burst did not reach"
@@ -148,7 +149,7 @@ def _warn_of_another_kind(cp_comm_type: Any) -> None:
 
 
 def _refuse_other_mixers(config: Any, submodules: Any) -> None:
-    """Raise ValueError for layers that take a rank's tokens for consecutive ones where microbatches bring groups."""
+    """Raise ValueError for layers that assume consecutive tokens, where each microbatch brings its own group."""
     mixer = submodules.self_attention
     kind = getattr(mixer, "module", mixer)
     core = getattr(getattr(mixer, "submodules", None), "core_attention", None)
@@ -157,20 +158,20 @@ def _refuse_other_mixers(config: Any, submodules: Any) -> None:
 
 
 def _refuse_mamba(original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """`MambaLayer.__init__`."""
+    """Build a `MambaLayer`, or raise ValueError where its tokens would not be consecutive."""
     if is_hybrid(config) and _asks_for_burst(config):
         raise ValueError(_OTHER_MIXER.format(kind="MambaLayer"))
     original(layer, config, *args, **kwargs)
 
 
 def _asks_for_burst(config: Any) -> bool:
-    """Whether any layer of a model may be on a ring."""
+    """Return whether any layer of a model may be on a ring."""
     kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
     return spreads_sequences(config) and "burst" in kinds
 
 
 def _models_that_count_positions() -> tuple[type, ...]:
-    with warnings.catch_warnings():  # of Apex, which nobody needs who trains no BERT
+    with warnings.catch_warnings():  # about Apex, which is needed for BERT only
         warnings.simplefilter("ignore")
         from megatron.core.models.bert.bert_model import BertModel
         from megatron.core.models.T5.t5_model import T5Model
@@ -178,7 +179,7 @@ def _models_that_count_positions() -> tuple[type, ...]:
 
 
 def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """`BertModel.__init__`, `T5Model.__init__`: these count positions themselves, on every shard from 0."""
+    """Build a `BertModel` or `T5Model`, or raise ValueError where it would count positions from 0 on every shard."""
     bound = inspect.signature(original).bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
@@ -204,7 +205,7 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
 
 
 def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`GPTModel._preprocess`: multimodal rotary embedding cuts packed positions as those of one sequence."""
+    """Do what `GPTModel._preprocess` does; refuse packed sequences that Megatron would rotate as one sequence."""
     packed = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("packed_seq_params")
     rotary = type(getattr(model, "rotary_pos_emb", None))
     is_packed = packed is not None and packed.qkv_format == "thd"
@@ -217,7 +218,7 @@ def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, *
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:
-    """An attention spec whose core attention is chosen when it is built; anything else as it is."""
+    """Return an attention spec whose core attention is chosen when it is built; anything else unchanged."""
     core = getattr(getattr(attention, "submodules", None), "core_attention", None)
     if core is None or getattr(core, "module", None) is ChosenCoreAttention:
         return attention
@@ -230,7 +231,7 @@ def _with_choice(attention: Any, registry: Registry) -> Any:
 
 
 def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A layer's forward with a key/value cache would attend to the local part of the sequence only."""
+    """Refuse a key/value cache, with which a layer would attend to the local part of the sequence only."""
     if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
         raise ValueError(
             f"context_parallel_size={layer.config.context_parallel_size} with cp_comm_type='burst' is for training; "
@@ -239,14 +240,14 @@ def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`initialize_model_parallel`: make the ring, if any, right after Megatron has made its groups, on every rank.
+    """Do what `initialize_model_parallel` does, then make the ring, if any, on every rank.
 
-    Flags are looked at before, since this is the first thing that all of Megatron's training scripts do.
+    Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
     refuse_flags()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    adapter.registry.clear()  # whoever destroyed the groups before, by whatever name
+    adapter.registry.clear()  # in case earlier groups were destroyed in another way
     group = parallel_state.get_context_parallel_group(check_initialized=False)
     if group is not None and group.size() > 1 and burst_is_possible():
         hierarchical = given.get("hierarchical_context_parallel_sizes")
@@ -258,11 +259,11 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
 
 
 def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`destroy_model_parallel`."""
+    """Forget the rings, then do what `destroy_model_parallel` does."""
     adapter.registry.clear()
     return original(*args, **kwargs)
 
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`add_megatron_arguments`."""
+    """Do what `add_megatron_arguments` does, and add the flags of this package."""
     return add_arguments(mend_help(original(*args, **kwargs)))

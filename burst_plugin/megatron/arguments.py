@@ -1,7 +1,4 @@
-"""The `--burst-*` flags of Megatron's argument parser, for options of `Strategy` that Megatron leaves open.
-
-`forward` has none: keys and values travel, as nearly always is best; `deterministic` is Megatron's own flag.
-"""
+"""The `--burst-*` flags of Megatron's argument parser, and what its own flags ask for."""
 
 from __future__ import annotations
 
@@ -9,19 +6,17 @@ import argparse
 import sys
 import warnings
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
+from burst_plugin.frameworks.options import flag_keywords
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
-from burst_plugin.kernels import KERNELS
 from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
 from burst_plugin.megatron.releases import Version, parse_version
-from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.strategy import AUTO, CHECKS, Strategy
-from burst_plugin.types import SIDES
+from burst_plugin.strategy import Strategy
 
 __all__ = [
-    "FLAGS",
     "REFUSED_FLAGS",
     "add_arguments",
     "burst_is_possible",
@@ -31,79 +26,71 @@ __all__ = [
     "parsed_strategy",
     "refuse_flags",
     "warn_of_quantizers",
+    "written",
 ]
 
 _PACKS_SINCE = (0, 18, 0)
 _PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
 
-# What in Megatron's parsed arguments, but not in its TransformerConfig, asks for attention that is not to be had.
+# Flags that are not in TransformerConfig and ask for attention that is not supported.
 REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
     {
         "reset_attention_mask": Rule(
             off,
-            f"documents would attend to each other, and do if it is dropped; to keep them apart {_PACK}",
+            f"documents would attend to each other, and do so without it; to keep them apart {_PACK}",
         ),
         "sft": Rule(
             lambda given: not given or _version_at_hand() >= _PACKS_SINCE,
-            f"before 0.18 the script does not tell layers where documents begin as they need it; update, or {_PACK}",
+            "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
+            f"{_PACK}",
         ),
         "dataloader_inter_document_masking": Rule(
             off,
-            f"it cuts documents over ranks otherwise than their rotary embedding; drop it, or {_PACK}",
+            f"it cuts documents over ranks in another way than their rotary embedding; drop it, or {_PACK}",
         ),
         "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
         "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`, and the recipe's cost model"),
         "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
-        "use_legacy_models": Rule(off, "legacy models know no core attention; drop it"),
+        "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
         "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
     }
 )
 
 
-_LONG = 16384  # tokens, from which on a mask of all pairs takes gigabytes
+_LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
-# Options of `Strategy` that are flags, --burst-...; their defaults are its own.
-FLAGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+# Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
+_WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     {
-        "backward": {
-            "choices": (AUTO, *SIDES),
-            "help": "which side travels in the backward pass; auto takes the one with fewer bytes",
-        },
-        "schedule": {"choices": (AUTO, *SCHEDULES), "help": "auto takes two levels where the topology has two"},
-        "kernel": {"choices": (AUTO, *KERNELS), "help": "auto takes the fastest that can"},
-        "ranks_per_node": {
-            "type": lambda text: AUTO if text == AUTO else int(text),
-            "help": "without --hierarchical-context-parallel-sizes: context-parallel ranks per node; auto asks each",
-        },
-        "parts": {
-            "type": int,
-            "nargs": "+",
-            "metavar": "N",
-            "help": "into how many parts blocks are cut, by heads, that travel one behind the other: one number, or "
-            "two, forward and backward; see `burst plan`",
-        },
-        "ulysses_degree": {
-            "type": int,
-            "metavar": "N",
-            "help": "consecutive context-parallel ranks that exchange heads around the ring; see `burst plan`",
-        },
-        "check": {
-            "choices": CHECKS,
-            "help": "when ranks compare shapes and options; auto: always on CPUs, else at calls 1, 2, 4, 8, ...",
-        },
+        "layout": "always zigzag",
+        "forward": "–",  # keys and values move, which is nearly always best
+        "deterministic": "PyTorch's switch, set by `--deterministic-mode`",
+        "late_after": "–",
     }
 )
+_OVERRIDDEN_BY = MappingProxyType({"ranks_per_node": "--hierarchical-context-parallel-sizes"})
+_OPTIONS = tuple(option for option in fields(Strategy) if option.name not in _WITHOUT_FLAG)
+
+
+def written(option: str) -> str:
+    """Return how Megatron's users write an option of `Strategy`, in Markdown."""
+    if option in _WITHOUT_FLAG:
+        return _WITHOUT_FLAG[option]
+    flag = f"`{_flag(_dest(option))}`"
+    return f"`{_OVERRIDDEN_BY[option]}`, else {flag}" if option in _OVERRIDDEN_BY else flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add one group of flags. Raises argparse.ArgumentError if they are there already."""
+    """Add one group of flags. Raise argparse.ArgumentError if they have been added already."""
     group = parser.add_argument_group(
-        "burst attention", "used by layers whose --cp-comm-type is burst (burst_plugin)"
+        "burst attention",
+        "used by layers whose --cp-comm-type is burst (burst_plugin); `burst plan` estimates what suits a cluster",
     )
-    for name, keywords in FLAGS.items():
-        default = getattr(Strategy(), name)
-        default = [default] if "nargs" in keywords else default
-        group.add_argument(_flag(f"burst_{name}"), default=default, **keywords)
+    for option in _OPTIONS:
+        keywords = flag_keywords(option)
+        if option.name in _OVERRIDDEN_BY:
+            keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
+        group.add_argument(_flag(_dest(option.name)), **keywords)
     return parser
 
 
@@ -118,19 +105,20 @@ def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def flag_problems() -> list[str]:
-    """What in Megatron's parsed arguments, but not in its TransformerConfig, asks for unsupported attention."""
+    """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
     return _problems(parsed_arguments(), REFUSED_FLAGS)
 
 
 def refuse_flags() -> None:
-    """Stop at start-up if Megatron's parsed arguments ask for what burst attention cannot do.
+    """Stop at start-up if Megatron's parsed arguments ask for something that burst attention cannot do.
 
     Raises:
-        ValueError: with the name and value of every such flag, and what to write instead.
+        ValueError: naming every such flag with its value, and what to write instead.
     """
     args = parsed_arguments()
     if args is None:
         return
+    reasons: list[str] = []
     if not burst_is_possible():
         reasons = [f"{_flag(name)} needs --cp-comm-type burst: add that, or drop it" for name in _set_options(args)]
         if args.context_parallel_size > 1:
@@ -143,43 +131,36 @@ def refuse_flags() -> None:
         if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
             reasons.append(
                 "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
-                "rotates them otherwise; drop one of them"
+                "rotates them in another way; drop one of them"
             )
         _warn_of_square_masks(args)
-        unlike = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
-        if unlike and not getattr(args, "calculate_per_token_loss", True):
-            _warn(
-                f"{unlike[0]} leaves ranks unlike numbers of tokens in the loss, and Megatron takes the mean of the "
-                "ranks' means; add --calculate-per-token-loss for that over all tokens"
-            )
-    else:  # Megatron's own attention runs
-        reasons = []
+        _warn_of_unequal_ranks(args)
     if reasons:
         raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
 
 
 def warn_of_quantizers() -> None:
-    """Of ModelOpt, which adds those of queries, keys and values to Transformer Engine's attention alone."""
+    """Warn of ModelOpt: it quantizes queries, keys and values only in Transformer Engine's attention."""
     if getattr(parsed_arguments(), "modelopt_enabled", False):
         _warn(
             "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
-            "burst attention trains and saves it without that; other layers are not concerned"
+            "burst attention trains and saves it without that; other layers are not affected"
         )
 
 
 def _warn(text: str) -> None:
-    """Once for all ranks, whose flags are the same."""
+    """Warn once for all ranks, since their flags are the same."""
     if getattr(parsed_arguments(), "rank", 0) == 0:
         warnings.warn(text, stacklevel=3)
 
 
 def _brings_groups(args: Any) -> bool:
-    """Whether microbatches are spread over groups of their own."""
+    """Return whether microbatches are spread over groups of their own."""
     return any(getattr(args, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel"))
 
 
 def _warn_of_square_masks(args: Any) -> None:
-    """Of the loader's masks [S, S], which only say causal again: float32 while they are made, twice."""
+    """Warn of the loader's masks [S, S], which only repeat "causal": while made, each exists twice in float32."""
     tokens = getattr(args, "seq_length", None) or 0
     if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
         _warn(
@@ -188,14 +169,24 @@ def _warn_of_square_masks(args: Any) -> None:
         )
 
 
+def _warn_of_unequal_ranks(args: Any) -> None:
+    """Warn of losses in which ranks have unequal numbers of tokens, and the same weight."""
+    flags = [_flag(name) for name in ("eod_mask_loss", "sft") if getattr(args, name, False)]
+    if flags and not getattr(args, "calculate_per_token_loss", True):
+        _warn(
+            f"{flags[0]} leaves ranks unequal numbers of tokens in the loss, and Megatron takes the mean of the "
+            "ranks' means; add --calculate-per-token-loss for the mean over all tokens"
+        )
+
+
 def burst_is_possible() -> bool:
-    """Whether any layer may be on a ring; where Megatron's parser did not run, that is not known yet."""
+    """Return whether any layer may be on a ring. True if Megatron's parser did not run: it is not known then."""
     args = parsed_arguments()
     return args is None or "burst" in (getattr(args, "cp_comm_type", None) or ())
 
 
 def burst_is_requested() -> bool:
-    """Whether Megatron's parsed arguments ask for burst attention."""
+    """Return whether Megatron's parsed arguments ask for burst attention."""
     return parsed_arguments() is not None and burst_is_possible()
 
 
@@ -207,38 +198,43 @@ def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
 
 
 def _flag(name: str, value: Any = True) -> str:
-    """As it is written on the command line."""
-    written = "" if value is True else f" {getattr(value, 'name', value)}"
-    return "--" + name.replace("_", "-") + written
+    """Return a flag as it is written on the command line."""
+    shown = "" if value is True else f" {getattr(value, 'name', value)}"
+    return "--" + name.replace("_", "-") + shown
+
+
+def _dest(option: str) -> str:
+    """Return the name of an option of `Strategy` among the parsed arguments."""
+    return f"burst_{option}"
 
 
 def _set_options(args: Any) -> list[str]:
-    """The --burst-* flags that are given."""
+    """Return the names of --burst-* flags that were given other values than their defaults."""
     defaults = vars(add_arguments(argparse.ArgumentParser()).parse_args([]))
     return [name for name, default in defaults.items() if getattr(args, name, default) != default]
 
 
 def _version_at_hand() -> Version:
-    """Of Megatron-core, which has read the arguments."""
+    """Return the version of the Megatron-core that has read the arguments."""
     return parse_version(sys.modules["megatron.core"].__version__)
 
 
 def parsed_arguments() -> Any:
-    """What Megatron's parser found; None where it did not run."""
+    """Return what Megatron's parser found; None if it did not run."""
     global_vars: Any = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
 
 
 def parsed_strategy() -> Strategy | None:
-    """The strategy that Megatron's parsed arguments ask for; None where its parser did not run."""
+    """Return the strategy that Megatron's parsed arguments ask for; None if its parser did not run."""
     args = parsed_arguments()
-    if args is None or not hasattr(args, "burst_backward"):
+    if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
         return None
-    return Strategy(**{name: _alone(getattr(args, f"burst_{name}")) for name in FLAGS})
+    return Strategy(**{option.name: _without_list(getattr(args, _dest(option.name))) for option in _OPTIONS})
 
 
-def _alone(value: Any) -> Any:
-    """A list of one as what is in it, any other as a tuple."""
+def _without_list(value: Any) -> Any:
+    """Return the only item of a list of one, a tuple for a longer list, and any other value unchanged."""
     if not isinstance(value, list):
         return value
     return value[0] if len(value) == 1 else tuple(value)

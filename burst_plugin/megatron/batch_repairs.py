@@ -34,7 +34,7 @@ _BY_TOKEN = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ranks: int, rank: int) -> None:
-    """Cut what a packed batch has under these names, a row per token: [1, tokens, ...]."""
+    """Cut tensors [1, tokens, ...] of a packed batch by rank."""
     rows = packed_indices(offsets, ranks, rank)
     for name in names:
         if batch.get(name) is not None:
@@ -42,9 +42,9 @@ def _take_rows(batch: dict[str, Any], names: Iterable[str], offsets: Tensor, ran
 
 
 def cut_packed_batches() -> None:
-    """Until 0.17 `get_thd_batch_on_this_cp_rank` takes offsets as the loader gives them, and none that are padded.
+    """Replace `get_thd_batch_on_this_cp_rank`, which until 0.17 misreads the loader's offsets and has none padded.
 
-    Of these batches Megatron cuts all but four entries, of later ones four.
+    Megatron cuts all but four entries of these batches, and just four entries of those of later releases.
     """
 
     def cut(
@@ -80,11 +80,12 @@ WANT_TE = ("get_sft_batch_on_this_cp_rank", "_get_batch_on_this_cp_rank_per_docu
 
 
 def wants_absent_te() -> bool:
+    """Return whether Megatron cuts packed batches by Transformer Engine alone, which is not installed."""
     return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in WANT_TE)
 
 
 def cut_without_transformer_engine() -> None:
-    """From 0.18 the offsets are right, but only Transformer Engine can cut by them."""
+    """Cut packed batches without Transformer Engine: from 0.18 on offsets are right, but only it cuts by them."""
 
     def cut(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
         if cp_group.size() > 1:
@@ -98,7 +99,7 @@ def cut_without_transformer_engine() -> None:
             setattr(utils, name, cut)
 
 
-# What `get_batch_on_this_cp_rank` leaves the cutting to, in 0.18 and later.
+# In 0.18 and later, `get_batch_on_this_cp_rank` leaves the cutting to these.
 CUT_BATCH = (
     "get_pretrain_batch_on_this_cp_rank",
     "_get_batch_on_this_cp_rank_per_sequence_balancing",
@@ -107,7 +108,7 @@ CUT_BATCH = (
 
 
 def cut_over_context_parallel_ranks() -> None:
-    """Without a group it is the context-parallel one, as until 0.17, if Megatron has made groups."""
+    """Cut a batch that comes without a group over the context-parallel one, if there is one, as until 0.17."""
 
     def cut(original: Any, batch: dict[str, Any], cp_group: Any = None, **kwargs: Any) -> dict[str, Any]:
         if cp_group is None:
@@ -121,7 +122,7 @@ def cut_over_context_parallel_ranks() -> None:
 
 
 def roll_padded_documents() -> None:
-    """Multi-token prediction rolls documents where they would begin without padding, not where they do."""
+    """Roll documents where they begin; multi-token prediction rolls them where they would begin without padding."""
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(original).bind(*args, **kwargs)
@@ -135,7 +136,7 @@ def roll_padded_documents() -> None:
 
 
 def count_no_labels_as_one() -> None:
-    """What the loss of token prediction is divided by is the sum of a rank's rolled mask: with no label there, 0."""
+    """Divide the loss of token prediction by 1 at least; Megatron divides by a rank's number of labels, even by 0."""
 
     def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
         rolled, total = original(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""Every field of Megatron's TransformerConfig that could touch attention: honoured, or refused by name.
+"""Every field of Megatron's TransformerConfig that could affect attention: honoured, or refused by name.
 
-A core attention that ignores a field trains happily and wrongly. So each field of the dataclass is in one of
-three tables here, and a test fails for a field that is in none of them.
+A core attention that ignores a field trains on, and wrongly. So each field of the dataclass is in one of three tables
+here, and a test fails for a field that is in none of them.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
             one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
         ),
         "overlap_moe_expert_parallel_comm": Rule(
-            off, "layers of two microbatches by turns have not been tried on a ring; switch it off"
+            off, "alternating layers of two microbatches have not been tried on a ring; switch it off"
         ),
         "cpu_offloading": Rule(off, "switch cpu_offloading off"),
         "offload_modules": Rule(lambda names: "core_attn" not in (names or ()), "take core_attn out of it"),
     }
 )
 
-NOT_DYNAMIC = "its groups change with every microbatch, and rotate otherwise; use context_parallel_size"
+NOT_DYNAMIC = "its groups change with every microbatch, and rotate in another way; use context_parallel_size"
 
 # What happens before or after the core attention, or outside attention altogether.
 _IRRELEVANT = frozenset(
@@ -132,27 +132,27 @@ _IRRELEVANT_FAMILIES = ("moe_", "mamba_", "tp_comm_", "dsa_", "linear_")  # the 
 
 
 def is_irrelevant(name: str) -> bool:
-    """Whether a field has no bearing on core attention."""
+    """Return whether a field has no bearing on core attention."""
     return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES) or newer_and_irrelevant(name)
 
 
 def is_hybrid(config: Any) -> bool:
-    """Whether every microbatch brings its own context-parallel group."""
+    """Return whether every microbatch brings its own context-parallel group."""
     return bool(getattr(config, "hybrid_context_parallel", False))
 
 
 def spreads_sequences(config: Any) -> bool:
-    """Whether sequences may be spread over ranks."""
+    """Return whether sequences may be spread over ranks."""
     return config.context_parallel_size > 1 or is_hybrid(config) or _is_dynamic(config)
 
 
 def _is_dynamic(config: Any) -> bool:
-    """Whether Megatron spreads microbatches as it sees fit, as it can since 0.20."""
+    """Return whether Megatron chooses how to spread each microbatch, which it can since 0.20."""
     return bool(getattr(config, "dynamic_context_parallel", False))
 
 
 def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
-    """What in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
+    """Return what in a TransformerConfig cannot be honoured in a layer, each with what to write instead."""
     values = {name: getattr(config, name) for name in REFUSED if hasattr(config, name)}
     reasons = [
         f"{name}={value!r} is not supported: {instead}" for name, value, instead in broken_rules(REFUSED, values)
@@ -184,7 +184,7 @@ def problems(config: Any, windowed: bool, attention_type: str) -> list[str]:
     if config.attention_dropout and is_hybrid(config):
         reasons.append(
             f"attention_dropout={config.attention_dropout} is not supported with hybrid_context_parallel, whose "
-            "ranks draw unlike numbers: set it to 0"
+            "ranks draw different numbers: set it to 0"
         )
     return reasons
 
@@ -194,9 +194,10 @@ def _is_window(window_size: Any) -> bool:
 
 
 def unknown_fields(config: Any) -> list[str]:
-    """Fields of a newer Megatron, in none of the tables, that are set to other than Megatron's default.
+    """Return fields of a newer Megatron, in none of the tables, that do not have their default values.
 
-    What classes outside Megatron-core add is for their own use: the model providers of NeMo and Bridge have dozens.
+    Fields that classes outside Megatron-core add are for their own use, such as dozens in model providers of NeMo and
+    Bridge.
     """
     known = {*HONOURED, *REFUSED}
     of_megatron = next((kind for kind in type(config).__mro__ if kind.__module__.startswith("megatron.core.")), None)

@@ -17,21 +17,21 @@ import typing_extensions
 __all__ = ["is_checkout", "prepare_training_scripts"]
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
-# What compiles or warms up CUDA code: module -> function that does nothing here. Not every release has all of them.
+# Functions that compile or warm up CUDA code, by module; here they do nothing. Not every release has all of them.
 _UNNEEDED = {"megatron.legacy.fused_kernels": "load", "megatron.training.initialize": "_warmup_jit_function"}
 
 
 def is_checkout(directory: Path) -> bool:
-    """Whether a directory is the root of a Megatron-LM checkout."""
+    """Return whether a directory is the root of a Megatron-LM checkout."""
     return (directory / "megatron" / "training").is_dir()
 
 
 def prepare_training_scripts(checkout: Path) -> list[str]:
-    """Do what `pretrain_*.py` of a Megatron-LM checkout need besides `cpu.enable()`, and say what.
+    """Do what `pretrain_*.py` of a Megatron-LM checkout need besides `cpu.enable()`, and return a line on it.
 
-    All of megatron is the checkout's, but for the compiled dataset helpers of an installed megatron-core, which are
-    used if the checkout's are not built. Tried with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and
-    main of August 2026, which also want six, regex, pydantic and packages of tokenizers.
+    All of megatron comes from the checkout, except the compiled dataset helpers of an installed megatron-core if the
+    checkout's are not built. Tested with `pretrain_gpt.py` of core_v0.16.1, 0.17.1, 0.18.2, 0.19.0 and main of August
+    2026, which also need six, regex, pydantic and packages of tokenizers.
 
     Args:
         checkout: the directory that holds `pretrain_gpt.py` and `megatron/`.
@@ -51,7 +51,7 @@ def prepare_training_scripts(checkout: Path) -> list[str]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of what compiles or warms up CUDA code."""
+    """Do nothing, in place of functions that compile or warm up CUDA code."""
 
 
 def _exists(module: str) -> bool:
@@ -62,7 +62,7 @@ def _exists(module: str) -> bool:
 
 
 def _borrow_helpers() -> bool:
-    """Use an installed megatron-core's compiled dataset helpers. False if there are none: make has to build them."""
+    """Use the compiled dataset helpers of an installed megatron-core. Return False if there are none to be found."""
     if _exists(_HELPERS):
         return True
     try:
@@ -81,7 +81,7 @@ def _borrow_helpers() -> bool:
 
 
 class _Anything(types.ModuleType):
-    """A module in which every name is there; its decorators return what they decorate."""
+    """A module that has every name; its decorators return what they decorate."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -100,7 +100,7 @@ def _decorate(*args: Any, **kwargs: Any) -> Callable[..., Any] | Any:
 
 @contextlib.contextmanager
 def _triton_that_does_nothing() -> Iterator[None]:
-    """While it is open, triton and triton.language can be imported."""
+    """Let triton and triton.language be imported in this context."""
     stand_ins = {name: _Anything(name) for name in ("triton", "triton.language")}
     vars(stand_ins["triton"])["language"] = stand_ins["triton.language"]
     sys.modules.update(stand_ins)

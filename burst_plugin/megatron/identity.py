@@ -1,8 +1,8 @@
-"""Which call of attention this is, as Megatron can tell: iteration, forward step, microbatch, layer, batch.
+"""The identity of an attention call in Megatron: iteration, forward step, microbatch, layer, batch.
 
-It has to be equal on ranks that do the same, and unlike as soon as one of them has skipped something; nothing else.
-So it does no harm that layers that are recomputed in a backward pass see the microbatch of the latest forward step:
-they do so on all ranks of a ring.
+It has to be the same on ranks that do the same, and different once one of them has skipped something. So it does no
+harm that layers recomputed in a backward pass see the microbatch of the latest forward step: they do so on all ranks
+of a ring.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _INTEGERS = ("tokens", "labels", "position_ids")  # of a batch; masks may be as 
 
 
 class Identity:
-    """What this rank knows of where it is; see the module.
+    """Where this rank is in its training; see the module.
 
-    Ranks of one ring may have done unlike things on others, so that everything is counted by ring.
+    Ranks of one ring may have done different things on other rings, so everything is counted by ring.
     """
 
     def __init__(self) -> None:
-        self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # cut last, by the ranks that hold it
+        self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
         self._forward_steps = 0  # on this rank, of all models
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
@@ -54,8 +54,8 @@ class Identity:
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
         """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.
 
-        Where microbatches have groups of their own, these take unlike numbers of them, so that nothing but the layer
-        is sure to be the same on the ranks of one.
+        Where microbatches have groups of their own, groups take different numbers of them, so that only the layer is
+        sure to be the same on all ranks of a group.
         """
         if own_group:
             return (f"layer {layer_number}",)
@@ -73,7 +73,7 @@ class Identity:
 
 
 class _Counts:
-    """What has come by on one ring."""
+    """Counts of forward steps, layers and calls on one ring."""
 
     def __init__(self) -> None:
         self.forward_steps = 0
@@ -85,7 +85,7 @@ class _Counts:
     def of(self, layer: object, step: int) -> tuple[int, int]:
         """Return the number of a layer, and how often it has been called in this forward step.
 
-        Layer numbers of Megatron's are not unique: those of multi-token prediction, and of a decoder beside an
+        Megatron's own layer numbers are not unique: those of multi-token prediction, and of a decoder beside an
         encoder, begin at 1 again.
         """
         if step != self._last_step:
@@ -99,7 +99,7 @@ class _Counts:
 
 
 class _Checksum:
-    """A number that two different batches hardly share; only printing it reads it, which stalls the host on GPUs."""
+    """A checksum of a batch. Only printing it reads it, which stalls the host on GPUs."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self._sum: Tensor | int = 0
@@ -113,10 +113,10 @@ class _Checksum:
 
 
 def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: Callable[[], Identity]) -> str:
-    """Have Megatron's schedules, and what cuts its batches, tell `identity` where this rank is; say what was done.
+    """Let Megatron's schedules, and what cuts its batches, tell `identity` where this rank is; return a line on it.
 
-    The ranks of each of `rings` also compare notes at the end of a forward-backward pass, where one that left out a
-    backward pass would go on to other collectives.
+    The ranks of each of `rings` also compare where they are at the end of a forward-backward pass, from which a rank
+    that left out a backward pass would go on to other collectives.
     """
 
     def begin(original: Any, model: Any, microbatch_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -127,7 +127,7 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
         before = {cp: cp.rank_state.calls_made for cp in rings()}
         result = original(*args, **kwargs)
         for cp in rings():
-            if cp.rank_state.calls_made != before.get(cp, 0):  # others may not be those of this model
+            if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
                 cp.meet("the end of a forward-backward pass")
         return result
 
@@ -142,7 +142,7 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
     wrap(schedules, "set_current_microbatch", begin)
     for name in _SCHEDULES:
         wrap(schedules, name, run)
-    # Which gets the whole batch on every rank: until 0.17 this one, later what it leaves the cutting to.
+    # The function that gets the whole batch on every rank: until 0.17 the outer one, later those that it calls.
     outer, inner = "get_batch_on_this_cp_rank", [name for name in CUT_BATCH if hasattr(utils, name)]
     for name in inner or [outer]:
         original = getattr(utils, name)

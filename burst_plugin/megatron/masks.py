@@ -30,7 +30,7 @@ _AT_ONCE = 2**24  # elements of a mask
 
 
 def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
-    """`mask`, causal or full, within a window as Megatron has it: (left, right), -1 for no bound.
+    """Return `mask`, causal or full, within a window in Megatron's form: (left, right), -1 for no bound.
 
     Causal masks have no right side, whatever the window says, as in Transformer Engine.
     """
@@ -39,7 +39,7 @@ def windowed(mask: Mask, window_size: tuple[int, int]) -> SlidingWindow:
 
 
 def with_masked(bias: Tensor | None, attention_mask: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """`bias`, or 0, where any mask [1 or B, 1 or H, S/CP, Sk] allows, -inf elsewhere. Nothing is read on the host.
+    """Return `bias` or 0, where a mask [1 or B, 1 or H, S/CP, Sk] allows, and -inf elsewhere, without a host sync.
 
     `lengths` are S/CP and Sk. Raises ValueError for a mask of another shape.
     """
@@ -61,11 +61,11 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
     """Raise ValueError on every rank unless `attention_mask` [1 or B, 1, S/CP, S] is `mask`; collective."""
     problem = _shape_problem(attention_mask)
     if not problem:
-        differs = torch.tensor(attention_mask.shape[2] * cp.ranks > attention_mask.shape[3])  # not cut over the ranks
+        differs = torch.tensor(attention_mask.shape[2] * cp.ranks > attention_mask.shape[3])  # not cut over ranks
         if not differs:
             differs = differs.to(attention_mask.device)
-            for masked, left in _expected(cp, attention_mask, mask):
-                differs |= (masked == left).any()
+            for masked, is_allowed in _expected(cp, attention_mask, mask):
+                differs |= (masked == is_allowed).any()
         if differs:
             problem = (
                 f"attention_mask {list(attention_mask.shape)} is not the {mask} that attn_mask_type says; to keep "
@@ -76,10 +76,10 @@ def check_same(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> None:
 
 
 def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Mask:
-    """The keys that a mask [1 or B, 1, 1 or S/CP, Sk] leaves, as a mask; collective if it has a row per query.
+    """Return the keys that a mask [1 or B, 1, 1 or S/CP, Sk] allows, as a mask; collective if it has a row per query.
 
-    A row is what `mask` leaves of these keys, or masked altogether: that of a padded query. Raises ValueError, on
-    every rank, for rows that are neither.
+    Each row must be what `mask` allows of these keys, or all masked, for a padded query. Raises ValueError on every
+    rank for rows that are neither.
     """
     problem = _shape_problem(attention_mask)
     if problem:
@@ -89,9 +89,9 @@ def read_key_padding(cp: ContextParallel, attention_mask: Tensor, mask: Mask) ->
         valid = _anywhere(cp, valid)
     if attention_mask.shape[2] > 1:
         other = torch.zeros(1, dtype=torch.bool, device=attention_mask.device)
-        for masked, left in _expected(cp, attention_mask, mask):
-            unlike = (masked == (valid[:, None, None] & left)).any(-1)
-            other |= (unlike & ~masked.all(-1)).any()
+        for masked, is_allowed in _expected(cp, attention_mask, mask):
+            differ = (masked == (valid[:, None, None] & is_allowed)).any(-1)
+            other |= (differ & ~masked.all(-1)).any()
         if bool(_anywhere(cp, other) if cp.ranks > 1 else other):
             raise ValueError(
                 f"attention_mask {list(attention_mask.shape)} does not mask whole keys, as attn_mask_type=padding or "
@@ -108,9 +108,9 @@ def _shape_problem(attention_mask: Tensor) -> str:
 
 
 def _expected(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Iterator[tuple[Tensor, Tensor]]:
-    """Some rows of `attention_mask` after others, bool [B, 1, some, Sk], and what `mask` leaves them, [some, Sk].
+    """Yield rows of `attention_mask`, bool [B, 1, some, Sk], and what `mask` allows them, [some, Sk].
 
-    Few at once: telling what it leaves takes ten bytes for each of them, and whole masks fill a good part of a GPU.
+    They are few at a time: computing what is allowed takes ten bytes per element, and whole masks fill much of a GPU.
     """
     q_len, kv_len = attention_mask.shape[2] * cp.ranks, attention_mask.shape[3]
     keys = torch.arange(kv_len, device=attention_mask.device)
@@ -121,7 +121,7 @@ def _expected(cp: ContextParallel, attention_mask: Tensor, mask: Mask) -> Iterat
 
 
 def _anywhere(cp: ContextParallel, flags: Tensor) -> Tensor:
-    """Which flags are set on any rank."""
+    """Return which flags are set on any rank."""
     union = flags.to(torch.uint8)
     dist.all_reduce(union, op=dist.ReduceOp.MAX, group=cp.group)
     return union.bool()

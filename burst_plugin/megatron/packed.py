@@ -4,8 +4,8 @@
 
     rank 0: 0 1 6 7  8 11        rank 1: 2 3 4 5  9 10
 
-Of a document's 2 * ranks chunks a rank holds `rank` and its mirror, as in Transformer Engine's
-`thd_get_partitioned_indices`; Megatron's rotary embedding counts on it.
+A rank holds two of a document's 2 * ranks chunks, number `rank` and its mirror image, as in Transformer Engine's
+`thd_get_partitioned_indices`. Megatron's rotary embedding relies on it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import Tensor
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
 from burst_plugin.sequence.masks import Documents
 
-__all__ = ["check_known", "packed_documents", "packed_indices"]
+__all__ = ["check_known", "is_packed", "packed_documents", "packed_indices"]
 
-# What PackedSeqParams has: read here, or with no bearing on attention; and how it may say that batches are cut.
+# Fields of PackedSeqParams: those read here, or with no bearing on attention; and those on how batches are cut.
 _KNOWN = frozenset(
     """
     qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q max_seqlen_kv
     local_cp_size cp_group total_tokens seq_idx pad_between_seqs tokens_per_sample cp_scatter_cache
     """.split()  # noqa: SIM905
 )
-_CUT_AS_ALWAYS = {"cp_partition_mode": (None, "zigzag"), "zigzag_cp_min_chunk_size": (None, 0)}
+_USUAL_CUT = {"cp_partition_mode": (None, "zigzag"), "zigzag_cp_min_chunk_size": (None, 0)}
 
 
 def check_known(params: Any) -> None:
-    """Look at what a newer Megatron may say in its `PackedSeqParams`.
+    """Check fields of `PackedSeqParams` that a newer Megatron may have.
 
-    Raises ValueError if batches are cut in another way than each document in 2 * ranks chunks, zigzag; warns of what
-    is not known here.
+    Raises ValueError if batches are cut in another way than each document in 2 * ranks chunks, zigzag. Warns of
+    fields that are not known here.
     """
-    for name, usual in _CUT_AS_ALWAYS.items():
+    for name, usual in _USUAL_CUT.items():
         value = getattr(params, name, None)
         if value not in usual:
             raise ValueError(
                 f"packed_seq_params.{name}={value!r} is not supported: cut batches by burst_plugin.megatron."
                 f"packed_indices, and leave it at {usual[-1]!r}"
             )
-    for name in sorted(getattr(params, "__dict__", {}).keys() - _KNOWN - _CUT_AS_ALWAYS.keys()):
+    for name in sorted(getattr(params, "__dict__", {}).keys() - _KNOWN - _USUAL_CUT.keys()):
         value = getattr(params, name)
         if not name.startswith("_") and value is not getattr(type(params), name, None):
             warnings.warn(
@@ -55,13 +55,27 @@ def check_known(params: Any) -> None:
             )
 
 
-def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
-    """Which tokens of a packed sequence a rank holds: cut a batch with `batch[name].index_select(1, indices)`.
+def is_packed(params: Any) -> bool:
+    """Return whether tensors are packed sequences ("thd"), given their PackedSeqParams or None.
 
-    This is `transformer_engine_torch.thd_get_partitioned_indices` for any device.
+    Raises ValueError for a format that is neither thd nor sbhd (that of hybrid context parallelism), or for what
+    `check_known` refuses.
+    """
+    if params is None:
+        return False
+    check_known(params)
+    if params.qkv_format not in ("thd", "sbhd"):
+        raise ValueError(f"packed_seq_params.qkv_format={params.qkv_format!r} is not supported; use 'thd', or 'sbhd'")
+    return bool(params.qkv_format == "thd")
+
+
+def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
+    """Return the tokens of a packed sequence that a rank holds: `batch[name].index_select(1, indices)` cuts a batch.
+
+    It is `transformer_engine_torch.thd_get_partitioned_indices` for any device.
 
     Args:
-        cu_seqlens: where documents begin, 0 first and the number of tokens last; of padded documents their
+        cu_seqlens: where documents begin, 0 first and the number of tokens last. For padded documents give
             `cu_seqlens_padded`.
         cp_size, cp_rank: of the context-parallel group.
 
@@ -69,7 +83,7 @@ def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: in
         int64 [tokens / cp_size], on the device of `cu_seqlens`.
 
     Raises:
-        ValueError: cu_seqlens that decrease, or a document whose length does not divide by 2 * cp_size.
+        ValueError: cu_seqlens decrease, or the length of a document does not divide by 2 * cp_size.
     """
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
     listed = cu_seqlens.flatten().tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
@@ -81,11 +95,11 @@ def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: in
 def packed_documents(
     params: Any, ranks: int, lengths: tuple[int, int], read: Callable[[Tensor], Sequence[int]]
 ) -> tuple[tuple[Tokens, Tokens], Documents]:
-    """The tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
+    """Return the tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
 
-    Its lengths are those of the whole sequence; `*_padded` say where documents begin, the others how long they really
-    are. `lengths` are those of q and k on this rank; `read` makes ints of a tensor. Raises ValueError for what does
-    not fit together.
+    Its offsets are those of the whole sequence: `*_padded` say where documents begin, the others how long they are
+    without padding. `lengths` are those of q and k on this rank; `read` turns a tensor into ints. Raises ValueError
+    for offsets that do not fit together, or that do not fit the lengths.
     """
     q, q_lengths = _side(params, "q", ranks, read)
     kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", ranks, read)
@@ -110,7 +124,7 @@ def packed_documents(
 def _side(
     params: Any, side: str, ranks: int, read: Callable[[Tensor], Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Where documents begin, and their real lengths if they are padded."""
+    """Return where documents begin, and their lengths without padding if they are padded."""
     name = f"cu_seqlens_{side}"
     plain, padded = getattr(params, name), getattr(params, f"{name}_padded")
     if plain is None:
@@ -130,6 +144,7 @@ def _side(
 
 
 def _divisible(offsets: tuple[int, ...], ranks: int) -> tuple[int, ...]:
+    """Return the offsets. Raise ValueError for a document that does not divide by 2 * ranks."""
     for number, (start, stop) in enumerate(pairwise(offsets)):
         if ranks > 1 and (stop - start) % (2 * ranks):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Which `ContextParallel` belongs to which of Megatron's groups."""
+"""The rings of Megatron's context-parallel groups."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ __all__ = ["Registry"]
 class Registry:
     """One `ContextParallel` per context-parallel group object, shared by all layers and microbatches.
 
-    `seen` is what was read off masks and packed sequences, `identity` where this rank is in its training. Copies, as
-    Megatron makes of module specs, are the same registry.
+    tensor_cache: values read from masks and packed sequences. identity: where this rank is in its training. A copy,
+    such as Megatron makes of module specs, is the same registry.
     """
 
     def __init__(self, strategy: Strategy | None) -> None:
@@ -36,34 +36,34 @@ class Registry:
         self.identity = Identity()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
-        self._looks: Counter[tuple[ContextParallel, Mask]] = Counter()
+        self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
 
     def contexts(self) -> list[ContextParallel]:
-        """All that are in use."""
+        """Return all rings in use."""
         return list(self._contexts.values())
 
     def rings(self) -> list[ContextParallel]:
-        """Those of several ranks that last as long as Megatron's groups, in the same order on each of their ranks."""
+        """Return rings of several ranks that last as long as Megatron's groups, in one order on all their ranks."""
         return [cp for group, cp in self._contexts.items() if cp.ranks > 1 and group not in self._of_microbatches]
 
     def clear(self) -> None:
-        """Forget all groups; Megatron has destroyed them. Rings of theirs let go of their buffers."""
+        """Forget all groups, which Megatron has destroyed, and release their rings."""
         for cp in self.contexts():
             with suppress(RuntimeError):  # in the middle of a pass that failed
                 cp.release()
         self._contexts.clear()
         self._of_microbatches.clear()
-        self._looks.clear()
+        self._calls_with_mask.clear()
         self.identity = Identity()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
-        """That of a layer's group, created if this is its first use, which is then collective.
+        """Return the ring of a layer's group, created on first use, which is then collective.
 
-        `packed_seq_params` may bring a group for one microbatch: hybrid context parallelism. ValueError if it names
-        a size without a group.
+        `packed_seq_params` may bring a group for one microbatch, with hybrid context parallelism. Raises ValueError
+        if it names a size without a group.
         """
         group = getattr(packed_seq_params, "cp_group", None)
         size = getattr(packed_seq_params, "local_cp_size", None)
@@ -85,9 +85,9 @@ class Registry:
         return self._contexts[group]
 
     def add(self, group: dist.ProcessGroup | None, hierarchy: Any, *, part: bool = False) -> None:
-        """Make the ring of a group, None for one rank; collective. `hierarchy` is Megatron's list, innermost first.
+        """Make the ring of a group, or of one rank if None; collective.
 
-        `part`: the group may be smaller than a node.
+        hierarchy: Megatron's list of groups, innermost first. part: whether the group may be smaller than a node.
         """
         strategy = self.strategy or parsed_strategy() or Strategy()
         size = 1 if group is None else group.size()
@@ -105,13 +105,13 @@ class Registry:
     def check_mask(self, cp: ContextParallel, attention_mask: Tensor, mask: Mask, layer: int) -> None:
         """Raise ValueError on every rank if `attention_mask` [B or 1, 1, S/CP, S], True if masked, is not `mask`.
 
-        Megatron passes a mask that is merely causal along with the mask type; one that is more must not be ignored.
-        Each mask is looked at once; on GPUs, where looking stalls the host, only that of call 1, 2, 4, 8, ... unless
-        the strategy says check="always".
+        Megatron passes a mask that is merely causal along with the mask type; one that says more must not be ignored.
+        Each mask is checked once. On GPUs, where checking stalls the host, only those of calls 1, 2, 4, 8, ... are,
+        unless the strategy says check="always".
         """
-        self._looks[cp, mask] += 1
+        self._calls_with_mask[cp, mask] += 1
         if not attention_mask.is_cuda or cp.strategy.check == "always":
             self.tensor_cache.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask), layer)
-        elif cp.strategy.check_is_due(self._looks[cp, mask], cheap=False):
-            # Whatever was seen: the same calls on every rank, since it is collective.
+        elif cp.strategy.check_is_due(self._calls_with_mask[cp, mask], cheap=False):
+            # Not by the cache: this is collective, so it has to be the same calls on every rank.
             check_same(cp, attention_mask, mask)

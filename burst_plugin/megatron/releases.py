@@ -1,4 +1,4 @@
-"""The releases of Megatron that were tried, and how to tell which one a source tree is. Imports no Megatron."""
+"""The releases of Megatron that were tested, and the version of a source tree. Imports no Megatron."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PACKAGE_INFO = Path("megatron", "core", "package_info.py")
 
 @dataclass(frozen=True)
 class Release:
-    """A release of Megatron-LM that burst_plugin was tried with.
+    """A release of Megatron-LM that burst_plugin was tested with.
 
     tag: of the repository, or "main" for the commit of August 2026.
-    versions: what its megatron.core calls itself, there and in PyPI; the tag core_v0.19.0 says 0.19.1.
+    versions: of its megatron.core, in the repository and on PyPI; the tag core_v0.19.0 says 0.19.1.
     """
 
     tag: str
@@ -35,7 +35,7 @@ RELEASES = (
 
 
 def parse_version(text: str) -> Version:
-    """(major, minor, patch) of a version such as "0.16.1" or "0.17.0rc0". Raises ValueError for other text."""
+    """Return (major, minor, patch) of a version such as "0.16.1" or "0.17.0rc0". Raise ValueError for other text."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     if match is None:
         raise ValueError(f"got the version {text!r}, expected three numbers such as 0.16.1")
@@ -44,9 +44,9 @@ def parse_version(text: str) -> Version:
 
 
 def tree_version(tree: Path) -> Version:
-    """The version of megatron.core in a Megatron-LM checkout, read from its package_info.py.
+    """Return the version of megatron.core in a Megatron-LM checkout, from its package_info.py.
 
-    Raises ValueError if `tree` is none.
+    Raises ValueError if `tree` is not a checkout.
     """
     path = tree / _PACKAGE_INFO
     if not path.is_file():
@@ -58,7 +58,7 @@ def tree_version(tree: Path) -> Version:
 
 
 def about(version: Version) -> str:
-    """One line that says whether this version was tried."""
+    """Return a line that says whether this version was tested."""
     name = ".".join(map(str, version))
     tags = [release.tag for release in RELEASES if version in release.versions]
     if tags:
@@ -67,7 +67,7 @@ def about(version: Version) -> str:
     return f"Megatron {name}: not tested; tested are {tried}"
 
 
-# Fields that TransformerConfig has since 0.17, with no bearing on core attention. muP works through softmax_scale.
+# Fields of TransformerConfig since 0.17 that have no bearing on core attention. muP works through softmax_scale.
 _NEWER = frozenset(
     """
     activation_offload_fraction batch_invariant_backend cpu_offloading_retain_pinned_cpu_buffers cuda_graph_modules
@@ -84,5 +84,5 @@ _NEWER_FAMILIES = ("gdp_", "inference_", "mhc_", "mtp_", "mup_")
 
 
 def newer_and_irrelevant(name: str) -> bool:
-    """Whether a field of TransformerConfig came after 0.16 and does not touch core attention."""
+    """Return whether a field of TransformerConfig is newer than 0.16 and has no bearing on core attention."""
     return name in _NEWER or name.startswith(_NEWER_FAMILIES)

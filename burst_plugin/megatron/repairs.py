@@ -1,6 +1,6 @@
-"""What Megatron's own code breaks for context parallelism, repaired at run time: one function for each fault.
+"""Faults of Megatron's own code that break context parallelism, repaired at run time: one function for each fault.
 
-A repair is applied by `install()` if the version at hand is one that has the fault. `burst doctor` lists all.
+`install()` applies a repair if this version of Megatron has the fault. `burst doctor` lists all repairs.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ __all__ = ["REPAIRS", "Repair", "apply_repairs"]
 
 @dataclass(frozen=True)
 class Repair:
-    """A fault of Megatron's and what removes it.
+    """A fault of Megatron, and what removes it.
 
-    name: in the words of `burst doctor`.
-    fault: what goes wrong without it.
-    fixed_in: the first version without the fault; None if no release is without.
+    name: as `burst doctor` prints it.
+    fault: what goes wrong without the repair.
+    fixed_in: the first version without the fault; None if all releases have it.
     apply: changes Megatron; called once per process.
-    needed: whether the fault matters in this environment.
+    needed: returns whether the fault matters in this environment.
     """
 
     name: str
@@ -59,14 +59,14 @@ class Repair:
     needed: Callable[[], bool] = lambda: True
 
     def status(self, version: Version) -> str:
-        """ "applied", or why it is not."""
+        """Return "applied", or why the repair is not."""
         if self.fixed_in is not None and version >= self.fixed_in:
             return f"not needed since {'.'.join(map(str, self.fixed_in))}"
         return "applied" if self.needed() else "not needed here"
 
 
 def apply_repairs(version: Version) -> list[str]:
-    """Apply what this version needs, and return one line for each."""
+    """Apply the repairs that this version needs, and return one line for each."""
     due = [repair for repair in REPAIRS if repair.status(version) == "applied"]
     for repair in due:
         repair.apply()
@@ -77,8 +77,7 @@ def apply_repairs(version: Version) -> list[str]:
 
 
 class _CountedFromOne(list[Any]):
-    """A list whose first item is number 1, as layers are counted; those past its end, token prediction's, have the
-    last one."""
+    """A list indexed by layer number, from 1 on. Numbers past its end, of token prediction, get the last item."""
 
     def __getitem__(self, index: Any) -> Any:
         return super().__getitem__(min(index, len(self)) - 1 if isinstance(index, int) else index)
@@ -113,9 +112,9 @@ def _forget_hierarchical_groups() -> None:
 
 
 def _cut_tables_for_every_length() -> None:
-    """YaRN's tables for the fused kernel are cut over context-parallel ranks, and then read from the first row on.
+    """Make YaRN's tables anew for every length where they are cut over ranks, since they are read from row 0 on.
 
-    Those of packed documents, and of one rank, are not cut: a longer one begins with the one that is asked for.
+    Tables of packed documents, and of one rank, are not cut: a longer one begins with the one that is asked for.
     """
 
     def cached(original: Any, embedding: Any, seq_len: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,9 +132,9 @@ def _cut_tables_for_every_length() -> None:
 
 
 def _leave_values_as_they_are() -> None:
-    """From 0.18 values of packed documents are filled up to the head dim of the keys, for attention that asks for it.
+    """Keep values of packed documents as they are; from 0.18 on, Megatron pads them to the head dim of the keys.
 
-    On the ring zeros would travel, and kernels that take 192 and 128 would not take 192 twice.
+    On the ring zeros would be sent, and kernels that take head dims 192 and 128 may not take 192 twice.
     """
 
     def prepare(original: Any, layer: Any, query: Tensor, value: Tensor | None, *args: Any) -> Any:
@@ -215,7 +214,7 @@ REPAIRS = (
     ),
     Repair(
         name="packed_mla_values",
-        fault="multi-latent attention on packed documents fills up values to the keys' head dim, which travels",
+        fault="multi-latent attention on packed documents pads values to the keys' head dim, which would be sent",
         fixed_in=None,
         apply=_leave_values_as_they_are,
         needed=lambda: hasattr(multi_latent_attention, _FILLS_UP),

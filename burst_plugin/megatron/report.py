@@ -1,4 +1,4 @@
-"""What `burst doctor` says of Megatron."""
+"""What `burst doctor` says about Megatron."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pathlib import Path
 
 from burst_plugin.megatron.releases import about, parse_version, tree_version
 
-__all__ = ["HELP", "METAVAR", "TITLE", "lines"]
-
-TITLE = "Megatron"
-METAVAR, HELP = "TREE", "a Megatron-LM checkout to look at, instead of an installed megatron-core"
+__all__ = ["lines"]
 
 
 def lines(tree: str | None) -> Iterator[str]:
-    """What is there, changed, repaired and refused. ValueError if `tree` is not a checkout."""
+    """Yield what is there, changed, repaired and refused. Raise ValueError if `tree` is not a checkout."""
     if tree is not None:
         root = Path(tree).resolve()
         yield about(tree_version(root))
@@ -28,7 +25,7 @@ def lines(tree: str | None) -> Iterator[str]:
         if importlib.util.find_spec("megatron.core") is None:
             raise ModuleNotFoundError("no megatron.core; install megatron-core, or give --megatron TREE")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron warns of what else is not installed
+            warnings.simplefilter("ignore")  # Megatron warns of optional packages
             done = _what_install_does()
     except ImportError as error:
         yield f"cannot be imported here: {error}"
@@ -39,11 +36,12 @@ def lines(tree: str | None) -> Iterator[str]:
 
 
 def _what_install_does() -> list[str]:
+    """Install the adapter, and return what that changes."""
     from megatron.core import __file__ as core
 
     from burst_plugin.megatron import install
 
-    left_out = list(_repairs_left_out())  # before the others are done, which nobody needs afterwards
+    left_out = list(_repairs_left_out())  # before the others are applied, after which they are not needed
     return [f"megatron.core in {Path(core).parent}", *install().report, *left_out]
 
 
@@ -62,7 +60,7 @@ def _refused() -> Iterator[str]:
     from burst_plugin.megatron.arguments import REFUSED_FLAGS
     from burst_plugin.megatron.config import REFUSED
 
-    # Of flags those that this release cannot honour; earlier ones have more of them.
+    # Only flags that this release cannot honour; earlier releases have more of them.
     flags = {name: rule for name, rule in REFUSED_FLAGS.items() if not rule.allowed(True)}
     for name, rule in {**REFUSED, **flags}.items():
         yield f"  {name}: {rule.instead}"

@@ -1,4 +1,4 @@
-"""What was read off tensors, remembered: reading a tensor of a GPU stalls the host."""
+"""A cache of values read from tensors: reading a tensor of a GPU stalls the host."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ _T = TypeVar("_T")
 
 
 class TensorCache:
-    """What was read from tensors, remembered until the memory is freed or written to, or the microbatch ends.
+    """Values read from tensors, kept until the memory is freed or written to, or the microbatch ends.
 
-    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. Torch does not
-    notice everything that writes: collectives and NumPy do not count. So an answer ends, too, when the layer that
-    asked first asks again: programs that keep one buffer for all microbatches have written the next one into it.
+    Views of the same memory, such as the detached tensors of recomputation, are the same tensor here. PyTorch's
+    version counter misses writes by collectives and NumPy. So a value also expires when the layer that asked first
+    asks again: programs with one buffer for all microbatches have then written the next microbatch into it.
     """
 
     def __init__(self) -> None:
         self._known: Any = WeakIdKeyDictionary()  # by storage
 
     def get(self, tensor: Tensor, question: Hashable, read: Callable[[], _T], layer: int) -> _T:
-        """What `read()` said about `tensor` when `question` was first asked; `layer` is who asks now."""
+        """Return what `read()` returned for `tensor` when `question` was first asked.
+
+        layer: the id of the layer that asks now.
+        """
         version = None if tensor.is_inference() else tensor._version
         place = (tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
         answers: dict[Hashable, Any] = self._known.setdefault(tensor.untyped_storage(), {})

@@ -24,10 +24,10 @@ __all__ = [
 
 
 def count_steps_of_pytorchs_adam() -> None:
-    """Without Apex and Transformer Engine the optimizer within is PyTorch's Adam, which counts steps per parameter.
+    """Load the steps of PyTorch's Adam, which counts them per parameter; without Apex and Transformer Engine.
 
-    What is loaded is shaped after a new optimizer's state, which has no step yet. Then all parameters are given one
-    tensor as their step, which each of them would advance; and what it holds is not what was saved.
+    The state that is loaded has the form of a new optimizer's, which has no step yet. All parameters would then share
+    one tensor as their step, which each of them would advance, and which does not hold the number that was saved.
     """
 
     def state_dict(make: Any, optimizer: Any) -> Any:
@@ -51,7 +51,7 @@ def count_steps_of_pytorchs_adam() -> None:
 
 
 def load_without_gradients() -> None:
-    """In float32 the optimizer's own parameters are views of the model's, which autograd guards."""
+    """Load without autograd: in float32 the optimizer's parameters are views of the model's, which it guards."""
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
@@ -59,14 +59,15 @@ def load_without_gradients() -> None:
 
 
 def has_scripts() -> bool:
+    """Return whether Megatron's training scripts are there, which megatron-core may lack."""
     return importlib.util.find_spec("megatron.training") is not None
 
 
 def keep_random_states() -> None:
-    """Before a script builds its model, it warms up functions with random tensors, S/CP of rows.
+    """Restore random states after a script has warmed up functions with random tensors of S/CP rows.
 
-    Scripts are found when they make groups, not imported before: they hold some of the functions of
-    megatron.core that `install()` replaces.
+    Scripts are looked up when they make groups. They cannot be imported before, since they hold references to some of
+    the functions of megatron.core that `install()` replaces.
     """
 
     def warm_up(original: Any, *args: Any, **kwargs: Any) -> None:
@@ -93,9 +94,10 @@ _WARMS_UP = "_warmup_jit_function"
 
 
 def send_forward_before_backward() -> None:
-    """With two stages the next one is the previous one, and messages between two ranks are told apart by their order.
+    """Exchange activations before gradients, one after the other, between two pipeline stages.
 
-    In one batch the gradient is sent first, and the activation received first. So here they go one after the other.
+    With two stages the next one is also the previous one, and messages between two ranks are matched by their order.
+    Megatron batches them with the gradient sent first, and the activation received first.
     """
 
     def exchange(

@@ -1,18 +1,23 @@
-"""Whose adapter the launcher installs."""
+"""Which adapter the launcher installs."""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from burst_plugin import run
+from burst_plugin import frameworks, run
+from burst_plugin.cli import main
+from burst_plugin.frameworks.framework import Framework
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script that names no framework, under nobody's launcher."""
+    """A script that names no framework, started by no framework's launcher."""
     monkeypatch.delenv("CROSS_SIZE", raising=False)
     path = tmp_path / "train.py"
     path.write_text("print('training')")
@@ -27,20 +32,20 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_what_lies_beside_the_script_decides(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "deepspeed")
     (script.parent / "megatron").mkdir()
-    assert run._framework(script, ["--deepspeed"]) == "megatron"
+    assert run._framework_of(script, ["--deepspeed"]) == "megatron"
 
 
 def test_deepspeeds_launcher_decides(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "megatron", "deepspeed")
     monkeypatch.setenv("CROSS_SIZE", "1")
     monkeypatch.setenv("LOCAL_SIZE", "2")
-    assert run._framework(script, []) == "deepspeed"
+    assert run._framework_of(script, []) == "deepspeed"
 
 
 @pytest.mark.parametrize("name", ["megatron", "deepspeed"])
 def test_the_only_one_installed_is_taken(script: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     install(monkeypatch, name)
-    assert run._framework(script, []) == name
+    assert run._framework_of(script, []) == name
 
 
 @pytest.mark.parametrize(
@@ -53,23 +58,74 @@ def test_the_only_one_installed_is_taken(script: Path, monkeypatch: pytest.Monke
         ("", ["--cp-comm-type", "burst"], "megatron"),
     ],
 )
-def test_of_two_the_one_that_the_script_or_its_flags_name_is_taken(
+def test_of_two_the_one_named_by_the_script_or_its_flags_is_taken(
     script: Path, monkeypatch: pytest.MonkeyPatch, text: str, arguments: list[str], name: str
 ) -> None:
     install(monkeypatch, "megatron", "deepspeed")
     script.write_text(text)
-    assert run._framework(script, arguments) == name
+    assert run._framework_of(script, arguments) == name
 
 
 @pytest.mark.parametrize("text", ["", "import deepspeed, megatron"])
-def test_a_script_that_could_be_anybodys_is_refused(script: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_a_script_that_could_use_either_is_refused(script: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     install(monkeypatch, "megatron", "deepspeed")
     script.write_text(text)
     with pytest.raises(SystemExit, match="put --framework megatron or --framework deepspeed before it"):
-        run._framework(script, [])
+        run._framework_of(script, [])
 
 
 def test_nothing_installed_is_told(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(SystemExit, match="neither megatron-core nor deepspeed is installed"):
-        run._framework(script, [])
+        run._framework_of(script, [])
+
+
+@pytest.fixture
+def other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more framework, known by its name in the registry and by what its package says."""
+
+    def lines(subject: str | None) -> Iterator[str]:
+        yield f"looked at {subject}"
+
+    described = Framework(
+        name="other",
+        title="The Other",
+        distribution="other-core",
+        packages=("other-core",),
+        subject=("PLACE", "where to look"),
+        switch="--other",
+        words=("import other",),
+        launcher_options=("--other-rank",),
+    )
+    for name, module in {
+        "other": SimpleNamespace(install=lambda: "the other is installed"),
+        "other.framework": SimpleNamespace(FRAMEWORK=described),
+        "other.report": SimpleNamespace(lines=lines),
+        "other.cpu": SimpleNamespace(prepare=lambda directory: print(f"prepared for {directory.name}")),
+    }.items():
+        monkeypatch.setitem(sys.modules, f"burst_plugin.{name}", module)  # type: ignore[arg-type]
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", (*frameworks.FRAMEWORKS, "other"))
+
+
+@pytest.mark.usefixtures("other")
+def test_a_framework_is_registered_by_its_name_only(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", "--other", "here"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  other-core           not installed\n" in shown
+    assert shown.endswith("\nThe Other\n  looked at here\n")
+    assert "DeepSpeed" not in shown, "others were not asked about"
+    install(monkeypatch, "deepspeed", "other")
+    script.write_text("import other")
+    assert run._framework_of(script, []) == "other"
+    monkeypatch.setattr(run, "_execute", lambda script, *, bare_children: print(sys.argv[1:]))
+    monkeypatch.setattr(run, "_leave", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["run"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run.main(["--cpu", "--other-rank=3", str(script), "--steps", "2"])
+    shown = capsys.readouterr().out
+    assert shown == f"prepared for {script.parent.name}\nthe other is installed\n['--other-rank=3', '--steps', '2']\n"
+    with pytest.raises(SystemExit):
+        run.main(["--help"])
+    assert "The Other" in capsys.readouterr().out

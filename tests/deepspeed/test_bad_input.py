@@ -21,7 +21,7 @@ import transformers
 import burst_plugin
 import burst_plugin.deepspeed as burst
 from burst_plugin import ContextParallel, shard_batch
-from burst_plugin.deepspeed import adapter
+from burst_plugin.deepspeed import adapter, arguments
 from burst_plugin.deepspeed.loaders import exchanged
 from burst_plugin.huggingface.models import problems
 from tests.support.deepspeed_run import VOCAB, Run, build, configuration, draw, llama, start
@@ -91,7 +91,7 @@ def _unreadable(arguments: dict[str, Any]) -> None:
 
 
 def test_whatever_is_wrong_on_one_rank_is_heard_of_on_all() -> None:
-    """Also what nobody thought of: the others would wait for this rank until the time-out."""
+    """Also one that was not foreseen: the others would wait for this rank until the time-out."""
     for line in _errors(_initialize, 2, _only_rank_1(_unreadable)):
         assert "ValueError: rank 1: RuntimeError('no modules today')" in line
 
@@ -648,10 +648,10 @@ def test_a_configuration_that_is_read_here_is_read_as_strictly_as_by_deepspeed(t
     path.write_text(twice)
     for config in (str(path), path, base64.urlsafe_b64encode(twice.encode()).decode()):
         with pytest.raises(ValueError, match='has "layout" more than once in one block'):
-            adapter._configuration({"config": config})
+            arguments.find_configuration({"config": config})
     for text in ("5", "[1]", "{"):
         path.write_text(text)
-        assert adapter._configuration({"config": str(path)}) is None, "DeepSpeed says what is wrong with it"
+        assert arguments.find_configuration({"config": str(path)}) is None, "DeepSpeed says what is wrong with it"
 
 
 def test_helpers_before_initialize_say_what_is_missing() -> None:

@@ -111,7 +111,7 @@ def test_what_zero_composes_with() -> None:
 
 
 def test_options_of_the_ring() -> None:
-    """Two levels, by force; queries that travel; layouts."""
+    """Two levels, by force; queries that move; layouts."""
     blocks: list[dict[str, Any]] = [
         {"ranks_per_node": 2, "schedule": "two_level_ring", "backward": "q"},
         {"layout": "striped", "backward": "kv"},

@@ -99,7 +99,7 @@ def _config(name: str, changes: dict[str, Any]) -> Any:
 
 
 def check(names: list[str], ranks: int, batch: Batch, *, layout: str = "zigzag", **changes: Any) -> None:
-    """Where a token is padding its logits are nobody's business."""
+    """Compare models on a ring with those on one rank, but for the logits of padding."""
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     truths = {name: _on_one_rank(name, batch, changes) for name in names}
     for found in run_ranks(_on_ring, ranks, names, batch, layout, changes, timeout_s=120.0)[:1]:

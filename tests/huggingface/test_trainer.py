@@ -243,7 +243,7 @@ def test_a_mean_that_trainer_does_not_make_is_refused(tmp_path: Path, cp: int) -
 
 
 def test_trainer_on_rings_of_one_makes_the_means_that_it_makes_without(tmp_path: Path) -> None:
-    """Of unlike labels, by default one over the tokens of all ranks; else each rank's own."""
+    """With unequal numbers of labels: by default one mean over the tokens of all ranks, else that of each rank."""
     losses = {}
     for averages in (True, False):
         for block in (None, {"context_parallel_size": 1}, {"context_parallel_size": 1, "loss": "token_mean"}):

@@ -51,7 +51,7 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
         assert 'layers with cp_comm_type="burst"' in report
         assert "two_level_ring 2x2" in report
         assert again
-        assert errors[0] == "layout='striped' is not valid here: Megatron deals tokens out in zigzag; use that"
+        assert errors[0] == "layout='striped' is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
         assert errors[1].startswith("already installed with")
         assert kinds == ["BurstCoreAttention"] * 2
 
@@ -117,7 +117,7 @@ def _build_with(rank: int, config: dict[str, Any]) -> None:
 
 
 def test_each_layer_has_its_own_cp_comm_type() -> None:
-    from burst_plugin.megatron.core_attention import ChosenCoreAttention
+    from burst_plugin.megatron.choice import ChosenCoreAttention
 
     listed = types.SimpleNamespace(context_parallel_size=2, cp_comm_type=["p2p", "burst"])
     options = {"config": listed, "layer_number": 1, "original": LikeTransformerEngines, "registry": None}
@@ -298,7 +298,7 @@ def test_packed_multimodal_positions_are_refused_where_megatron_cuts_them() -> N
 def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
     from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 
-    from burst_plugin.megatron.core_attention import _check_replaceable
+    from burst_plugin.megatron.choice import _check_replaceable
 
     _check_replaceable(
         ModuleSpec(module=("megatron.core.transformer.dot_product_attention", "DotProductAttention")), 1
@@ -365,7 +365,7 @@ def test_groups_that_microbatches_bring_replace_no_core_attention_of_ones_own() 
     """Megatron hands on no cp_comm_type then."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.core_attention import ChosenCoreAttention
+    from burst_plugin.megatron.choice import ChosenCoreAttention
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     own = ModuleSpec(module=("functools", "lru_cache"))

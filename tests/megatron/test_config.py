@@ -140,8 +140,8 @@ def test_what_the_ring_can_do_has_no_problems(changes: dict[str, Any]) -> None:
         ),
         (
             {"hybrid_context_parallel": True, "attention_dropout": 0.1},
-            "attention_dropout=0.1 is not supported with hybrid_context_parallel, whose ranks draw unlike numbers: "
-            "set it to 0",
+            "attention_dropout=0.1 is not supported with hybrid_context_parallel, whose ranks draw different "
+            "numbers: set it to 0",
         ),
     ],
     ids=str,

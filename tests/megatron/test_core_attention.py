@@ -62,7 +62,7 @@ def _compare(
 ) -> None:
     """`call(q, k, v)` on this rank's tensors against the definition: out and gradients."""
     q, k, v, dout = whole
-    if live is not None:  # queries whose output nobody reads
+    if live is not None:  # queries of which the output is not read
         dout = dout * live.t().unsqueeze(-1)
     reference = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = _defined(*reference, bias)
@@ -412,7 +412,7 @@ def test_batches_that_newer_releases_cut_otherwise_are_refused(name: str, value:
 
 
 def test_what_this_release_says_of_packed_sequences_is_known() -> None:
-    assert vars(PackedSeqParams()).keys() <= packed._KNOWN | packed._CUT_AS_ALWAYS.keys()
+    assert vars(PackedSeqParams()).keys() <= packed._KNOWN | packed._USUAL_CUT.keys()
 
 
 def test_what_newer_releases_say_of_packed_sequences_is_told() -> None:

@@ -86,7 +86,7 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--dynamic-context-parallel is not supported: its groups change with every microbatch",
         ),
         ({"fake_process_group": True}, "--fake-process-group is not supported: ranks cannot meet in it"),
-        ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models know no core attention"),
+        ({"use_legacy_models": True}, "--use-legacy-models is not supported: legacy models have no core attention"),
         (
             {"flash_attention_version": 3},
             "--flash-attention-version 3 is not supported: kernels are chosen by --burst",

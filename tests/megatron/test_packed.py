@@ -20,7 +20,7 @@ pytestmark = pytest.mark.megatron
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_packed_indices_deal_out_every_document_in_zigzag(ranks: int) -> None:
     starts = [0, 2 * ranks, 2 * ranks, 8 * ranks]
-    dealt = []
+    assigned = []
     for rank in range(ranks):
         expected = []
         for start, stop in ((0, 2 * ranks), (2 * ranks, 8 * ranks)):
@@ -29,8 +29,8 @@ def test_packed_indices_deal_out_every_document_in_zigzag(ranks: int) -> None:
                 expected += range(start + number * chunk, start + (number + 1) * chunk)
         for given in (starts, torch.tensor(starts), torch.tensor([starts])):
             assert packed_indices(given, ranks, rank).tolist() == expected
-        dealt += expected
-    assert sorted(dealt) == list(range(8 * ranks))
+        assigned += expected
+    assert sorted(assigned) == list(range(8 * ranks))
 
 
 def _packed(**tensors: list[int]) -> PackedSeqParams:

@@ -1,0 +1,141 @@
+"""What `deepspeed.initialize` is given: the configuration in it, and what of it clashes with rings."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+from burst_plugin.comm.consistency import fingerprint, prepared_together, raise_if_unlike
+from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, Block, RepeatedKeyError, conflicts, loads
+from burst_plugin.deepspeed.groups import RequestedSize, mpu_problem, sequence_parallel_size
+from burst_plugin.strategy import AUTO
+
+__all__ = ["agree_on_block", "find_configuration", "is_transformers", "read_configuration"]
+
+_TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
+
+
+def find_configuration(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration in the arguments of `initialize`, wherever it is; None if it cannot be read."""
+    config = given.get("config")
+    if config is None:
+        config = given.get("config_params")
+    if config is None:
+        config = getattr(given.get("args"), "deepspeed_config", None)
+    return read_configuration(config)
+
+
+def read_configuration(config: Any) -> dict[str, Any] | None:
+    """Return a configuration from a dict, a file, or a base64 text, as DeepSpeed takes them; None if it is none."""
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | os.PathLike):
+        return None
+    try:
+        if os.path.exists(config):
+            found = loads(Path(config).read_text())
+        else:
+            found = loads(base64.urlsafe_b64decode(str(config)).decode())
+    except RepeatedKeyError:
+        raise  # DeepSpeed would not notice, since it gets what was read here
+    except (OSError, ValueError):
+        return None  # DeepSpeed reports what is wrong with it
+    return dict(found) if isinstance(found, Mapping) else None
+
+
+def agree_on_block(config: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Block, int]:
+    """Return the block and the context-parallel size; collective.
+
+    Raises ValueError on every rank if the arguments of any rank clash with rings, or if ranks differ.
+    """
+
+    def prepared() -> tuple[Block, int]:
+        block = Block.of(config)
+        assert block is not None, "the block is there"
+        if not block.enabled:
+            return block, 0
+        size = _size(block, given)
+        problems = (
+            conflicts(config, size)
+            + _problems(given, size, block.loss_of(size))
+            + _batch_problems(config, given, size)
+        )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return block, size
+
+    def agree(mine: tuple[Block, int] | None, problem: str) -> None:
+        said: list[Any] = [None] * dist.get_world_size()
+        lines = [] if mine is None else [f"context_parallel_size={mine[1]}", str(mine[0])]
+        dist.all_gather_object(said, fingerprint(lines, problem))
+        raise_if_unlike(said, f'all ranks must have the same "{BLOCK}" in their configuration: ')
+
+    return prepared_together(prepared, agree)[0]
+
+
+def _size(block: Block, given: Mapping[str, Any]) -> int:
+    """Return the context-parallel size that the block, Accelerate, or an `mpu` asks for."""
+    mpu, others = given.get("mpu"), []
+    if isinstance(mpu, RequestedSize):
+        others = [mpu.size]
+    elif mpu is not None and block.context_parallel_size == AUTO:
+        others = [sequence_parallel_size(mpu)]
+    return block.size(dist.get_world_size(), others)
+
+
+def _problems(given: Mapping[str, Any], size: int, loss: str) -> list[str]:
+    """Return what in the model, or in other arguments of `initialize`, cannot be used with a ring."""
+    model, mpu = given["model"], given.get("mpu")
+    reasons = [] if isinstance(mpu, RequestedSize) else [text for text in (mpu_problem(mpu, size),) if text]
+    if given.get("mesh_param") is not None:
+        reasons.append(f"mesh_param={given['mesh_param']!r} does not go together with {BLOCK}: leave it out")
+    recorded = getattr(sys.modules.get(_TENSOR_PARALLEL), "_TP_MODEL_INIT_ARGS", None) or {}
+    if recorded.get("tp_size", 1) > 1 or getattr(model, "ds_autotp_parsed", False):
+        reasons.append(f"tensor parallelism (deepspeed.tp_model_init) has not been tried with {BLOCK}: leave it out")
+    if isinstance(model, deepspeed.PipelineModule):
+        reasons.append(f"a PipelineModule does not go together with {BLOCK}: use a plain model with ZeRO")
+    kinds = {type(module).__name__ for module in model.modules()} if isinstance(model, torch.nn.Module) else set()
+    for kind in ("MoE", "MOELayer"):
+        if kind in kinds:
+            reasons.append(f"DeepSpeed's {kind} layers have not been tried with {BLOCK}: use the model's own experts")
+    for kind in ("DistributedAttention", "UlyssesSPAttention", "UlyssesSPViTAttention", "FPDT_Attention"):
+        if kind in kinds:
+            reasons.append(
+                f"the model has {kind} layers (Ulysses), which do not go together with {BLOCK}: take them out"
+            )
+    if is_transformers(model):
+        from burst_plugin.huggingface.models import problems
+
+        reasons += problems(model, is_whole=size == 1, is_own_mean=loss == MEAN_OF_RANKS)
+    return reasons
+
+
+def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: int) -> list[str]:
+    """Return what is wrong with batch sizes: that they count every rank as a data-parallel one."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    numbers: list[Any] = [config.get(name) for name in names]
+    if size == 1 or isinstance(given.get("mpu"), RequestedSize) or not all(isinstance(n, int) for n in numbers):
+        return []
+    (batch, micro, steps), world = numbers, dist.get_world_size()
+    if batch != micro * steps * world:
+        return []
+    return [
+        f"train_batch_size={batch} is that of {world} data-parallel ranks, but {size} of them share each sequence: "
+        f"leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set sp_size={size} "
+        "of ParallelismConfig"
+    ]
+
+
+def is_transformers(model: Any) -> bool:
+    """Return whether a model is one of transformers, perhaps wrapped, without importing transformers."""
+    if not isinstance(model, torch.nn.Module):
+        return False
+    return any(base.__module__ == "transformers.modeling_utils" for m in model.modules() for base in type(m).__mro__)

@@ -1,0 +1,217 @@
+"""The hooks around a model's forward: whole batches are cut, losses become those of whole batches."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard, shifted
+from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.deepspeed.outputs import check_form_of_loss, for_reading_only, refuse_backward, summed_loss
+from burst_plugin.ring.rank_state import RankState
+
+__all__ = ["ModelHooks"]
+
+_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
+_LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
+
+
+class ModelHooks:
+    """The hooks on the forward of a session's model: they cut whole batches, and refuse forwards without the ring."""
+
+    def __init__(self, session: Session, model: torch.nn.Module) -> None:
+        self._session = session
+        self._cuts_batch = False  # whether the batch of this forward came whole
+        self._calls_before = 0  # of attention, when the model's forward began
+        self._checked_losses = 0  # of forwards in training
+        self._has_warned = False
+        self._shard_problems: list[str] | None = None  # of the model with sharded batches, once it gets one
+        before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
+        self._handles = [
+            model.register_forward_pre_hook(before, with_kwargs=True),
+            model.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    # ------------------------------------------------------------------------------------------------- before
+
+    def _before(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        session = self._session
+        trains = model.training and torch.is_grad_enabled()
+        if session.only_caller and not session.is_permitted and trains:
+            raise ValueError(
+                f"{session.only_caller} calls the model itself, but labels are shifted already and every rank has "
+                "its shard of them: call super().compute_loss(...), and go on from the loss that it returns"
+            )
+        session.note_step()
+        self._calls_before = self._ring_of(kwargs).calls_made
+        self._cuts_batch = False
+        if not session.whole_batches:
+            return None
+        check_shard(kwargs)
+        if SHARD_KEY in kwargs:
+            self._check_count(kwargs)
+            if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
+                self._check_takes_shards(model)
+        elif trains:
+            kwargs = self._cut(model, args, kwargs)
+        else:
+            return None  # whole sequences on this rank alone: evaluation, generation
+        return (), self._with_arguments_of_loss(model, kwargs)
+
+    def _cut(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's shard of a whole batch."""
+        kwargs = _by_name(model, args, kwargs)
+        if self._session.cp.ranks > 1 and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            raise ValueError(
+                f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on this "
+                "rank's part of it would not become that of the whole batch. Give labels; or cut it with "
+                "burst_plugin.deepspeed.shard_batch, and compute a loss on a rank's tokens, as token_mean_loss does"
+            )
+        self._cuts_batch = self._session.cp.ranks > 1
+        return self._session.cut(kwargs)
+
+    def _with_arguments_of_loss(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments with all that a model's loss needs on a ring."""
+        kwargs = dict(kwargs)
+        if "shift_labels" in kwargs:
+            kwargs.setdefault("labels", kwargs["shift_labels"])  # without labels models compute no loss
+        if self._session.leaves_losses:
+            return kwargs
+        if kwargs.get("output_router_logits"):
+            raise ValueError(
+                "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
+            )
+        if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
+            kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], model.training)
+        return kwargs
+
+    def _check_takes_shards(self, model: torch.nn.Module) -> None:
+        """Raise ValueError for a model that runs on this ring only because a ring of one rank has whole batches."""
+        if self._shard_problems is None:
+            from burst_plugin.huggingface.models import problems
+
+            self._shard_problems = problems(model)
+        if self._shard_problems:
+            reasons = "; ".join(self._shard_problems)
+            raise ValueError(f"got a batch that was cut: {reasons}. On a ring of one rank give it whole batches")
+
+    def _check_count(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for a number of tokens in a batch that is cut already, unless our Trainer put it there."""
+        counted = kwargs.get("num_items_in_batch") is not None and torch.is_grad_enabled()
+        if counted and self._session.cp.ranks > 1 and not self._session.is_permitted:
+            raise ValueError(
+                "num_items_in_batch came with a batch that is cut already, and whether it counts the tokens of all "
+                "ranks cannot be told: leave it out, for the mean over this batch, or leave labels out and use "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels, valid_tokens=...)"
+            )
+
+    def _ring_of(self, kwargs: Mapping[str, Any]) -> RankState:
+        """Return the ring of the batch, which is another engine's if that has cut it."""
+        shard, cp = kwargs.get(SHARD_KEY), self._session.cp
+        if not isinstance(shard, SequenceShard):
+            return cp.rank_state
+        if shard.cp.ranks != cp.ranks:
+            raise ValueError(
+                f"got shards of a ring of {shard.cp.ranks} ranks in an engine with rings of {cp.ranks}, whose losses "
+                "are scaled for these; give both engines the same context_parallel_size"
+            )
+        return shard.cp.rank_state
+
+    # ------------------------------------------------------------------------------------------------- after
+
+    def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        session = self._session
+        is_sharded = SHARD_KEY in kwargs
+        if session.whole_batches and not session.leaves_losses:
+            if is_sharded and kwargs.get("labels") is not None:
+                check_form_of_loss(type(model).__name__, output)
+            if not is_sharded and torch.is_grad_enabled():
+                read = (getattr(output, "loss", None), getattr(output, "logits", None))
+                refuse_backward(*(output if isinstance(output, tuple) else read))
+        self._check_attended(model, kwargs)
+        if self._cuts_batch and torch.is_grad_enabled() and isinstance(output, Mapping):
+            for name in [name for name in output if name != "loss"]:
+                output[name] = for_reading_only(output[name])  # type: ignore[index]
+        loss = getattr(output, "loss", None)
+        if not is_sharded or not session.whole_batches or session.leaves_losses:
+            return None
+        if not isinstance(loss, Tensor) or loss.dim():
+            return None
+        if model.training:
+            self._check_loss(output, kwargs)
+        output["loss"] = session.of_whole_batch(loss, model.training)
+        if not model.training:
+            refuse_backward(output["loss"])
+        return output
+
+    def _check_attended(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError if a forward that had to use the ring has not."""
+        is_sharded = SHARD_KEY in kwargs
+        if is_sharded and getattr(kwargs[SHARD_KEY], "as_given", False):  # this rank has all of its tokens
+            return
+        expected = is_sharded or (model.training and torch.is_grad_enabled())
+        if expected and self._ring_of(kwargs).calls_made == self._calls_before:
+            raise ValueError(
+                f"burst_attention is enabled, but {type(model).__name__} has computed a forward without it, so that "
+                'ranks attended to their own tokens only: use attn_implementation="burst" (transformers), or call '
+                "burst_plugin.burst_attention(q, k, v, burst_plugin.deepspeed.context()) in the model's attention"
+            )
+
+    def _check_loss(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError on every rank if the model's own loss is not the mean over `shift_labels`.
+
+        It looks at forwards 1, 2, 4, 8, ...; collective.
+        """
+        self._checked_losses += 1
+        if self._checked_losses & (self._checked_losses - 1):
+            return
+        logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
+            labels = shifted(kwargs["labels"])
+        if labels is None or logits is None or logits.shape[:2] != labels.shape:
+            self._warn_of_unchecked_loss()
+            return
+        with torch.no_grad():
+            expected = summed_loss(logits.flatten(0, 1), labels.flatten()) / float(kwargs["num_items_in_batch"])
+        got = float(output.loss.detach())
+        problem, tolerance = "", _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
+        if abs(got - expected) > tolerance * max(abs(expected), 1.0):
+            problem = (
+                f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
+                "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "
+                "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
+            )
+        self._session.cp.agree({"loss": "checked"}, problem)
+
+    def _warn_of_unchecked_loss(self) -> None:
+        """Warn once of a loss that nothing can be compared with."""
+        if not self._has_warned:
+            warnings.warn(
+                "the model returns a loss without logits of all tokens, so that nothing can be compared with it: "
+                "make sure that it honours shift_labels and num_items_in_batch, or leave labels out of the batch "
+                "and use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)",
+                stacklevel=3,
+            )
+        self._has_warned = True
+
+
+def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by their names, without those that are None."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return {name: value for name, value in given.items() if value is not None}

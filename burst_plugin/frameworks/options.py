@@ -1,0 +1,54 @@
+"""The options of `Strategy` as command-line flags and as the table of docs/options.md, from its fields."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import Field, fields
+from typing import Any
+
+from burst_plugin.frameworks import all_frameworks
+from burst_plugin.strategy import AUTO, Strategy
+
+__all__ = ["flag_keywords", "table"]
+
+
+def whole_or_auto(text: str) -> int | str:
+    """Parse a whole number, or "auto"."""
+    return AUTO if text == AUTO else int(text)
+
+
+_BY_TYPE: dict[str, dict[str, Any]] = {
+    "bool": {"action": argparse.BooleanOptionalAction},
+    "int": {"type": int, "metavar": "N"},
+    "float": {"type": float, "metavar": "X"},
+    "int | str": {"type": whole_or_auto, "metavar": f"{{N,{AUTO}}}"},
+    "int | tuple[int, int]": {"type": int, "metavar": "N", "nargs": "+"},  # one for both passes, or one for each
+}
+
+
+def flag_keywords(option: Field[Any]) -> dict[str, Any]:
+    """Return keyword arguments of `ArgumentParser.add_argument` for a field of `Strategy`."""
+    choices = sorted(option.metadata["choices"], key=lambda choice: choice != AUTO)  # "auto" first
+    keywords = {"choices": choices} if choices else _BY_TYPE[str(option.type)]
+    default = [option.default] if "nargs" in keywords else option.default
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", option.metadata["help"])  # links are of no use on a terminal
+    return {**keywords, "default": default, "help": text.replace("`", "").replace("%", "%%")}
+
+
+def table() -> str:
+    """Return the table of docs/options.md in Markdown: a row per option, and how frameworks write it."""
+    by_name = [each.title for each in all_frameworks() if each.written is None]
+    other_ways = [(each.title, each.written) for each in all_frameworks() if each.written is not None]
+    rows = [[f"field and {' and '.join(by_name)} key", *(title for title, _ in other_ways), "default", "values"]]
+    rows.append(["---"] * len(rows[0]))
+    for option in fields(Strategy):
+        ways = [written(option.name) for _, written in other_ways]
+        rows.append([f"`{option.name}`", *ways, f"`{_shown(option.default)}`", option.metadata["help"]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)

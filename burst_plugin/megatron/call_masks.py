@@ -1,0 +1,128 @@
+"""What one call of core attention may attend to: from its mask type, its mask tensor, and its packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.megatron import masks
+from burst_plugin.megatron.packed import is_packed, packed_documents
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Mask
+
+__all__ = ["CallMask", "MaskReader"]
+
+
+class CallMask(NamedTuple):
+    """mask and bias: those of the call. tokens: of packed queries and keys, and how ranks hold them."""
+
+    mask: Mask
+    bias: Tensor | None
+    tokens: tuple[Tokens, Tokens] | None
+
+
+class MaskReader:
+    """Reads the masks of one layer's calls. Tensors are read once for all layers, by the registry's cache.
+
+    window: Megatron's `window_size` if the layer has one, else None.
+    """
+
+    def __init__(self, window: tuple[int, int] | None, registry: Registry) -> None:
+        self._window = window
+        self._registry = registry
+
+    def read(
+        self,
+        kind: str,
+        cp: ContextParallel,
+        q: Tensor,
+        k: Tensor,
+        attention_mask: Any,
+        attention_bias: Tensor | None,
+        packed_seq_params: Any,
+    ) -> CallMask:
+        """Return what the call of mask type `kind` with q [B, S/CP, ...] and k [B, Sk/CP, ...] may attend to.
+
+        Raises ValueError for what does not fit together, naming what was got.
+        """
+        lengths = (q.shape[1], k.shape[1])
+        mask = self._mask_of_type(kind, lengths)
+        if is_packed(packed_seq_params):
+            documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, lengths)
+            return CallMask(documents & mask, attention_bias, tokens)
+        if attention_mask is not None and kind == "arbitrary":
+            bias = masks.with_masked(attention_bias, attention_mask, (lengths[0], lengths[1] * cp.ranks), q.dtype)
+            return CallMask(mask, bias, None)
+        if attention_mask is not None:
+            return CallMask(self._with_attention_mask(kind, cp, mask, attention_mask), attention_bias, None)
+        if kind == "arbitrary" or (kind.startswith("padding") and not self._are_whole(packed_seq_params, cp, k)):
+            got = "neither" if packed_seq_params is None else "some in format sbhd that leave room for padding"
+            raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got {got}")
+        return CallMask(mask, attention_bias, None)
+
+    def _mask_of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
+        """Return what mask type and window allow."""
+        if kind not in masks.BY_TYPE:
+            raise ValueError(
+                f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"
+            )
+        mask = masks.BY_TYPE[kind]
+        if self._window is None:
+            return mask
+        if lengths[0] != lengths[1]:
+            raise ValueError(
+                f"window_size={self._window} needs as many queries as keys; set it to None, or leave this layer out "
+                "by window_attn_skip_freq"
+            )
+        return masks.windowed(mask, self._window)
+
+    def _documents(
+        self,
+        kind: str,
+        cp: ContextParallel,
+        packed_seq_params: Any,
+        attention_mask: Any,
+        lengths: tuple[int, int],
+    ) -> tuple[Mask, tuple[Tokens, Tokens]]:
+        """Return the documents of packed sequences, and the tokens of queries and keys."""
+        if attention_mask is not None or kind in ("arbitrary", "causal_bottom_right"):
+            got = f"attn_mask_type={kind}" if attention_mask is None else "an attention_mask"
+            raise ValueError(
+                f"packed sequences have causal, no_mask, padding or padding_causal attention by cu_seqlens; got {got}"
+            )
+
+        in_this_call: dict[int, tuple[int, ...]] = {}  # queries and keys mostly have the same offsets
+
+        def read(tensor: Tensor) -> tuple[int, ...]:
+            if id(tensor) not in in_this_call:
+                in_this_call[id(tensor)] = self._numbers(tensor)
+            return in_this_call[id(tensor)]
+
+        tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read)
+        return documents, tokens
+
+    def _numbers(self, tensor: Tensor) -> tuple[int, ...]:
+        return self._registry.tensor_cache.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()), id(self))
+
+    def _are_whole(self, packed_seq_params: Any, cp: ContextParallel, k: Tensor) -> bool:
+        """Return whether batch rows have no padding by their offsets in format sbhd, such as LLaVA's."""
+        offsets = getattr(packed_seq_params, "cu_seqlens_kv", None)
+        if offsets is None:
+            return False
+        rows, length = k.shape[0], k.shape[1] * cp.ranks
+        return self._numbers(offsets) == tuple(row * length for row in range(rows + 1))
+
+    def _with_attention_mask(self, kind: str, cp: ContextParallel, mask: Mask, attention_mask: Any) -> Mask:
+        """Return `mask` without the padded keys of a mask tensor, which must say no more than the mask type does."""
+        if isinstance(attention_mask, (tuple, list)):
+            attention_mask = attention_mask[-1]
+        plain, registry = masks.BY_TYPE[kind], self._registry
+        if kind in ("padding", "padding_causal"):
+            return mask & registry.tensor_cache.get(
+                attention_mask, ("keys", plain), lambda: masks.read_key_padding(cp, attention_mask, plain), id(self)
+            )
+        registry.check_mask(cp, attention_mask, plain, id(self))
+        return mask
