@@ -77,7 +77,7 @@ def _work(kind: CallKind, direction: Direction, part: Part, visit: Visit, own: M
     home = OTHER_SIDE[moving]
     here = part.operands if visit.is_own else {**part.operands, moving: part.incoming(moving, visit.operands)}
     positions = kind.positions(direction, visit.owner)
-    for tile in kind.tiles[direction, visit.owner, visit.turn]:
+    for tile in kind.tiles[direction, visit.owner, visit.is_tail]:
         contributions = part.compute(here["q"], here["kv"], tile, positions)
         if contributions[home]:
             own[home].parts[visit.part].add(tile, home, contributions[home])

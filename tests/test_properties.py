@@ -1,4 +1,4 @@
-"""Schedules, needs, tiles and buffers of drawn topologies, layouts and masks, and the error of bfloat16.
+"""Schedules, required rows, tiles and buffers of drawn topologies, layouts and masks, and the error of bfloat16.
 
 Whole attention calls are drawn in `test_drawn_calls.py`.
 `BURST_SOAK=2000 bash tests/run.sh tests/test_properties.py` draws that many cases instead of 150.
@@ -32,7 +32,7 @@ from burst_plugin.comm.buffers import Packing
 from burst_plugin.planning.buffer_count import most_held
 from burst_plugin.ring.routes import Attending, Pairs
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.sequence.regions import work_by_token
 from burst_plugin.sequence.tiles import Regions, tiles_of
@@ -93,16 +93,16 @@ def test_schedules_are_exact(nodes: int, ranks_per_node: int) -> None:
     density=st.sampled_from([0.05, 0.3, 0.8]),
     random=st.randoms(use_true_random=False),
 )
-def test_schedules_of_needs_are_exact(topology: Topology, reduces: bool, density: float, random: Any) -> None:
+def test_schedules_of_required_rows_are_exact(topology: Topology, reduces: bool, density: float, random: Any) -> None:
     everyone = range(topology.ranks)
-    needs = [{owner: ((0, owner + 1),) for owner in everyone if random.random() < density} for _ in everyone]
-    pairs = sum(owner != rank for rank, wanted in enumerate(needs) for owner in wanted)
+    required = [{owner: ((0, owner + 1),) for owner in everyone if random.random() < density} for _ in everyone]
+    pairs = sum(owner != rank for rank, wanted in enumerate(required) for owner in wanted)
     for name, make in SCHEDULES.items():
-        schedule = make(topology, reduces, needs).validate(needs)
+        schedule = make(topology, reduces, required).validate(required)
         dense = make(topology, reduces, None)
         assert len(schedule.gather) <= len(dense.gather)
         assert len(schedule.reduce) <= len(dense.reduce)
-        sent, worked_on = {(t.src, t.block) for t in schedule.gather}, {(r, o) for r in everyone for o in needs[r]}
+        sent, worked_on = {(t.src, t.block) for t in schedule.gather}, {(r, o) for r in everyone for o in required[r]}
         assert all((t.dst, t.block) in sent | worked_on for t in schedule.gather), "nothing travels in vain"
         arrived = {(t.dst, t.block) for t in schedule.reduce}
         assert all((t.src, t.block) in arrived | worked_on for t in schedule.reduce)
@@ -146,7 +146,7 @@ def test_needs_are_the_rows_of_the_tiles(data: st.DataObject, ranks: int, size: 
     pairs = Pairs(Attending(tokens, tokens, mask), {"q": runs, "kv": runs})
     side: Side
     for side in SIDES:
-        with mock.patch.object(needs, "_MOST_ROWS", 2.0):  # not even all of them
+        with mock.patch.object(required_rows, "_MOST_ROWS", 2.0):  # not even all of them
             found = pairs.required(side)
         visits = [[pairs.of_visit(side, owner, rank) for owner in range(ranks)] for rank in range(ranks)]
         assert found == [

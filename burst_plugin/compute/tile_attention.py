@@ -48,7 +48,7 @@ class TileWork:
         """(out, lse) of the tile's queries on its keys."""
         q, k, v = (_tokens(x, rows, tile) for x, rows in zip((q, *kv), (tile.q, tile.k, tile.k), strict=True))
         how = self._how(tile, positions)
-        if tile.spans:
+        if tile.subtiles:
             return self._forward_of_spans(q, k, v, tile, how)
         out, lse = self._kernel.forward(q, k, v, how)
         if self.max_logits is not None:
@@ -63,7 +63,7 @@ class TileWork:
         k, v = (_tokens(x, tile.k, tile) for x in kv)
         lse = _folded_rows(rows_of(queries.lse, tile.q, tile.batch), tile)
         how = self._how(tile, positions)
-        if tile.spans:
+        if tile.subtiles:
             return self._backward_of_spans(Queries(q, dout, out, lse), k, v, tile, how)
         grads = self._kernel.backward(Queries(q, dout, out, lse), k, v, how)
         if grads.dbias is not None and self._bias is not None:

@@ -32,7 +32,7 @@ from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import GroupBlock
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import positions, token_count
-from burst_plugin.sequence.tile_splitting import cut, in_turns, one_by_one, together
+from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
 from burst_plugin.types import DIRECTIONS, FULL, SIDES, Direction, Rows, Side, Spec
@@ -109,24 +109,24 @@ class CallKind:
         return routes
 
     @cached_property
-    def tiles(self) -> dict[tuple[Direction, int, int], tuple[Tile, ...]]:
-        """By direction, owner and turn: the work of a visit, in tiles that the kernel has."""
-        by_turn = {}
+    def tiles(self) -> dict[tuple[Direction, int, bool], tuple[Tile, ...]]:
+        """By direction, owner and whether it is the tail: the work of a visit, in tiles that the kernel has."""
+        by_visit = {}
         for direction, route in self.routes.items():
             for owner, tiles in route.tiles.items():
-                turns = in_turns(tiles, route.schedule.kept if owner == self.rank_state.ring_rank else 0.0)
-                for turn, mine in enumerate(turns):
-                    by_turn[direction, owner, turn] = self._supported_by_the_kernel(mine)
-        return by_turn
+                halves = split_tail(tiles, route.schedule.tail_share if owner == self.rank_state.ring_rank else 0.0)
+                for is_tail, mine in zip((False, True), halves, strict=True):
+                    by_visit[direction, owner, is_tail] = self._supported_by_the_kernel(mine)
+        return by_visit
 
     def _supported_by_the_kernel(self, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
         if "windows" not in self.kernel.features:
             most = max(1, _LARGEST_BATCH // self.shapes.batch)
             tiles = [piece for tile in tiles for piece in cut(tile, most)]
         if self._needs_positions:  # which pieces cannot share as a batch
-            tiles = [piece for tile in tiles for piece in one_by_one(tile)]
+            tiles = [piece for tile in tiles for piece in split_pieces(tile)]
         elif "varlen" in self.kernel.features and not self.max_logits:
-            tiles = [*together(tiles, self._most_spans)]
+            tiles = [*batched(tiles, self._most_spans)]
         return tuple(tiles)
 
     @property

@@ -100,13 +100,13 @@ class _Ending:
 class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `sums`.
 
-    A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each
-    (`turn` 0 and 1).
+    A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, the second
+    time for the tail of the work (`is_tail`).
     """
 
     owner: int
     part: int
-    turn: int
+    is_tail: bool
     is_own: bool
     operands: tuple[Tensor, ...]
     _sums: Callable[[], TileSums]
@@ -164,7 +164,8 @@ class RingPass:
             is_own = self._schedule.is_own(block)
             operands = () if is_own else self._operands[block]
             owner, part = self._schedule.owner(block), self._schedule.part(block)
-            yield Visit(owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._sums_of, block))
+            is_tail = self._schedule.steps[step].is_tail
+            yield Visit(owner, part, is_tail, is_own, operands, partial(self._sums_of, block))
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Around the work of a visit: a place in a profile, and on GPUs an NVTX range."""

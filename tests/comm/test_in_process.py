@@ -31,7 +31,7 @@ from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.ring.executor import RingPass, lockstep
 from burst_plugin.ring.routes import Attending
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence import required_rows as needs
+from burst_plugin.sequence import required_rows
 from burst_plugin.sequence.masks import Causal
 from tests.support.reference import Problem, Result, errors, reference, relative
 
@@ -183,7 +183,7 @@ def test_sums_that_nothing_was_added_to_travel_as_nothing(
     monkeypatch: pytest.MonkeyPatch, schedule: str, moving: str
 ) -> None:
     """Where too many ranks meet to be looked at, blocks go to all, and what has no work on them sends sums too."""
-    monkeypatch.setattr(needs, "_MOST_MEETINGS", 0)
+    monkeypatch.setattr(required_rows, "_MOST_MEETINGS", 0)
     problem = Problem.draw(24, (2, 2), dtype=torch.float64)
     strategy = Strategy(schedule=schedule, forward=moving, backward=moving, layout="contiguous")
     q, k, v = (x.clone().requires_grad_() for x in problem[:3])
@@ -211,7 +211,7 @@ def test_rows_that_two_ranks_of_a_node_need_are_handed_on_and_their_sums_added_u
     found = errors(Result(out.detach(), *grads), reference(problem, mask))
     assert max(found.values()) < 1e-13, found
     table = ring.rank_states[0].route_table
-    schedule = direct(topology, needs=table.pairs(Attending(Tokens(length), Tokens(length), mask)).required("kv"))
+    schedule = direct(topology, required=table.pairs(Attending(Tokens(length), Tokens(length), mask)).required("kv"))
     crossing = [t for t in schedule.gather if t.link is Link.INTER and t.block == topology.ranks_per_node - 1]
     assert {t.rows for t in crossing} == {((1, 2), (4, 8))}
     assert schedule.by_link

@@ -55,7 +55,7 @@ def test_the_last_hop_hides_behind_what_was_kept() -> None:
     load, links = Load(1e6, 2e6, 0.4), Links(FAST, 1e7)
     schedule = flat_ring(Topology(4, 1))
     assert price(schedule, load, links).time_s == pytest.approx(4 * 0.4, rel=1e-3)
-    at_once = replace(schedule, visits=tuple(visits[:-1] for visits in schedule.visits), kept=0.0).validate()
+    at_once = replace(schedule, visits=tuple(visits[:-1] for visits in schedule.visits), tail_share=0.0).validate()
     assert price(at_once, load, links).time_s == pytest.approx(4 * 0.4 + 0.2, rel=1e-3)
     assert price(schedule, load, links).compute_s == price(at_once, load, links).compute_s == pytest.approx(1.6)
 
