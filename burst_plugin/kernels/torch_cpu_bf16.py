@@ -30,7 +30,7 @@ _ROWS = 1024  # queries and keys of a square
 
 
 class TorchCpuBf16Kernel(TorchCpuKernel):
-    """Rounds probabilities and their gradients to bfloat16 before they are multiplied, as kernels for GPUs do."""
+    """A kernel that rounds probabilities and their gradients to bfloat16 before products, as kernels for GPUs do."""
 
     name = "torch_cpu_bf16"
     limits = Limits("cpu", (torch.bfloat16,), library="a processor with `avx512_bf16`")
@@ -60,7 +60,7 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
 
 
 def _squares(queries: int, keys: int, band: Band) -> Iterator[tuple[slice, slice, Band]]:
-    """Query rows, key rows and band of the pieces of a full or causal tile."""
+    """Yield query rows, key rows and band of the squares of a full or causal tile."""
     for first_q, first_k in product(range(0, queries, _ROWS), range(0, keys, _ROWS)):
         if band == FULL or first_k <= first_q:
             rows, k_rows = slice(first_q, first_q + _ROWS), slice(first_k, first_k + _ROWS)
