@@ -41,7 +41,7 @@ class ContextParallel(Session):
         group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank; if
             there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
-        strategy: all options at once.
+        strategy: all options together.
         options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
 
     Raises:

@@ -32,7 +32,7 @@ class CallId(NamedTuple):
         return f"call {self.number} ({self.name})" if self.name else f"call {self.number}"
 
     def label(self, direction: Direction, kind: bytes) -> bytes:
-        """Return 16 bytes that tell a pass of this call from others; `kind` is the digest of what it computes."""
+        """Return 16 bytes that no other pass has; `kind` is the digest of what it computes."""
         which = 2 * self.number + (direction == "backward")
         named = blake2b(self.name.encode(), key=kind, digest_size=8).digest()
         return named + which.to_bytes(8, "little")

@@ -117,23 +117,23 @@ class ConsistencyCheck:
         encoded = _encode(text)
         mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         if self._in_one:
-            everyone = self._gathered(mine)
+            received = self._gathered(mine)
         elif self._shared is not None or not _in_main_thread():
-            everyone = self._between_pairs(self._usable(self._shared), mine, when)
+            received = self._between_pairs(self._usable(self._shared), mine, when)
         else:
-            everyone = self._first_between_pairs(mine, text, when)
+            received = self._first_between_pairs(mine, text, when)
         ours = _decode(encoded)  # which mostly all ranks have
-        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in received]
 
     def forget_wire(self) -> None:
         """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""
         _SHARED.pop(self._key, None)
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        received = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(everyone, mine.to(self.device), group=self._group)
-        return everyone.cpu().view(self._ranks, -1).unbind()
+        gather(received, mine.to(self.device), group=self._group)
+        return received.cpu().view(self._ranks, -1).unbind()
 
     def _first_between_pairs(self, mine: Tensor, text: str, when: str) -> Sequence[Tensor]:
         """Exchange over the group of earlier rings, if any. Raise ValueError if ranks begin different rings."""
@@ -142,16 +142,16 @@ class ConsistencyCheck:
         where = text.splitlines()[0] if text.startswith(_PLACE) else f"{_PLACE}{when}"
         apart = partial(raise_if_apart, ranks=self._ranks)
         swap = partial(self._between_pairs, shared, mine, when)
-        everyone = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
+        received = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
         self._shared = _SHARED[self._key] = shared
-        return everyone
+        return received
 
     def _between_pairs(self, group: dist.ProcessGroup, mine: Tensor, when: str) -> Sequence[Tensor]:
         mine = mine.to(self.device)
-        everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
+        received = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
-        recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
+        recvs = [Message(rank, _CHANNEL, received[rank]) for rank in peers]
         transport = self._transport(group)
         try:
             for pending in transport.post(sends, recvs):
@@ -161,7 +161,7 @@ class ConsistencyCheck:
             if isinstance(error, PeerLostError):
                 raise lost_peer_error(transport, self._rank, when, error) from error
             raise
-        return [each.cpu() for each in everyone]
+        return [each.cpu() for each in received]
 
     def _usable(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         """Return the group that rings share, if it still exists and this is the main thread; else the ring's own."""

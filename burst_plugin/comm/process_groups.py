@@ -131,9 +131,9 @@ def warm_up(group: dist.ProcessGroup) -> None:
 def _created_by_members_alone(name: str) -> Iterator[None]:
     """Keep two things in torch's `new_group(use_local_synchronization=True)` from needing other ranks.
 
-    It names a group after its ranks and the number of groups that this rank is in, so that ranks in unlike numbers of
-    groups wait for each other under different names until the time-out. And where the world is bound to a device, it
-    splits the world's communicator, in which all ranks of the world would have to take part.
+    It names a group after its ranks and the number of groups that this rank is in, so that ranks in different numbers
+    of groups wait for each other under different names until the time-out. And where the world is bound to a device,
+    it splits the world's communicator, in which all ranks of the world would have to take part.
     """
     torch_private: Any = dist.distributed_c10d
     world, original = torch_private._get_default_group(), torch_private._process_group_name

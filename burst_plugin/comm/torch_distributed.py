@@ -83,7 +83,7 @@ class DistributedTransport(Transport):
     communicators: the group of every channel.
     global_ranks: `global_ranks[r]` is the global rank of rank r of the context-parallel group.
     board: notes, in its progress, which rank this one waits for.
-    tag: tells messages from other ones on the same groups.
+    tag: separates messages from other ones on the same groups.
     timeout: of messages, instead of the groups' own.
     """
 

@@ -46,17 +46,17 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         query_heads, kv_heads = queries.q.shape[2], k.shape[2]
-        sums = Grads(*(torch.zeros(x.shape, dtype=torch.float32) for x in (queries.q, k, v)))
+        total = Grads(*(torch.zeros(x.shape, dtype=torch.float32) for x in (queries.q, k, v)))
         for rows, k_rows, band in _squares(queries.q.shape[1], k.shape[1], how.band):
             q, dout, out = (x[:, rows] for x in queries[:3])
             some_k, some_v = (expand_heads(x[:, k_rows], query_heads) for x in (k, v))
             some = Queries(q, dout, out, queries.lse[:, :, rows])
             dtype = torch.float32 if some_k.shape[1] % 2 else k.dtype
             grads = flash_backward(some, some_k, some_v, how._replace(band=band), dtype)
-            sums.dq[:, rows].add_(grads.dq)
-            sums.dk[:, k_rows].add_(sum_heads(grads.dk, kv_heads))
-            sums.dv[:, k_rows].add_(sum_heads(grads.dv, kv_heads))
-        return sums
+            total.dq[:, rows].add_(grads.dq)
+            total.dk[:, k_rows].add_(sum_heads(grads.dk, kv_heads))
+            total.dv[:, k_rows].add_(sum_heads(grads.dv, kv_heads))
+        return total
 
 
 def _squares(queries: int, keys: int, band: Band) -> Iterator[tuple[slice, slice, Band]]:

@@ -29,7 +29,7 @@ _LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in i
 
 
 class TorchEfficientKernel:
-    """float32 and 16-bit types; any head dims, also unlike ones.
+    """float32 and 16-bit types; any head dims, also different ones.
 
     A causal tile with a bias has its mask in the bias: blocks that a mask leaves out would be missing from the bias'
     gradient. The bias is rounded to the type of q.

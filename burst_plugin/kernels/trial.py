@@ -36,7 +36,7 @@ def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) 
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             wrong = _wrong(kernel, trusted, device, case)
-    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+    except torch.OutOfMemoryError:  # which says nothing about the kernel, and is not cached
         raise
     except Exception as error:  # whatever the library raises
         return f"tried out, it fails: {type(error).__name__}: {error}"

@@ -203,7 +203,7 @@ class _Simulation:
         return message.ends
 
     def _state(self, now: float, origin: int) -> _State:
-        """Return all that the future depends on: steps counted from `origin`, and what messages and work have left."""
+        """Return all that later events depend on: steps counted from `origin`, messages and work that are left."""
         places: list[tuple[int, ...]] = []
         shares: list[float] = []
         for rank, at in enumerate(self._at):
