@@ -57,11 +57,11 @@ def pairs(tiles: list[Tile]) -> list[tuple[int, int, int, int, Band, tuple[int, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dealt_out", [None, STARTS], ids=["as a whole", "by document"])
+@pytest.mark.parametrize("cu_seqlens", [None, STARTS], ids=["as a whole", "by document"])
 @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(9, 0)], ids=str)
-def test_nothing_is_lost_or_added(layout: str, dealt_out: tuple[int, ...] | None, mask: Mask) -> None:
+def test_nothing_is_lost_or_added(layout: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     regions = Regions(documents(mask).regions(128, 128))
-    runs = [LAYOUTS[layout].runs(rank, 4, Tokens(128, dealt_out)) for rank in range(4)]
+    runs = [LAYOUTS[layout].runs(rank, 4, Tokens(128, cu_seqlens)) for rank in range(4)]
     for queries in runs:
         for keys in runs:
             alone = tiles_of(regions, queries, keys)
@@ -278,7 +278,7 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
 
 @pytest.mark.parametrize("name", ["reference", *RAGGED])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("dealt_out", [None, STARTS], ids=["as a whole", "by document"])
+@pytest.mark.parametrize("cu_seqlens", [None, STARTS], ids=["as a whole", "by document"])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -290,7 +290,7 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
     ],
     ids=["causal", "full", "window", "padded", "by batch row"],
 )
-def test_a_ring_is_exact(name: str, backward: str, dealt_out: tuple[int, ...] | None, mask: Mask) -> None:
+def test_a_ring_is_exact(name: str, backward: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     strategy = Strategy(backward=backward)
     with ExitStack() as stack:
         if name in INSTALL:
@@ -299,12 +299,12 @@ def test_a_ring_is_exact(name: str, backward: str, dealt_out: tuple[int, ...] | 
             stack.callback(flash_module._is_right.cache_clear)
             stack.enter_context(install(Calls()))
             name = chosen
-        found = ring_errors(KERNELS[name], mask, Tokens(128, dealt_out), strategy)
+        found = ring_errors(KERNELS[name], mask, Tokens(128, cu_seqlens), strategy)
     assert max(found.values()) < 1e-12, found
 
 
 def test_a_visit_of_many_documents_is_one_call() -> None:
-    """Dealt out one by one, as in Megatron: 16 visits, of which the 4 of a rank's own block are made in two turns."""
+    """Each spread over all ranks, as in Megatron: 16 visits, of which the 4 of a rank's own block have a tail."""
     starts = tuple(range(0, 129, 16))
     counted = Counted(KERNELS["reference"])
     found = ring_errors(counted, Causal() & Documents(starts), Tokens(128, starts), Strategy())
