@@ -33,20 +33,20 @@ _NODE = "node: "
 class ContextParallel(Session):
     """A context-parallel group: the ranks that hold one sequence between them.
 
-    Make one per group and share it between layers. Creating it is collective when `ranks_per_node` is "auto"
-    and no hierarchy is given (ranks then ask each other for their node); so is the first attention call, which
-    creates the communicators that `group` and `hierarchy` do not supply already.
+    Make one per group and share it between layers. Creating it is collective when `ranks_per_node` is "auto" and no
+    hierarchy is given (ranks then tell each other their nodes); so is the first attention call, which creates the
+    communicators that `group` and `hierarchy` do not supply.
 
     Args:
-        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank,
-            which among several has to be said by `hierarchy=[1]`.
+        group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank; if
+            there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
-        strategy: all options at once.
+        strategy: all options together.
         options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
 
     Raises:
-        ValueError: an option that is not valid, sizes that do not multiply to the group's, or a group that
-            this rank is not in; no group, where there are several ranks.
+        ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this
+            rank is not in, or no group where there are several ranks.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ContextParallel(Session):
         self._begin(self._find_topology(sizes))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Itself: a copy of a model, for a moving average or as a reference, goes around the same ring."""
+        """Return itself: a copy of a model, for a moving average or as a reference, uses the same ring."""
         return self
 
     def __reduce__(self) -> Any:
@@ -85,20 +85,20 @@ class ContextParallel(Session):
         return self.rank_state.topology
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
-        """This rank's tokens out of the whole sequence `x`, along `dim`.
+        """Return this rank's tokens of the whole sequence `x`, along `dim`.
 
-        Where the length does not divide by the number of ranks, they hold unequal numbers: pass
-        `tokens=Tokens(length)` to `burst_attention` and `unshard` then. ValueError if `tokens` has another length.
+        Where the length does not divide by the number of ranks, they hold unequal numbers: then pass
+        `tokens=Tokens(length)` to `burst_attention` and `unshard`. Raises ValueError if `tokens` has another length.
         """
         dim = token_dim("x", x, dim)
         tokens = Tokens(x.shape[dim]) if tokens is None else as_tokens(tokens)
         return self.rank_state.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
-        """The whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
+        """Return the whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
 
-        For looking at results: raises RuntimeError where gradients would be lost. ValueError on every rank if any
-        does not hold its part of `tokens`, or if they differ in what they pass.
+        For looking at results: raises RuntimeError where gradients would be lost. Raises ValueError on every rank if
+        any does not hold its part of `tokens`, or if ranks pass different arguments.
         """
         if getattr(local, "requires_grad", False) and torch.is_grad_enabled():
             raise RuntimeError(
@@ -126,9 +126,9 @@ class ContextParallel(Session):
         return layout.unshard(whole, dim, tokens)
 
     def _held(self, local: Tensor, dim: int, tokens: Tokens | None) -> tuple[int, Tokens, list[int]]:
-        """The dimension and the sequence that `local` is cut along, and how many tokens each rank holds of it.
+        """Return the dimension and the sequence that `local` is cut along, and how many tokens each rank holds.
 
-        ValueError if this rank holds another number.
+        Raises ValueError if this rank holds another number.
         """
         dim = token_dim("local", local, dim)
         # A rank without any token has to say so, too.
@@ -142,56 +142,57 @@ class ContextParallel(Session):
         return dim, tokens, lengths
 
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
-        """Global positions [S_local], int64, of this rank's tokens in a sequence, given whole or by its length."""
+        """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length."""
         tokens = as_tokens(tokens, or_length=True)
         return positions(self.rank_state.route_table.shards(tokens)[self.rank], device)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
-        """A sequence of `length` tokens, dealt out as suits `mask`: what is done first, computing and sending.
+        """Return the token layout for a sequence of `length` that balances computing and traffic under `mask`.
 
-        It is for `tokens=` of all else. With `alike` ranks hold equally many, as lengths of `even_length` allow.
+        Pass it as `tokens=` to all other functions. With `alike` all ranks hold equally many tokens, for which
+        lengths of `even_length` are suitable. Raises ValueError for other lengths then.
         """
         check_mask(mask)
         return choose_tokens(self.rank_state.route_table, length, mask, alike)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
-        """Most over mean of the ranks' attention work; 1 is even."""
+        """Return the most over the mean of the ranks' attention work; 1 is even."""
         check_mask(mask)
         tokens = as_tokens(tokens, or_length=True)
         return imbalance(self.rank_state.route_table, Attending(tokens, tokens, mask))
 
     def step(self, number: int, microbatch: int | None = None) -> None:
-        """Say that the calls from now on belong to training step `number`, and to this microbatch of it.
+        """Note that the calls from now on belong to training step `number`, and to this microbatch of it.
 
-        Ranks compare it before every pass that they compare, and messages carry it on CPUs, so that a rank that
-        skipped a step is found at its next call, before anything is computed of it. Adapters of frameworks call this
-        themselves. Not collective.
+        Ranks compare it before every pass that they compare, and on CPUs messages carry it, so that a rank that
+        skipped a step is found at its next call, before anything of that is computed. Adapters of frameworks call
+        this themselves. Not collective.
         """
         self.rank_state.training_step = f"step {number}" + (
             "" if microbatch is None else f", microbatch {microbatch}"
         )
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
+        """Return the bytes that this rank has sent: `{"intra": {"gather": n, "reduce": n}, "inter": {...}}`.
 
-        Attention data only: not the `consistency.EXCHANGE_BYTES` per peer by which ranks agree before a call.
+        Attention data only, without the `consistency.EXCHANGE_BYTES` per peer by which ranks compare their calls.
         """
         return self.rank_state.traffic()
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """The same, as the schedule counts it for the calls made."""
+        """Return what `traffic` should be, as the schedule counts it for the calls made."""
         return self.rank_state.expected_traffic()
 
     def reset_traffic(self) -> None:
-        """Start counting from zero."""
+        """Set the counts of `traffic` and `expected_traffic` to zero."""
         self.rank_state.reset_traffic()
 
     def allocated_bytes(self) -> int:
-        """Bytes of all communication buffers; does not grow once every kind of call has been made twice."""
+        """Return the bytes of all communication buffers; they stop growing once every kind of call was made twice."""
         return self.rank_state.transport.pool.allocated_bytes + self.rank_state.ulysses_transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
-        """What runs: topology, schedule, layout and, after the first call, kernel and moving_sides."""
+        """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides."""
         degree = self.strategy.ulysses_degree
         return {
             "topology": str(self.topology),
@@ -202,7 +203,7 @@ class ContextParallel(Session):
         }
 
     def profile(self) -> AbstractContextManager[Profile]:
-        """Note what this rank computes, sends and waits for until the end of the `with` block; see `Profile`."""
+        """Return a context in which this rank notes what it computes, sends and waits for; see `Profile`."""
         return self.rank_state.profiled(Profile(self.rank, self.topology, self.group))
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:
@@ -227,7 +228,7 @@ class ContextParallel(Session):
 
 
 def _as_group(group: object) -> dist.ProcessGroup | None:
-    """The group of a mesh's only dimension, or a group itself. ValueError for a mesh of more, or anything else."""
+    """Return the group, or that of a mesh's only dimension. Raise ValueError for larger meshes and anything else."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -256,7 +257,7 @@ def _outsider(group: object) -> ValueError:
 def _levels(
     hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None,
 ) -> list[dist.ProcessGroup | int] | None:
-    """Hierarchical groups or their sizes, one by one. ValueError for anything else."""
+    """Return hierarchical groups or their sizes as a list. Raise ValueError for anything else."""
     if hierarchy is None:
         return None
     expected = "give a list of sizes or of process groups, innermost first, such as [8, 2]"
@@ -270,7 +271,7 @@ def _levels(
 
 
 def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """This rank within the group, and the global ranks of its members."""
+    """Return the number of this rank within the group, and the global ranks of all of its ranks."""
     if group is None:
         return 0, [0]
     if dist.get_rank(group) < 0:

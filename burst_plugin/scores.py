@@ -25,8 +25,8 @@ class Scores:
     softcap: `softcap * tanh(score / softcap)`, as in Gemma 2 (arXiv 2408.00118, section 2).
     alibi_slopes: one per query head: `-slope * |query position - key position|` is added (arXiv 2108.12409).
     dropout: the share of probabilities set to 0, the others being scaled up. Which ones depends on `seed`, the batch
-        row, the head and the two positions alone: the same for any number of ranks, and in recomputation. Batch rows
-        and heads are counted on each rank, so data- and tensor-parallel ranks need seeds of their own.
+        row, the head and the two positions only: it is the same for any number of ranks, and in recomputation. Batch
+        rows and heads are counted on each rank, so data- and tensor-parallel ranks need seeds of their own.
 
     Raises ValueError naming what is out of range.
     """
@@ -57,7 +57,7 @@ class Scores:
             object.__setattr__(self, "alibi_slopes", slopes)
 
     def resolved(self, qk_dim: int, q_heads: int) -> Scores:
-        """With the scale filled in; ValueError if the slopes are not one per query head."""
+        """Return the scores with the scale filled in. Raise ValueError if the slopes are not one per query head."""
         if self.alibi_slopes is not None and len(self.alibi_slopes) != q_heads:
             raise ValueError(
                 f"got {len(self.alibi_slopes)} alibi_slopes for {q_heads} query heads; give one per head"
@@ -65,10 +65,10 @@ class Scores:
         return self if self.scale is not None else replace(self, scale=1.0 / math.sqrt(qk_dim))
 
     def of_heads(self, heads: slice) -> Scores:
-        """The scores of some of the query heads."""
+        """Return the scores of some of the query heads."""
         return self if self.alibi_slopes is None else replace(self, alibi_slopes=self.alibi_slopes[heads])
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a kernel has to know which tokens it works on."""
+        """Whether a kernel needs the positions of the tokens that it works on."""
         return self.alibi_slopes is not None or self.dropout > 0

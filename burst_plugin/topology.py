@@ -1,7 +1,7 @@
-"""Nodes and ranks: where the ranks of a context-parallel group sit, and which link joins two of them.
+"""Nodes and ranks: on which nodes the ranks of a context-parallel group run, and which link joins two of them.
 
-Pure Python, without torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made
-and checked on a laptop.
+Pure Python, without torch: a `Topology` is two numbers, so that schedules for thousands of ranks can be made and
+checked on a laptop.
 
     Topology(nodes=2, ranks_per_node=4)      rank = node * ranks_per_node + local rank
 
@@ -33,7 +33,7 @@ class Link(str, Enum):
 
 
 class Traffic(str, Enum):
-    """What a transfer carries: `GATHER` brings operands to where they are read, `REDUCE` brings sums home."""
+    """What a transfer carries: `GATHER` operands to where they are read, `REDUCE` partial results to their owner."""
 
     GATHER = "gather"
     REDUCE = "reduce"
@@ -61,43 +61,43 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in all."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def levels(self) -> int:
-        """2 if there is something to gain from treating the links apart, else 1."""
+        """2 if there are several nodes of several ranks, so that using both links apart pays, else 1."""
         return 2 if self.nodes > 1 and self.ranks_per_node > 1 else 1
 
     def node(self, rank: int) -> int:
-        """The node that `rank` sits on."""
+        """Return the node of `rank`."""
         return rank // self.ranks_per_node
 
     def local_rank(self, rank: int) -> int:
-        """The place of `rank` within its node."""
+        """Return the number of `rank` within its node."""
         return rank % self.ranks_per_node
 
     def rank(self, node: int, local_rank: int) -> int:
-        """The rank at a place; both numbers wrap around."""
+        """Return the rank with this number within a node; both numbers wrap around."""
         return (node % self.nodes) * self.ranks_per_node + local_rank % self.ranks_per_node
 
     def link(self, src: int, dst: int) -> Link:
-        """The link between two ranks."""
+        """Return the link between two ranks."""
         return Link.INTRA if self.node(src) == self.node(dst) else Link.INTER
 
     def node_peers(self, rank: int) -> tuple[int, ...]:
-        """All ranks on the node of `rank`, itself included: its inner ring."""
+        """Return all ranks on the node of `rank`, itself included: its inner ring."""
         first = self.rank(self.node(rank), 0)
         return tuple(range(first, first + self.ranks_per_node))
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
-        """The ranks at the same place of every node: the outer ring of `rank`."""
+        """Return the ranks with the same number within every node: the outer ring of `rank`."""
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
     def of_ulysses_groups(self, degree: int) -> Topology:
-        """The topology of Ulysses groups of `degree` consecutive ranks, each inside a node or of whole nodes.
+        """Return the topology of Ulysses groups of `degree` consecutive ranks, inside nodes or of whole nodes.
 
-        ValueError for other degrees.
+        Raises ValueError for other degrees.
         """
         if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def ulysses_degrees(self) -> list[int]:
-        """Into Ulysses groups of how many ranks it can be divided, inside nodes or of whole nodes."""
+        """Sizes of Ulysses groups into which it can be divided, inside nodes or of whole nodes."""
         inside = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         return [*inside, *(n * self.ranks_per_node for n in range(2, self.nodes + 1) if self.nodes % n == 0)]
 
@@ -119,9 +119,10 @@ class Topology:
     def from_sizes(
         cls, ranks: int, hierarchy: Sequence[int] | None = None, ranks_per_node: int | None = None
     ) -> Topology:
-        """A topology from the number of ranks and Megatron's hierarchical sizes (innermost first) or ranks per node.
+        """Return a topology from the number of ranks and hierarchical sizes (innermost first) or ranks per node.
 
-        `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels the outer two are merged.
+        Sizes are given as in Megatron: `[w, n]` is n nodes of w ranks; `[8]` and `[1, 8]` are flat; of three levels
+        the outer two are merged.
         Raises ValueError if sizes do not multiply to `ranks`, or if the two options contradict each other.
         """
         if ranks_per_node is not None:
@@ -145,7 +146,7 @@ class Topology:
 
     @classmethod
     def from_node_ids(cls, ids: Sequence[str]) -> Topology | None:
-        """From each rank's node identity (see `node_id`); None if nodes are varlen or interleaved."""
+        """Return a topology from each rank's `node_id`; None if nodes have different sizes or are interleaved."""
         runs = [1]
         for before, here in pairwise(ids):
             if here == before:
@@ -158,7 +159,7 @@ class Topology:
 
 
 def _inner_size(ranks: int, hierarchy: Sequence[int]) -> int:
-    """The ranks per node that hierarchical sizes stand for, once they are known to fit."""
+    """Return the ranks per node that hierarchical sizes mean. Raise ValueError if they do not fit."""
     if not hierarchy:
         raise ValueError(f"hierarchy=[] has no sizes; give them, innermost first, such as [{ranks}], or None")
     if any(size < 1 for size in hierarchy) or math.prod(hierarchy) != ranks:
@@ -172,6 +173,6 @@ def _inner_size(ranks: int, hierarchy: Sequence[int]) -> int:
 
 
 def node_id() -> str:
-    """This machine's identity: host name and, on Linux, the kernel's boot id (host names can collide)."""
+    """Return this machine's identity: host name and, on Linux, the kernel's boot id (host names can collide)."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"

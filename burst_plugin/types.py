@@ -1,4 +1,4 @@
-"""Types that every part of the package shares: sides and directions, ranges of rows, shapes of tensors, bands."""
+"""Types that every part of the package shares: sides and directions, row ranges, shapes of tensors, bands."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 OTHER_SIDE: Mapping[Side, Side] = MappingProxyType({"q": "kv", "kv": "q"})
 
 Rows = tuple[tuple[int, int], ...]
-"""Ranges (start, stop) of token rows of a block, ascending."""
+"""Row ranges (start, stop) of a block, ascending."""
 
 Spec = tuple[tuple[int, ...], "torch.dtype"]
 """Shape and type of a tensor."""
@@ -55,7 +55,7 @@ ANTICAUSAL = Band(0, None)
 
 
 def merged(parts: Iterable[tuple[int, int]]) -> Rows:
-    """Return ranges of rows in ascending order; what touches or overlaps becomes one."""
+    """Return row ranges in ascending order; those that touch or overlap become one."""
     ranges: list[tuple[int, int]] = []
     for start, stop in sorted(parts):
         if ranges and start <= ranges[-1][1]:
@@ -65,8 +65,8 @@ def merged(parts: Iterable[tuple[int, int]]) -> Rows:
     return tuple(ranges)
 
 
-def union(needed: Iterable[Rows | None]) -> Rows | None:
-    """Return the rows that any of these needs; None is all."""
-    several = list(needed)
+def union(several: Iterable[Rows | None]) -> Rows | None:
+    """Return the rows that are in any of these; None is all rows."""
+    several = list(several)
     known = [rows for rows in several if rows is not None]
     return merged(chain.from_iterable(known)) if len(known) == len(several) else None

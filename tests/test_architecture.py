@@ -7,7 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 import burst_plugin
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.sequence.layout import LAYOUTS
 
 PACKAGE = Path(burst_plugin.__file__).parent
 # From the ground up. A room, a folder or a file beside them, imports those of lower floors, and itself.
@@ -150,6 +154,50 @@ def test_a_framework_that_is_named_elsewhere_is_found() -> None:
     for planted in ('if name == "megatron":\n    pass', "import transformers.utils", "use_deepspeed = True"):
         code = _code(f'"""Of Megatron."""\n# and DeepSpeed\n{planted}')
         assert _named(code) == [planted.splitlines()[0].replace('"', "'")]
+
+
+# Megatron cuts its batches itself, in its own layout, which its room therefore knows by name.
+HOMES = {
+    "layout": (frozenset(LAYOUTS), ("sequence.layout", "strategy", "megatron")),
+    "schedule": (frozenset(SCHEDULES), ("schedule", "strategy")),
+}
+
+
+def _named(source: str, names: frozenset[str]) -> set[str]:
+    """The names that a source has as texts, or imports; not in docstrings, nor as methods such as `contiguous`."""
+    tree = ast.parse(source)
+    found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return found & names
+
+
+def _strangers(kind: str, sources: Mapping[str, str]) -> list[str]:
+    """The modules that name one of a kind outside its home; `burst_plugin` itself exports all that is public."""
+    names, homes = HOMES[kind]
+    return [
+        f"{module} names {', '.join(sorted(found))}"
+        for module, source in sources.items()
+        if module != "burst_plugin"
+        and not f"{module}.".startswith(tuple(f"burst_plugin.{home}." for home in homes))
+        and (found := _named(source, names))
+    ]
+
+
+@pytest.mark.parametrize("kind", HOMES)
+def test_layouts_and_schedules_are_named_at_home_only(kind: str) -> None:
+    assert _strangers(kind, {module: path.read_text() for module, path in MODULES.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "planted"),
+    [
+        ("layout", 'for layout in ("zigzag", "striped"):\n    pass\n'),
+        ("schedule", 'is_sparse = schedule.name == "direct"\n'),
+        ("schedule", "from burst_plugin.schedule.rings import flat_ring\n"),
+    ],
+)
+def test_a_layout_or_schedule_that_is_named_elsewhere_is_found(kind: str, planted: str) -> None:
+    assert len(_strangers(kind, {"burst_plugin.ring.load_balance": planted})) == 1
 
 
 def test_every_file_is_on_the_page_about_the_house() -> None:

@@ -32,7 +32,7 @@ MOST_REFUSED = 0.1  # of the cases, so that it stays attention that is drawn
 @pytest.mark.timeout(900 + 2 * SOAK)
 @pytest.mark.filterwarnings("ignore")
 def test_attention_is_exact_whatever_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_tell_once", lambda text: None)  # of slow kernels
+    monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
     outcomes: Counter[str] = Counter()
 
     @DRAWN

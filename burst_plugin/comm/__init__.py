@@ -1,1 +1,1 @@
-"""How bytes move: transports, process groups, buffers, and how ranks agree and watch each other."""
+"""How bytes move: transports, process groups, buffers, and how ranks compare calls and watch each other."""

@@ -1,6 +1,6 @@
-"""Buffers that messages are sent from and arrive in: what lies where in them, and a pool that lends them.
+"""Buffers for messages: how tensors are laid out in one, and a pool that leases them.
 
-They are lent again and again, so that the steady state allocates nothing.
+Buffers are reused, so that the steady state allocates nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LABEL_BYTES", "Buffer", "BufferPool", "Memory", "Packing"]
 
 LABEL_BYTES = 16  # a multiple of every type's size
 _ALIGNMENT = 64  # a CPU's widest vector: kernels read a received block 3 % more slowly at other alignments
-_KEPT = 16  # entries of a look-up table before it is cleared
+_MOST_CACHED = 16  # entries of a look-up table before it is cleared
 
 
 class Packing:
@@ -35,21 +35,20 @@ class Packing:
         self.nbytes = max(stop, LABEL_BYTES)  # no backend is sure to carry empty messages
 
     def views(self, data: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, as views of `data` [nbytes], uint8."""
+        """Return the tensors, as views of `data` [nbytes], uint8."""
         typed = {dtype: data.view(dtype) for dtype, *_ in self._sections}
         return tuple(typed[dtype].as_strided(shape, strides, at) for dtype, shape, strides, at in self._sections)
 
     @property
     def length(self) -> int:
-        """Token rows of the first tensor, [B, S, H, D]."""
+        """Number of token rows of the first tensor, [B, S, H, D]."""
         return self._sections[0][1][1]
 
 
 class Buffer:
     """`data` [nbytes], uint8, to send or receive.
 
-    Buffers are lent again and again, for the same messages of every layer, so what is laid out in one is looked up
-    once.
+    Buffers are reused for the same messages of every layer, so views of one are made once.
     """
 
     def __init__(self, data: Tensor) -> None:
@@ -61,26 +60,26 @@ class Buffer:
         """See `Packing.views`."""
         views = self._views.get(packing)
         if views is None:
-            if len(self._views) == _KEPT:
+            if len(self._views) == _MOST_CACHED:
                 self._views.clear()
             with torch.inference_mode(False):
                 views = self._views[packing] = packing.views(self.data)
         return views
 
     def put_label(self, label: Tensor | None) -> None:
-        """Put a call's label on the message, at its end."""
+        """Write a call's label at the end of the message."""
         if label is not None:
             self._label.copy_(label)
 
     def has_label(self, label: Tensor | None) -> bool:
-        """Whether a message that arrived is of the call of that label, as far as can be told without stalling."""
+        """Return whether a message that arrived has that label; without a label it does."""
         return label is None or torch.equal(self._label, label)
 
 
 class Memory:
     """One allocation, [nbytes], uint8.
 
-    Made outside of inference mode, as are views of it: what is made inside cannot be written to outside.
+    It and its views are made outside of inference mode: tensors made inside cannot be written to outside.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -90,10 +89,10 @@ class Memory:
         self._buffers: dict[int, Buffer] = {}
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Its first `nbytes`; the same object whenever they are asked for."""
+        """Return its first `nbytes`, the same object every time."""
         buffer = self._buffers.get(nbytes)
         if buffer is None:
-            if len(self._buffers) == _KEPT:
+            if len(self._buffers) == _MOST_CACHED:
                 self._buffers.clear()
             with torch.inference_mode(False):
                 buffer = self._buffers[nbytes] = Buffer(self._whole[:nbytes])
@@ -101,10 +100,10 @@ class Memory:
 
 
 class BufferPool:
-    """Buffers that are handed out again: the steady state allocates nothing.
+    """Buffers that are reused: the steady state allocates nothing.
 
-    A request takes the smallest free memory that is large enough. Where none is, a free one that is too small makes
-    room for a larger one, so that there are never more than were in use at once, whatever lengths come by.
+    A lease takes the smallest free memory that is large enough. Where none is, one that is too small is freed for a
+    larger one, so that there are never more than were in use at the same time, whatever their lengths.
     """
 
     def __init__(self) -> None:
@@ -113,28 +112,30 @@ class BufferPool:
         self.allocated_bytes = 0
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
-        """A buffer of `nbytes`, at least one, contents undefined."""
+        """Return a buffer of `nbytes`, at least one, contents undefined."""
+        memory = self._take(nbytes, device)
+        buffer = memory.buffer(nbytes)
+        self._leased[buffer] = memory
+        return buffer
+
+    def _take(self, nbytes: int, device: torch.device) -> Memory:
+        """Return free memory that is large enough, or new memory."""
         free = self._free.setdefault(device, [])
         best = None
         for number, memory in enumerate(free):
-            size = memory.nbytes
-            if size >= nbytes and (best is None or size < free[best].nbytes):
+            if memory.nbytes == nbytes:
+                return free.pop(number)
+            if memory.nbytes > nbytes and (best is None or memory.nbytes < free[best].nbytes):
                 best = number
-                if size == nbytes:
-                    break
         if best is not None:
-            taken = free.pop(best)
-        else:
-            if free:
-                self.allocated_bytes -= free.pop().nbytes
-            taken = Memory(nbytes, device)
-            self.allocated_bytes += nbytes
-        buffer = taken.buffer(nbytes)
-        self._leased[buffer] = taken
-        return buffer
+            return free.pop(best)
+        if free:
+            self.allocated_bytes -= free.pop().nbytes
+        self.allocated_bytes += nbytes
+        return Memory(nbytes, device)
 
     def release(self, buffer: Buffer) -> None:
-        """Take a buffer back. KeyError if it is not on lease."""
+        """Take a buffer back. Raise KeyError if it is not leased."""
         memory = self._leased.pop(buffer)
         self._free[memory.device].append(memory)
 

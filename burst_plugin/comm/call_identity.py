@@ -1,6 +1,6 @@
-"""Where a rank is in its training: which call of attention, which pass, what it waits for.
+"""Where a rank is in its training: which call of attention, which pass, which rank it waits for.
 
-Ranks compare it before a pass, messages carry it on CPUs, and ranks that wait tell each other.
+Ranks compare it before a pass, on CPUs messages carry it, and ranks that wait publish it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = ["CallId", "Progress", "by_rank", "call_name"]
 class CallId(NamedTuple):
     """Which call of attention this is.
 
-    number: how many comparisons and calls this rank has come to; the same on every rank that is in step.
-    name: what the caller says of it, such as "step 7, layer 3".
-    is_compared: whether ranks compare this call, and so its backward pass.
+    number: of comparisons and calls of this rank so far; the same on every rank that is in step.
+    name: the caller's name for it, such as "step 7, layer 3".
+    is_compared: whether ranks compare this call, and therefore its backward pass.
     """
 
     number: int
@@ -32,7 +32,7 @@ class CallId(NamedTuple):
         return f"call {self.number} ({self.name})" if self.name else f"call {self.number}"
 
     def label(self, direction: Direction, kind: bytes) -> bytes:
-        """Return 16 bytes that tell a pass of this call from others; `kind` is the digest of what it computes."""
+        """Return 16 bytes that no other pass has; `kind` is the digest of what it computes."""
         which = 2 * self.number + (direction == "backward")
         named = blake2b(self.name.encode(), key=kind, digest_size=8).digest()
         return named + which.to_bytes(8, "little")
@@ -51,11 +51,11 @@ class _KnowsItsStep(Protocol):
 
 @dataclass
 class Progress:
-    """What a rank does right now on a ring; written by the thread that trains, read by the one that watches.
+    """What a rank does right now on a ring; written by the training thread, read by the watching thread.
 
     where: in words, such as "in the forward pass of call 13 (step 7, layer 2)".
-    call: that of the pass which is under way, if one is; `ring_pass` knows its step.
-    waiting: the rank that is waited for, and since when.
+    call: the call whose pass is running, if any; `ring_pass` has the step it is at.
+    waiting: the rank that this one waits for, and since when.
     """
 
     where: str = "before the first call"
@@ -80,12 +80,12 @@ class Progress:
         return self.where if ring_pass is None else f"{self.where}, ring step {ring_pass.step}"
 
 
-def by_rank(texts: Mapping[int, str], ranks: int) -> str:
-    """Return texts with the ranks that they are of, the fewest ranks first; just the text if all say the same."""
+def by_rank(texts: Mapping[int, str], count: int) -> str:
+    """Return texts with the ranks that have each, the fewest ranks first; just the text if all have the same."""
     ranks_of: dict[str, list[str]] = {}
     for rank, text in texts.items():
         ranks_of.setdefault(text, []).append(str(rank))
-    if len(ranks_of) == 1 and len(texts) == ranks:
+    if len(ranks_of) == 1 and len(texts) == count:
         return next(iter(ranks_of))
     named = sorted(ranks_of.items(), key=lambda item: len(item[1]))
-    return "; ".join(f"rank {', '.join(who)}: {text}" for text, who in named)
+    return "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in named)

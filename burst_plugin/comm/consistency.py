@@ -34,52 +34,52 @@ __all__ = [
 T = TypeVar("T")
 Agreed = TypeVar("Agreed")
 
-EXCHANGE_BYTES = 2048  # what each rank tells each other rank
+EXCHANGE_BYTES = 2048  # that each rank sends to each other rank
 DISAGREE = "the ranks of the context-parallel group disagree; all must pass the same shapes, types and options: "
 _DIGEST_BYTES = 16
 _CHANNEL = Channel(Traffic.GATHER, Link.INTRA)
 _TAG = 20240  # of comparisons, beside messages of passes and of others on the same groups
-_WIRES: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: the group that their rings compare over
+_SHARED: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: the group that their rings compare over
 _PROBLEM = "problem: "
 _PLACE = "at: "
 
 
 class ConsistencyCheck:
-    """The ranks of `group` in conversation; `compare` and `exchange` are collective.
+    """How the ranks of `group` compare their calls; `compare` and `exchange` are collective.
 
     On gloo all rings of the same ranks compare over the group of the first of them, so that ranks that are about to
-    go around unlike rings learn of it, instead of waiting for each other on two groups. Threads of a process, which
-    may each have a ring, keep to the ring's own group.
+    use different rings get an error, instead of waiting for each other on two groups. Threads of a process, which may
+    each have a ring, keep to the ring's own group.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, global_ranks: Sequence[int]) -> None:
         self.is_on_cpu = group_device(group).type == "cpu"
-        self.board: Board | None = None  # on which this rank says whom it waits for, and, if it is the first, misses
+        self.board: Board | None = None  # where this rank notes which one it waits for, or misses
         self._group, self._rank, self._ranks = group, rank, len(global_ranks)
         self._in_one = launches_batches(group)
         self._key = tuple(global_ranks)
-        self._shared: dist.ProcessGroup | None = None  # what this ring compares over, once its ranks have met
+        self._shared: dist.ProcessGroup | None = None  # that this ring compares over, once its ranks have met
         self._transports: dict[dist.ProcessGroup, DistributedTransport] = {}
         self.watched: Callable[[Pending], Pending] = lambda pending: pending  # for a profile to note waits
 
     @property
     def group_name(self) -> str:
-        """The name of the ring's group, the same on all of its ranks and unlike those of other groups.
+        """Name of the ring's group, the same on all of its ranks and different from those of other groups.
 
-        Nothing with NCCL: ranks may call a group that was split off another by unlike names there, and compare on
-        it alone.
+        Empty with NCCL: ranks may have different names for a group that was split off another there, and they compare
+        on it only.
         """
         return "" if self._in_one else str(self._group.group_name)
 
     @cached_property
     def device(self) -> torch.device:
-        """Whose tensors the group moves; looked up when ranks first meet, by when each has set its GPU."""
+        """Device whose tensors the group moves; looked up when ranks first meet, when each has set its GPU."""
         return group_device(self._group)
 
     def meet(self, text: str) -> list[str]:
-        """What every rank says about the ring that they are about to connect, in one word or more.
+        """Return the `text` of every rank about the ring that they are about to connect; collective.
 
-        Raises ValueError on every rank if any is not about to connect this one.
+        Raises ValueError on every rank if any is not about to connect this ring.
         """
         lines = [f"{_PLACE}the ring is connected", f"ring={self.ring_name()}", text]
         said = self.exchange("\n".join(lines), "connecting")
@@ -88,20 +88,20 @@ class ConsistencyCheck:
         return [each.splitlines()[-1] for each in said]
 
     def ring_name(self, ring_id: str = "") -> str:
-        """What tells a ring from others of the same ranks; without an id it is not connected yet."""
+        """Return a name that other rings of the same ranks do not have; without an id it is not connected."""
         return f"{ring_id or 'new'} on group {self.group_name}"
 
     def compare(self, at: str, compared: Mapping[str, object], problem: str) -> None:
         """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
 
-        `at` says what is about to be done; `compared` are values by name. Only where they differ behind what one
-        exchange can hold are there more, which find the place.
+        `at` says what is about to be done; `compared` are values by name. Only if they differ behind what one
+        exchange can hold are there more exchanges, which find the place.
         """
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
         said = self.exchange(fingerprint(lines, problem), when)
         raise_if_apart(dict(enumerate(said)), self._ranks)
-        compares = all(text.startswith(_PLACE) for text in said)  # others would not come again
+        compares = all(text.startswith(_PLACE) for text in said)  # ranks with a problem end here
         if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
             found = differences(compared, partial(self.exchange, when=when))
             if found:
@@ -109,49 +109,49 @@ class ConsistencyCheck:
         raise_if_unlike(said, DISAGREE)
 
     def exchange(self, text: str, when: str) -> list[str]:
-        """What every rank says, in rank order; a long text is cut, but no two different ones come out equal.
+        """Return the text of every rank, in rank order; long ones are cut, but different texts stay different.
 
-        Between all pairs, so that the rank that is lost can be named: RingError. With NCCL, which cannot tell, and
-        holds megabytes for every pair that is connected, in one all-gather.
+        Texts are exchanged between all pairs, so that a lost rank can be named: raises RingError. With NCCL, which
+        cannot tell, and holds megabytes for every pair that is connected, in one all-gather.
         """
         encoded = _encode(text)
         mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         if self._in_one:
-            everyone = self._gathered(mine)
+            received = self._gathered(mine)
         elif self._shared is not None or not _in_main_thread():
-            everyone = self._between_pairs(self._usable(self._shared), mine, when)
+            received = self._between_pairs(self._usable(self._shared), mine, when)
         else:
-            everyone = self._first_between_pairs(mine, text, when)
-        ours = _decode(encoded)  # what most say, if not all
-        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in everyone]
+            received = self._first_between_pairs(mine, text, when)
+        ours = _decode(encoded)  # which mostly all ranks have
+        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in received]
 
     def forget_wire(self) -> None:
-        """Have the next ring of these ranks compare over its own group: on this one messages may be under way."""
-        _WIRES.pop(self._key, None)
+        """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""
+        _SHARED.pop(self._key, None)
 
     def _gathered(self, mine: Tensor) -> Sequence[Tensor]:
-        everyone = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
+        received = torch.empty(self._ranks * mine.numel(), dtype=mine.dtype, device=self.device)
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(everyone, mine.to(self.device), group=self._group)
-        return everyone.cpu().view(self._ranks, -1).unbind()
+        gather(received, mine.to(self.device), group=self._group)
+        return received.cpu().view(self._ranks, -1).unbind()
 
     def _first_between_pairs(self, mine: Tensor, text: str, when: str) -> Sequence[Tensor]:
-        """As `_between_pairs`, over the group of earlier rings, if there is one; ValueError if ranks begin others."""
-        shared = self._usable(_WIRES.get(self._key))
+        """Exchange over the group of earlier rings, if any. Raise ValueError if ranks begin different rings."""
+        shared = self._usable(_SHARED.get(self._key))
         ring = f"ring={self.ring_name()}, compared over group {shared.group_name}"
         where = text.splitlines()[0] if text.startswith(_PLACE) else f"{_PLACE}{when}"
         apart = partial(raise_if_apart, ranks=self._ranks)
         swap = partial(self._between_pairs, shared, mine, when)
-        everyone = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
-        self._shared = _WIRES[self._key] = shared
-        return everyone
+        received = first_exchange(swap, self._key, self._rank, f"{where}\n{ring}", apart)
+        self._shared = _SHARED[self._key] = shared
+        return received
 
     def _between_pairs(self, group: dist.ProcessGroup, mine: Tensor, when: str) -> Sequence[Tensor]:
         mine = mine.to(self.device)
-        everyone = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
+        received = [mine if rank == self._rank else torch.empty_like(mine) for rank in range(self._ranks)]
         peers = [rank for rank in range(self._ranks) if rank != self._rank]
         sends = [Message(rank, _CHANNEL, mine) for rank in peers]
-        recvs = [Message(rank, _CHANNEL, everyone[rank]) for rank in peers]
+        recvs = [Message(rank, _CHANNEL, received[rank]) for rank in peers]
         transport = self._transport(group)
         try:
             for pending in transport.post(sends, recvs):
@@ -161,10 +161,10 @@ class ConsistencyCheck:
             if isinstance(error, PeerLostError):
                 raise lost_peer_error(transport, self._rank, when, error) from error
             raise
-        return [each.cpu() for each in everyone]
+        return [each.cpu() for each in received]
 
     def _usable(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-        """The group that rings share, where it is still there and this is the main thread; else the ring's own."""
+        """Return the group that rings share, if it still exists and this is the main thread; else the ring's own."""
         return group if group is not None and _in_main_thread() and is_alive(group) else self._group
 
     def _transport(self, group: dist.ProcessGroup) -> DistributedTransport:
@@ -177,12 +177,12 @@ class ConsistencyCheck:
 
 
 def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str], Agreed]) -> tuple[T, Agreed]:
-    """What this rank prepares, once all ranks have, and what they agreed on.
+    """Return what this rank prepares, once all ranks have, and what they agreed on; collective.
 
     Args:
-        prepare: of this rank alone; may raise.
-        agree: collective, with what was prepared, or None and the problem with it; raises ValueError on every rank if
-            any has one.
+        prepare: called on this rank alone; may raise.
+        agree: collective, called with what was prepared, or None and the problem with it; raises ValueError on every
+            rank if any has one.
 
     Raises:
         ValueError: that of `agree`; on a rank with a problem its cause is the error that `prepare` raised.
@@ -190,7 +190,7 @@ def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str],
     prepared, problem, cause = None, "", None
     try:
         prepared = prepare()
-    except Exception as error:  # whatever it is, the other ranks have to hear of it
+    except Exception as error:  # of any kind: the other ranks must know of it
         problem, cause = error_text(error), error
     try:
         agreed = agree(prepared, problem)
@@ -201,17 +201,17 @@ def prepared_together(prepare: Callable[[], T], agree: Callable[[T | None, str],
 
 
 def error_text(error: BaseException) -> str:
-    """An error as other ranks are told of it."""
+    """Return the text of an error for other ranks."""
     return str(error) if isinstance(error, ValueError) and str(error) else repr(error)
 
 
 def fingerprint(ours: Sequence[str], problem: str) -> str:
-    """What a rank says: its `problem`, or else what has to be the same on all, line by line."""
+    """Return what a rank sends: its `problem`, or else what has to be the same on all ranks, line by line."""
     return _PROBLEM + problem if problem else "\n".join(ours)
 
 
 def raise_if_unlike(said: Sequence[str], disagree: str) -> None:
-    """Raise ValueError if the statement of any rank is a problem, or, beginning with `disagree`, if they differ."""
+    """Raise ValueError if the text of any rank is a problem, or, beginning with `disagree`, if texts differ."""
     _raise_if_problem(said)
     if len(set(said)) > 1:
         same = set.intersection(*(set(text.splitlines()) for text in said))
@@ -226,12 +226,12 @@ def _raise_if_problem(said: Sequence[str]) -> None:
 
 
 def raise_if_apart(said: Mapping[int, str], ranks: int) -> None:
-    """Raise ValueError if ranks say that they are about to do unlike things, or go around unlike rings."""
+    """Raise ValueError if ranks are about to do different things, or to use different rings."""
     places = {}
     for rank, text in said.items():
         lines = text.splitlines()
         if not lines or not lines[0].startswith(_PLACE):
-            return  # a problem, which is told as such
+            return  # a problem, which is raised as such
         places[rank] = lines[0].removeprefix(_PLACE), next((x for x in lines if x.startswith("ring=")), "")
     if len(set(places.values())) > 1:
         rings = {ring for _, ring in places.values()}
@@ -256,12 +256,12 @@ def _encode(text: str) -> bytes:
 
 
 def _decode(data: bytes) -> str:
-    """The text; followed by its digest if it was cut, so that texts that differ behind the cut still do."""
+    """Return the text, followed by its digest if it was cut, so that texts that differ behind the cut still do."""
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
     return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
 
 
 def _is_cut(text: str) -> bool:
-    """Whether `_decode` gave a text that was too long."""
+    """Return whether a text from `_decode` was too long."""
     return len(text.encode()) > EXCHANGE_BYTES - _DIGEST_BYTES

@@ -1,12 +1,12 @@
-"""All ranks in one process at full speed: every message is one copy in memory, on GPUs beside the work.
+"""All ranks in one process at full speed: every message is one copy in memory, on GPUs at the same time as work.
 
-For timing what a ring does besides its kernels, on one machine without a network:
+It is for timing what a ring does besides its kernels, on one machine without a network:
 
     ring = burst_plugin.VirtualRing(topology, network=CopyNetwork(topology.ranks, device))
 
 On a GPU the copies run on a stream of the receiving rank, ordered by events after what the sender and the receiver
 have done before they post; waiting orders the current stream behind the copy and never stalls the host. On a CPU a
-message is copied where its second end is posted. Where a fault has to show, use `in_process.HostileNetwork` instead.
+message is copied when its second end is posted. To make faults show, use `in_process.HostileNetwork` instead.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["CopyNetwork"]
 
 
 class CopyNetwork(InProcessNetwork):
-    """Copies as soon as both ends of a message are posted. Tensors are on `device`."""
+    """A network that copies as soon as both ends of a message are posted. Tensors are on `device`."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         super().__init__(ranks)
         self._device = device
         streams = range(ranks) if device.type == "cuda" else ()
-        # Before kernels that are queued already, as the streams of NCCL's communicators.
+        # They go before kernels that are queued already, as the streams of NCCL's communicators do.
         self._streams = [torch.cuda.Stream(device, priority=-1) for _ in streams]  # type: ignore[no-untyped-call]
 
     def _posted(self, parcel: Parcel) -> None:
@@ -48,6 +48,6 @@ class CopyNetwork(InProcessNetwork):
         """See `InProcessNetwork.collect`."""
         for parcel in parcels:
             if not parcel.is_whole:
-                parcel.deliver()  # which says what is missing
+                parcel.deliver()  # which raises an error with what is missing
             if parcel.events:
                 torch.cuda.current_stream(self._device).wait_event(parcel.events[-1])

@@ -1,12 +1,12 @@
 """Where values that ranks compare differ, if they are too long for one exchange.
 
-Ranks that know that they differ go on telling each other of smaller and smaller pieces, by digests:
+Ranks that differ exchange digests of smaller and smaller pieces:
 
     mask                        differs; of its parts, which are fields,
     mask: Documents.cu_seqlens  does; of its entries those from 806 on,
         entry 812               which is 40960 on some ranks and 40992 on others
 
-Everything that a rank decides follows from what all have told, so that all decide alike.
+All decisions follow from what all ranks have exchanged, so that all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from burst_plugin.comm.call_identity import by_rank
 
 __all__ = ["TensorValues", "differences"]
 
-Tell = Callable[[str], Sequence[str]]  # collective: what every rank tells, in rank order
+Exchange = Callable[[str], Sequence[str]]  # collective: returns the texts of all ranks, in rank order
 
 _SHORT = 160  # characters of a value that are shown, and of a piece of a text
-_AT_ONCE = 96  # digests that fit into an exchange
+_DIGESTS = 96  # that fit into an exchange
 
 
 class TensorValues(Sequence[float]):
-    """The numbers of a tensor [N], read only when they are asked for: on GPUs that waits for all that is queued."""
+    """The numbers of a tensor [N], read only when they are used: on GPUs that waits for all queued work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -49,26 +49,26 @@ class TensorValues(Sequence[float]):
         return f"{self._tensor.dtype} {self._numbers}"
 
 
-def differences(compared: Mapping[str, object], tell: Tell) -> str:
+def differences(compared: Mapping[str, object], exchange: Exchange) -> str:
     """Return where `compared`, values by name, differs between ranks; "" if they have other names. Collective."""
     ours = [f"{name} {_digest(str(value))}" for name, value in compared.items()]
-    told = [text.splitlines() for text in tell("\n".join(ours))]
-    if any([line.rpartition(" ")[0] for line in lines] != [*compared] for lines in told):
+    received = [text.splitlines() for text in exchange("\n".join(ours))]
+    if any([line.rpartition(" ")[0] for line in lines] != [*compared] for lines in received):
         return ""
-    unlike = [name for name, *lines in zip(compared, *told, strict=True) if len(set(lines)) > 1]
-    return "; ".join(_where(name, compared[name], tell) for name in unlike)
+    unlike = [name for name, *lines in zip(compared, *received, strict=True) if len(set(lines)) > 1]
+    return "; ".join(_where(name, compared[name], exchange) for name in unlike)
 
 
-def _where(path: str, value: object, tell: Tell) -> str:
+def _where(path: str, value: object, exchange: Exchange) -> str:
     """Return what differs first in a value that is not the same on all ranks, and what each has there. Collective."""
     at = ""
     while True:
         parts, label = _opened(value)
-        told = [text.split("\n", 3) for text in tell("\n".join(_described(value, len(parts))))]
-        kinds, cut, lengths, texts = zip(*told, strict=True)
+        received = [text.split("\n", 3) for text in exchange("\n".join(_described(value, len(parts))))]
+        kinds, cut, lengths, texts = zip(*received, strict=True)
         place = None
         if len(set(kinds)) == 1 and "cut" in cut:
-            place = _first_unlike(parts, max(map(int, lengths)), tell)
+            place = _first_unlike(parts, max(map(int, lengths)), exchange)
         if place is None:
             return f"{path} differs{at}: {by_rank(dict(enumerate(texts)), len(texts))}"
         if is_dataclass(value):
@@ -78,23 +78,25 @@ def _where(path: str, value: object, tell: Tell) -> str:
         value = parts[place] if place < len(parts) else _End(f"nothing, there are {len(parts)}")
 
 
-def _first_unlike(parts: Sequence[object], length: int, tell: Tell) -> int | None:
+def _first_unlike(parts: Sequence[object], length: int, exchange: Exchange) -> int | None:
     """Return which part differs first between ranks, of which one has `length`; None if none does. Collective."""
     start, stop = 0, length
     while True:
-        step = max(1, -(-(stop - start) // _AT_ONCE))
+        step = max(1, -(-(stop - start) // _DIGESTS))
         starts = range(start, stop, step)
-        told = [text.split() for text in tell(" ".join(_digest(repr(parts[at : at + step])) for at in starts))]
-        unlike = [at for at, digests in zip(starts, zip(*told, strict=True), strict=True) if len(set(digests)) > 1]
-        if not unlike:
+        ours = [_digest(repr(parts[at : at + step])) for at in starts]
+        digests_of_ranks = [text.split() for text in exchange(" ".join(ours))]
+        differ = [len(set(digests)) > 1 for digests in zip(*digests_of_ranks, strict=True)]
+        if True not in differ:
             return None
+        first = starts[differ.index(True)]
         if step == 1:
-            return unlike[0]
-        start, stop = unlike[0], min(unlike[0] + step, stop)
+            return first
+        start, stop = first, min(first + step, stop)
 
 
 class _End(str):
-    """Stands where other ranks have one entry more."""
+    """A value in the place of an entry that other ranks have and this one has not."""
 
     __slots__ = ()
 
@@ -112,7 +114,7 @@ def _opened(value: object) -> tuple[Sequence[object], Callable[[int], str]]:
 
 
 def _described(value: object, length: int) -> tuple[str, str, str, str]:
-    """Return what ranks tell of a value: its type, whether its text is cut, how many parts it has, and the text."""
+    """Return what ranks send of a value: its type, whether its text is cut, how many parts it has, and the text."""
     text = str(value)
     shown = text if len(text) <= _SHORT else f"{text[:_SHORT]} ..."
     return type(value).__name__, "whole" if shown == text else "cut", str(length), shown

@@ -1,4 +1,4 @@
-"""Why ranks wait: what the ranks of a ring leave for each other in a store, and a thread that reads it."""
+"""Why ranks wait: what the ranks of a ring publish in a store, and a thread that reads it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 _PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
-_SHORT_S = 5.0  # waits that are not worth a word in the store
+_SHORT_S = 5.0  # waits that are too short to be published
 
 _LOG = logging.getLogger(__name__)
 
 
 class Board:
-    """The store of a ring, as its ranks use it: who failed first, and where everybody is while somebody waits.
+    """The store of a ring, as its ranks use it: which rank failed first, and where all ranks are while any waits.
 
-    names: what to call every rank besides its number in the group: its global rank and its host.
-    late_after: seconds of waiting after which a rank says so in the log.
+    names: a text for every rank besides its number in the group: its global rank and its host.
+    late_after: seconds of waiting after which a rank logs it.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Board:
         self._names = names
         self._is_counted = False  # among the ranks that wait
         self._epoch = 0  # the number of the wait of this rank
-        self._reported: object = None  # the wait that the log has a line of
+        self._reported: object = None  # the last wait that was logged
 
     def name_of(self, rank: int) -> str:
-        """Return a rank's global rank and host in brackets."""
+        """Return a rank's global rank and host in brackets, after a space."""
         return f" ({self._names[rank]})" if rank < len(self._names) else ""
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up, and return why the first rank did."""
+        """Record why this rank gives up. Return why the first rank did."""
         try:
             first: bytes = self.store.compare_set(FIRST_FAILURE, "", text)
         except RuntimeError:  # the store went with the rank that hosted it
@@ -50,7 +50,7 @@ class Board:
         return first.decode()
 
     def publish(self) -> None:
-        """Say where this rank is, if any rank has been waiting for some seconds; log a wait that is long."""
+        """Publish where this rank is, if any rank has been waiting for some seconds. Log a wait that is long."""
         waiting = self.progress.waiting
         waited = 0.0 if waiting is None else monotonic() - waiting[1]
         counts = waited >= min(_SHORT_S, self.late_after)
@@ -67,18 +67,18 @@ class Board:
             )
 
     def _count(self, waits: bool) -> None:
-        """Be counted among the ranks that wait, or no longer."""
+        """Count this rank among those that wait, or no longer."""
         if waits != self._is_counted:
             self.store.add(_WAITS, 1 if waits else -1)
             self._epoch = self.store.add(_EPOCH, 1) if waits else self._epoch
             self._is_counted = waits
 
     def close(self) -> None:
-        """Be counted no longer: nobody looks any more. Raises RuntimeError where the store is gone."""
+        """Stop counting this rank among those that wait. Raise RuntimeError if the store is gone."""
         self._count(False)
 
     def places(self) -> dict[int, str]:
-        """Return where this rank is, and where others have said since it waits that they are."""
+        """Return where this rank is, and where others are, of those that have published it since this one waits."""
         found = {self.rank: str(self.progress)}
         try:
             for rank in range(len(self._names)):
@@ -91,7 +91,7 @@ class Board:
         return found
 
     def unlike_places(self) -> str:
-        """Return where ranks are, if they are not all at one place; else nothing."""
+        """Return a text with where ranks are, if they are not all at one place; else an empty one."""
         places = self.places()
         if len(places) < 2 or len({text.split(", ring step")[0] for text in places.values()}) == 1:
             return ""
@@ -103,11 +103,11 @@ def _place_key(rank: int) -> str:
 
 
 class FailureWatch:
-    """Logs, within seconds, that another rank has given up, and why; until it is closed or collected.
+    """A thread that logs, within seconds, that another rank has given up, and why; until it is closed or collected.
 
-    Ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more; gloo's only until the
-    process of the other rank ends, which may live on. What NCCL says then names neither the rank nor its reason.
-    Ending the processes is left to the time-out and the launcher. Meanwhile the board is kept up to date.
+    Without it ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, or with gloo
+    until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason.
+    Ending the processes is left to the time-out and the launcher. The thread also keeps the board up to date.
     """
 
     def __init__(self, board: Board, period_s: float | None = None) -> None:
@@ -117,11 +117,11 @@ class FailureWatch:
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
 
     def some_gave_up(self) -> bool:
-        """Whether a rank is known to have given up; asks nobody."""
+        """Return whether a rank is known to have given up, without a look at the store."""
         return self._seen.is_set()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._closed.set()
 
     def __del__(self) -> None:
@@ -137,7 +137,7 @@ def _watch(board: Board, period_s: float, closed: threading.Event, seen: threadi
 
 
 def _look(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
-    """Look until a rank has given up, or the ring is closed."""
+    """Look at the store until a rank has given up, or the ring is closed."""
     own = f"rank {board.rank} "
     while not closed.wait(period_s):
         board.publish()

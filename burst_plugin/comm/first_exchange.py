@@ -1,7 +1,7 @@
-"""The first exchange of a ring: ranks that are about to begin unlike rings are told so, instead of waiting for ever.
+"""The first exchange of a ring: ranks that are about to begin different rings get an error, instead of waiting.
 
-Each ring has a process group of its own, perhaps, and on two of them ranks never meet. So a rank that waits leaves in
-the store of the job which ring it waits on, and looks for what others have left.
+Rings may have process groups of their own, and on different groups ranks never meet. So a rank that waits writes into
+the store of the job which ring it waits on, and reads what others have written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _BEGUN: Counter[tuple[int, ...]] = Counter()  # first exchanges of this process, by the global ranks that take part
 _PERIOD_S = 0.2
-_FOR_ALL_S = 2.0  # until all ranks are at their places, so that the error names each
+_FOR_ALL_S = 2.0  # to wait for the places of all ranks, so that the error names each
 
 
 def first_exchange(
@@ -36,7 +36,7 @@ def first_exchange(
     """Return what `exchange` returns, or raise what `raise_if_apart` does with the places of ranks that wait.
 
     Ranks count the first exchanges among `global_ranks`, and look only at those of the same number; where their
-    histories are unlike, they wait for the time-out of `exchange`.
+    histories differ, they wait for the time-out of `exchange`.
     """
     key = tuple(global_ranks)
     _BEGUN[key] += 1
@@ -58,13 +58,13 @@ def first_exchange(
 
 
 def _places(store: Store, name: str, ranks: int) -> dict[int, str]:
-    """Where the ranks are that wait."""
+    """Return by rank where those that wait are."""
     waiting = [rank for rank in range(ranks) if store.check([f"{name}/{rank}"])]
     return {rank: store.get(f"{name}/{rank}").decode() for rank in waiting}
 
 
 def _in_a_thread(fn: Callable[[], T]) -> Future[T]:
-    """Run `fn` in a thread that the end of the process does not wait for."""
+    """Run `fn` in a daemon thread, which the end of the process does not wait for. Return its future."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""All ranks in one process: what networks between them have in common, and one that delays and reorders.
+"""All ranks in one process: the base of networks between them, and one that delays and reorders.
 
-In a `HostileNetwork` a sender's buffer is read as late as it may be, messages arrive in random order, and what is
-released is filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
+In a `HostileNetwork` a sender's buffer is read as late as allowed, messages arrive in random order, and released
+buffers are filled with NaN, so that a missing wait or a buffer reused too early shows on any machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Route = tuple[int, int, Channel]  # from rank to rank
 
 @dataclass(eq=False)
 class Parcel:
-    """One message: posted by its sender, by its receiver, or both. `events`: for networks whose copies need them."""
+    """One message: posted by its sender, its receiver, or both. `events` are for networks whose copies need them."""
 
     route: _Route
     source: Tensor | None = None
@@ -40,7 +40,7 @@ class Parcel:
         return self.source is not None and self.target is not None
 
     def deliver(self) -> None:
-        """Copy. RuntimeError if an end was never posted, or if the two are of different lengths."""
+        """Copy the data. Raise RuntimeError if an end was never posted, or if the two have different lengths."""
         if self.source is None or self.target is None:
             missing = "sent" if self.source is None else "received"
             raise RuntimeError(f"deadlock: rank {self.route[0]} -> rank {self.route[1]}: never {missing}")
@@ -53,18 +53,18 @@ class Parcel:
 
 
 class InProcessNetwork(ABC):
-    """The wires between `ranks` ranks of this process; kinds of it differ in when a message is copied."""
+    """The connections between `ranks` ranks of this process; subclasses differ in when a message is copied."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self._half: dict[_Route, deque[Parcel]] = {}  # of which one end is posted, oldest first
+        self._half: dict[_Route, deque[Parcel]] = {}  # messages of which one end is posted, oldest first
 
     def transports(self) -> list[InProcessTransport]:
-        """One end per rank."""
+        """Return the transport of every rank."""
         return [InProcessTransport(self, rank, self._pool()) for rank in range(self.ranks)]
 
     def put(self, route: _Route, source: Tensor | None, target: Tensor | None) -> Parcel:
-        """Post one end of a message; ends meet in the order in which they were posted."""
+        """Post one end of a message. Ends meet in the order in which they were posted. Return the message."""
         queue = self._half.setdefault(route, deque())
         if queue and (queue[0].source is None) != (source is None):
             parcel = queue.popleft()
@@ -77,11 +77,11 @@ class InProcessNetwork(ABC):
 
     @abstractmethod
     def _posted(self, parcel: Parcel) -> None:
-        """An end of this message has been posted."""
+        """Take note that an end of this message has been posted."""
 
     @abstractmethod
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """These messages are waited for: they have to be there when this returns. RuntimeError if one cannot be."""
+        """Deliver these messages, which are waited for. Raise RuntimeError if one cannot be delivered."""
 
     def _pool(self) -> BufferPool:
         return BufferPool()
@@ -114,7 +114,7 @@ class _InProcessPending:
 
 
 class HostileNetwork(InProcessNetwork):
-    """Copies when a message is waited for, and sometimes another one before it; `seed` sets in which order."""
+    """A network that copies a message when it is waited for, and sometimes others before it, drawn by `seed`."""
 
     def __init__(self, ranks: int, seed: int = 0) -> None:
         super().__init__(ranks)
@@ -142,7 +142,7 @@ class HostileNetwork(InProcessNetwork):
 
 
 class _PoolOfNaN(BufferPool):
-    """Lends buffers full of NaN, and leaves NaN behind."""
+    """A pool that fills buffers with NaN when they are leased, and again when they are released."""
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         buffer = super().lease(nbytes, device)

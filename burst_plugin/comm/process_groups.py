@@ -1,7 +1,7 @@
 """The communicators of a ring: process groups, by what they carry over which link.
 
-There is one for each of (gather | reduce) x (intra | inter) where a schedule needs them apart. Groups that frameworks
-have already are used for gather traffic; the others are made here.
+There is one for each of (gather | reduce) x (intra | inter) where a schedule uses both links at the same time. Groups
+of frameworks are used for gather traffic; the others are made here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
-    """The process group of every channel that is connected; `given` are those that there were, `created` ours."""
+    """The process group of every channel that is connected; `created` are those that were made here."""
 
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int]) -> None:
         self._given, self._global_ranks = given, global_ranks
@@ -39,19 +39,19 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
 
     @property
     def whole(self) -> dist.ProcessGroup:
-        """The group of all ranks."""
+        """Group of all ranks."""
         return self._given[0]
 
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
-        """Add the channels of either link, between these ranks of the group; all of them call this together.
+        """Add the channels of either link, between these ranks of the group; collective.
 
-        `mark`, the same on all ranks, tells the groups that are made from those of other rings.
+        `mark`, the same on all ranks, makes the names of new groups differ from those of other rings.
         """
         known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
         for group in self._given:
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
-        self._attempts += 1  # which group names tell: one that failed has left half of its groups, by their names
+        self._attempts += 1  # part of names: an attempt that failed has left some of its groups behind
         whole, used = self.whole, {self.whole, *self.values()}
         channels: dict[Channel, dist.ProcessGroup] = {}
         for traffic in Traffic:
@@ -78,16 +78,16 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
 
 
 def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
-    """A new communicator over `global_ranks`, with the backend, time-out and options of `group`.
+    """Return a new communicator over `global_ranks`, with the backend, time-out and options of `group`, warmed up.
 
-    Called by exactly those ranks, in the same order on each, with a `name` that is theirs alone. It is warmed up.
+    Exactly those ranks call this, in the same order on each, with a `name` that no other group has.
     """
     device = group_device(group)
     original = group._get_backend(device)
-    backend, existing = original.name(), original.options  # the group may have another one for other devices
+    backend, existing = original.name(), original.options  # for other devices the group may have another backend
     options = None
     if backend == "nccl":  # a copy: torch writes into what it is given
-        # A message and the next kernel wait for the same event: high priority lets the message start first.
+        # A message and the next kernel wait for the same event: high priority has the message start first.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
     with _created_by_members_alone(name):
@@ -104,13 +104,13 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a message of `group` is waited for."""
+    """Return the time-out of messages of `group`."""
     timeout: timedelta = group._get_backend(group_device(group)).options._timeout
     return timeout
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
-    """Whether nobody has destroyed the group, or all groups, yet."""
+    """Return whether the group has not been destroyed, alone or with all groups."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
@@ -131,9 +131,9 @@ def warm_up(group: dist.ProcessGroup) -> None:
 def _created_by_members_alone(name: str) -> Iterator[None]:
     """Keep two things in torch's `new_group(use_local_synchronization=True)` from needing other ranks.
 
-    It names a group after its ranks and the number of groups that this rank is in, so that ranks in unlike numbers of
-    groups wait for each other under different names until the time-out. And where the world is bound to a device, it
-    splits the world's communicator, in which all ranks of the world would have to take part.
+    It names a group after its ranks and the number of groups that this rank is in, so that ranks in different numbers
+    of groups wait for each other under different names until the time-out. And where the world is bound to a device,
+    it splits the world's communicator, in which all ranks of the world would have to take part.
     """
     torch_private: Any = dist.distributed_c10d
     world, original = torch_private._get_default_group(), torch_private._process_group_name
@@ -150,15 +150,15 @@ def _created_by_members_alone(name: str) -> Iterator[None]:
 
 
 def launches_batches(group: dist.ProcessGroup) -> bool:
-    """Whether the backend launches a batch of messages as one, as NCCL does."""
+    """Return whether the backend launches a batch of messages as one, as NCCL does."""
     coalesces: bool = group._get_backend(group_device(group)).supports_coalescing
     return coalesces
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """The device whose tensors `group` moves: the current GPU for NCCL, also beside gloo for CPUs, else the CPU.
+    """Return the device whose tensors `group` moves: the current GPU for NCCL, also beside gloo, else the CPU.
 
-    ValueError if the group is bound to another GPU than the current one.
+    Raises ValueError if the group is bound to another GPU than the current one.
     """
     for device in group._device_types:
         if device.type == "cuda" and group._get_backend(device).name() != "gloo":  # which says that it moves both

@@ -22,7 +22,7 @@ __all__ = ["DistributedTransport"]
 
 @dataclass
 class _DistributedPending:
-    messages: Sequence[Message]  # kept, since gloo reads and writes them until waited for
+    messages: Sequence[Message]  # held on to, since gloo reads and writes them until waited for
     works: list[dist.Work]
     progress: Progress
     timeout: timedelta | None = None  # instead of the group's own
@@ -32,12 +32,12 @@ class _DistributedPending:
             self._wait(waited)
         finally:
             self.progress.waiting = None
-        self.messages, self.works = (), []  # which hold on to buffers and connections
+        self.messages, self.works = (), []  # they refer to buffers and connections
 
     def _wait(self, waited: Waited | None) -> None:
-        one_by_one = len(self.works) == len(self.messages)
+        is_work_per_message = len(self.works) == len(self.messages)
         for number, work in enumerate(self.works):
-            messages = self.messages[number : number + 1] if one_by_one else self.messages
+            messages = self.messages[number : number + 1] if is_work_per_message else self.messages
             self.progress.wait_for(messages[0].peer)
             try:
                 work.wait() if self.timeout is None else work.wait(self.timeout)
@@ -50,10 +50,10 @@ class _DistributedPending:
 
 
 class _Communicator:
-    """A process group, as a ring posts to it.
+    """A process group that a ring posts to.
 
-    Backends that launch a batch as one are handed it by `batch_isend_irecv`. For others that would post one message
-    after the other, with a dozen checks each: what it calls in the end is called here.
+    Backends that launch a batch as one get it by `batch_isend_irecv`. For others that would post one message after
+    the other, with a dozen checks each, so what it calls in the end is called here.
     """
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
@@ -62,7 +62,7 @@ class _Communicator:
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
-        """Receives before sends."""
+        """Post messages, receives before sends. Return what to wait for."""
         if self._launches_batches:
             both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
             ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
@@ -78,10 +78,13 @@ class _Communicator:
 
 
 class DistributedTransport(Transport):
-    """`communicators` maps every channel to a group; `global_ranks[r]` is the global rank of CP rank r.
+    """A transport over process groups.
 
-    Whom this rank waits for is noted in the progress of the `board`, if there is one. `tag` tells messages from those
-    of others on the same groups; `timeout` is what they get instead of the groups' own.
+    communicators: the group of every channel.
+    global_ranks: `global_ranks[r]` is the global rank of rank r of the context-parallel group.
+    board: notes, in its progress, which rank this one waits for.
+    tag: separates messages from other ones on the same groups.
+    timeout: of messages, instead of the groups' own.
     """
 
     def __init__(
@@ -102,10 +105,10 @@ class DistributedTransport(Transport):
         self._by_channel: dict[Channel, _Communicator] = {}
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """Receives before sends.
+        """See `Transport.post`; receives are posted before sends.
 
         Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
-        when they first meet, and holds up the host until both are there.
+        at their first message, and holds up the host until both are there.
         """
         batches: dict[_Communicator, tuple[list[Message], list[Message]]] = {}
         for number, posted in enumerate((recvs, sends)):
@@ -130,11 +133,11 @@ class DistributedTransport(Transport):
 
     @property
     def progress(self) -> Progress:
-        """What this rank notes its waits in."""
+        """Where this rank notes its waits."""
         return self._progress if self.board is None else self.board.progress
 
     def _communicator(self, channel: Channel) -> _Communicator:
-        """The communicator of a channel, which may share it with others."""
+        """Return the communicator of a channel, which several channels may share."""
         group = self._groups[channel]
         if group not in self._communicators:
             self._communicators[group] = _Communicator(group, self._global_ranks, self._tag)
@@ -149,11 +152,11 @@ class DistributedTransport(Transport):
 
 
 def _first_channel(batch: tuple[_Communicator, tuple[list[Message], list[Message]]]) -> Channel:
-    """The first channel of a communicator's batch; no two communicators of a ring share one."""
+    """Return the first channel of a communicator's batch; no two communicators of a ring share one."""
     return min(message.channel for messages in batch[1] for message in messages)
 
 
 def _reason(error: RuntimeError) -> str:
-    """The sentence of a backend's error that says what happened, without source file and advice."""
+    """Return the sentence of a backend's error that says what happened, without source file and advice."""
     sentence = str(error).splitlines()[0].split("] ", 1)[-1]
     return sentence.split(". This is typically", 1)[0]

@@ -1,7 +1,7 @@
 """Transports: how bytes get from rank to rank. `post(sends, recvs)` starts, `Pending.wait()` finishes.
 
-Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of whatever reads
-or writes it. A new kind is a subclass of `Transport` with a `_start` of its own.
+Received data exists only after `wait()`, and a buffer may be reused only after the `wait()` of all messages that read
+or write it. A new kind is a subclass of `Transport` with a `_start` of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Channel", "Message", "PeerLostError", "Pending", "RingError", "Trans
 
 
 class Channel(NamedTuple):
-    """What is carried, over which link; `by_link`: each link has communicators of its own."""
+    """Traffic over one link; `by_link`: each link has communicators of its own."""
 
     traffic: Traffic
     link: Link
@@ -46,7 +46,7 @@ class PeerLostError(RuntimeError):
 
     @property
     def timed_out(self) -> bool:
-        """Whether the peer, which may be alive, was waited for in vain."""
+        """Whether nothing came from the peer in time; it may be alive."""
         return "timed out" in self.cause.lower()
 
 
@@ -59,18 +59,20 @@ class Pending(Protocol):
     messages: Sequence[Message]
 
     def wait(self, waited: Waited | None = None) -> None:
-        """Order what the current stream does next after these messages. Raises PeerLostError.
+        """Wait until these messages are done; on GPUs, order what the current stream does next after them.
 
-        `waited` is called with each message as soon as it is waited for, with several where they are only waited for
-        together.
+        `waited` is called with each message as soon as it is done, with several where the backend waits for these
+        together. Raises PeerLostError.
         """
         ...
 
 
 class Transport(ABC):
-    """One rank's end of the wires. `pool` lends what messages are in; `sent_bytes` counts what was posted.
+    """One rank's end of all connections.
 
-    `board` is where ranks that give up say why, if there is such a place.
+    pool: leases the buffers of messages.
+    board: where ranks that give up record why, if there is one.
+    sent_bytes: bytes of posted messages, by channel.
     """
 
     def __init__(self, pool: BufferPool | None = None, board: Board | None = None) -> None:
@@ -89,23 +91,23 @@ class Transport(ABC):
         """See `post`."""
 
     def close(self) -> None:
-        """Let go of buffers and wires; nothing is under way any more."""
+        """Release buffers and connections; no messages may be under way."""
         self.pool = BufferPool()
 
     def report_failure(self, text: str) -> str:
-        """Record why this rank gives up, and return why the first rank did; its own reason, if none is known."""
+        """Record why this rank gives up. Return why the first rank did; this rank's reason if none is known."""
         return text if self.board is None else self.board.report_failure(text)
 
 
 class RingError(RuntimeError):
-    """A rank of the ring was lost; says which one, and when it was missed. Not with NCCL."""
+    """A rank of the ring was lost; the text names it and when it was missed. Not raised with NCCL."""
 
 
 def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:
-    """Return what `rank` raises when it misses a peer, and record it for others.
+    """Return the error that `rank` raises when it misses a peer, and record it for others.
 
-    The text leads with what the first rank recorded. Where nothing came in time, all ranks may live and wait for each
-    other, so that the one that is missed need not be the one at fault: then it says where each of them is.
+    The text begins with what the first rank recorded. Where nothing came in time, all ranks may be alive and wait for
+    each other, so that the missed one need not be the one at fault: then the text says where each rank is.
     """
     board = transport.board
     missed, here = ("", "") if board is None else (board.name_of(lost.peer), board.name_of(rank))

@@ -76,7 +76,7 @@ class ForwardPart(TileAttention):
         """See `Part.compute`: ((out, lse), ())."""
         query, key, value = fold(q[0], tile.q, tile), fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
-        if tile.spans:
+        if tile.subtiles:
             return self._of_spans(query, key, value, tile, how), ()
         out, lse = self.kernel.forward(query, key, value, how)
         if self.max_logits is not None:
@@ -122,7 +122,7 @@ class BackwardPart(TileAttention):
         queries = Queries(query, dout, out, fold_lse(q[3], tile))
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
-        if tile.spans:
+        if tile.subtiles:
             return self._of_spans(queries, key, value, tile, how)
         grads = self.kernel.backward(queries, key, value, how)
         self.add_to_dbias(grads.dbias, tile, positions)

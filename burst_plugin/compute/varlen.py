@@ -48,7 +48,7 @@ class SpanTable:
 
     def _found(self, tile: Tile) -> SpanRows:
         batch = self._batch if tile.batch is None else tile.batch[1] - tile.batch[0]
-        q_spans, k_spans = [span[:2] for span in tile.spans], [span[2:] for span in tile.spans]
+        q_spans, k_spans = [part[:2] for part in tile.subtiles], [part[2:] for part in tile.subtiles]
         q, k = (tuple(stop - start for start, stop in spans) * batch for spans in (q_spans, k_spans))
         return SpanRows(lengths_of(q, k, self._device), self._index(q_spans), self._index(k_spans))
 

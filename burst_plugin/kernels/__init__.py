@@ -2,15 +2,15 @@
 
 A kernel sees tiles only, never a layout, a document or a ring. A new kernel is one file and a line below.
 
-Leads, not kernels yet:
-- FlexAttention could do softcap, ALiBi and more on GPUs, and it returns the lse. Its backward pass takes the lse that
-  its own forward pass saved, never a given one (`torch.nn.attention.flex_attention`; the operator below it takes one,
-  with traced graphs and in base 2, and is private), so it cannot serve a ring as it is. What would work: run the
+Ideas that are not kernels yet:
+- FlexAttention has softcap, ALiBi and more on GPUs, and it returns the lse. Its backward pass takes the lse that its
+  own forward pass saved, never a given one (`torch.nn.attention.flex_attention`; the operator below it takes one,
+  with traced graphs and in base 2, and is private), so a ring cannot use it as it is. What would work: run the
   forward pass again, and give `w * dout` as the gradient of its out and `w * (rowsum(dout * its out) - delta)` as
   that of its lse, `w = exp(its lse - lse)`, at the price of one more forward pass per tile.
 - ALiBi in flash-attention 2 takes distances from the rows of a tile, which are those of the sequence on the diagonal
   only, and leaves a term per row out of the lse where causal.
-- Dropout in all libraries draws from the order of work, not from positions: it would not be the same on any ranks.
+- Dropout in all libraries draws by the order of work, not by positions: it would differ with the number of ranks.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _LOG = logging.getLogger(__name__)
 
 
 def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
-    """The kernel of that name, the kernel itself, or for `"auto"` the first one that can do `case`.
+    """Return the kernel of that name, the kernel itself, or for `"auto"` the first one that can do `case`.
 
-    Where tiles of new shapes come with every batch, "auto" prefers one that does not keep a plan for each.
+    Where every batch may bring tiles of new shapes, "auto" prefers a kernel that does not keep a plan for each. Where
+    it cannot take a faster kernel of this device because of a feature, a warning says so once, with what that costs.
 
-    Raises ValueError if the kernel asked for cannot: with its reason, and the names of those that can. Where "auto"
-    passes over a faster kernel of this device because of a feature, it says so once, with what that costs.
+    Raises ValueError if the kernel asked for cannot, with its reason and the names of those that can.
     """
     if wanted == "auto":
         return _fastest(case)
@@ -87,12 +87,12 @@ def choose_kernel(wanted: str | Kernel, case: Case) -> Kernel:
 
 
 def switches() -> tuple[object, ...]:
-    """PyTorch's switches for the whole process that a choice depends on, but for that of deterministic algorithms."""
+    """Return PyTorch's process-wide switches that a choice depends on, except that of deterministic algorithms."""
     return activated_library(), torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def _fastest(case: Case) -> Kernel:
-    """The first that can, if possible one without a plan for each new shape. ValueError if none can."""
+    """Return the first that can, if possible one without a plan per new shape. Raise ValueError if none can."""
     refusals = {name: _refusal(kernel, case) for name, kernel in KERNELS.items()}
     able = [KERNELS[name] for name, refusal in refusals.items() if refusal is None]
     if not able:
@@ -100,20 +100,22 @@ def _fastest(case: Case) -> Kernel:
         raise ValueError(f"kernel='auto': no kernel can do this attention ({reasons})")
     lasting = [kernel for kernel in able if not (case.new_tiles and kernel.limits.keeps_plans)]
     chosen = (lasting or able)[0]
-    _tell_of_fallback(chosen.name, case)
+    _warn_of_fallback(chosen.name, case)
     return chosen
 
 
 def _refusal(kernel: Kernel, case: Case) -> str | None:
+    """Return why a kernel cannot do `case`, features included; None if it can."""
     missing = sorted(case.features - kernel.features)
     return kernel.refuse(case) or (f"it lacks: {', '.join(missing)}" if missing else None)
 
 
-def _tell_of_fallback(chosen: str, case: Case) -> None:
+def _warn_of_fallback(chosen: str, case: Case) -> None:
+    """Warn if a kernel was chosen that is slower than the one for plain attention on this device."""
     plain = case._replace(features=frozenset(), new_tiles=False)
     usual = next(name for name, kernel in KERNELS.items() if kernel.refuse(plain) is None)
     if usual == chosen:
-        _tell_if_made_for_earlier_gpus(KERNELS[usual], plain)
+        _warn_of_earlier_gpus(KERNELS[usual], plain)
         return
     why = _refusal(KERNELS[usual], case) or "it would keep a plan for every new shape of a tile; ask for it by name"
     text = f"attention runs on {chosen}, which is slower than {usual} ({usual}: {why})"
@@ -123,11 +125,11 @@ def _tell_of_fallback(chosen: str, case: Case) -> None:
             "torch_cpu, and 10 times for causal masks (forward and backward, 2048 tokens, 8 heads of 64, float32). "
             "Leave out what you can spare: Megatron's --attention-dropout is 0.1 unless it is set"
         )
-    _tell_once(text)
+    _warn_once(text)
 
 
-def _tell_if_made_for_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
-    """Say so where a kernel that was made for earlier GPUs runs, and all that were made for this one are refused."""
+def _warn_of_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
+    """Warn if a kernel for earlier GPUs runs because all kernels that were made for this one are refused."""
     made_for = {name: each.limits.capability[0] for name, each in KERNELS.items() if each.limits.capability}
     newer = [
         f"{name}: {KERNELS[name].refuse(plain)}"
@@ -135,11 +137,11 @@ def _tell_if_made_for_earlier_gpus(kernel: LimitedKernel, plain: Case) -> None:
         if first > made_for.get(kernel.name, first) and KERNELS[name].limits.refuse(plain) is None
     ]
     if newer:
-        _tell_once(
+        _warn_once(
             f"attention runs on {kernel.name}, which is slower than kernels made for this GPU ({'; '.join(newer)})"
         )
 
 
 @cache
-def _tell_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     _LOG.warning(text)

@@ -1,11 +1,12 @@
 """What flash-attention kernels have in common: windows counted from the bottom right corner, and one head dim.
 
-Ours are counted from the top left corner of a tile, theirs from the bottom right one (flash-attention 2.1 and newer),
+Bands are counted from the top left corner of a tile, windows of libraries from the bottom right one (flash-attention
+2.1 and newer),
 
     lower <= j - i <= upper               -left <= j - i - (Sk - Sq) <= right        None: no bound
 
 so `left = Sk - Sq - lower` and `right = upper - (Sk - Sq)`. Neither may be negative, as that stands for no bound in
-most of them; as every query of a tile has a key, only `right` can be, where the last keys have no query: these are
+most libraries; as every query of a tile has a key, only `right` can be, where the last keys have no query: these are
 left out. ALiBi is not among the features: libraries take distances from rows and keys of a tile, not from positions.
 """
 
@@ -40,7 +41,7 @@ _DQ_DIMS = 64  # to multiples of which flash-attention 2 rounds up, at most, whe
 
 
 class Piece(NamedTuple):
-    """Some rows of a tile, the keys that they need, and their window; None is no bound."""
+    """Some query rows of a tile, the keys that they attend to, and their window; None is no bound."""
 
     rows: slice
     keys: slice
@@ -49,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What a library is asked for, in its terms."""
+    """Options of a library's call, in its terms."""
 
     scale: float
     softcap: float  # 0 is none
@@ -59,7 +60,7 @@ class Ask(NamedTuple):
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
-    """A tile as windows counted from the bottom right corner: one, if need be without the last keys.
+    """Return a tile as windows counted from the bottom right corner: one, without last keys that have no query.
 
     Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window that is wider than
     there are keys for no bound, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
@@ -79,49 +80,50 @@ def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...
 class FlashKernel(ABC):
     """A kernel on top of a library with windows, grouped heads, and gradients from a given lse.
 
-    `largest_dq`: numbers up to which the library's sum of dq can be addressed; more are worked on in slices.
+    tall: whether the library is right for windows of more rows than keys.
+    largest_dq: how many numbers of dq the library can address; larger ones are worked on in slices.
     """
 
     name: str
     limits: Limits
     features: frozenset[str] = frozenset({"windows", "head dims", "deterministic"})
-    tall: bool = True  # whether windows of more rows than keys are right
+    tall: bool = True
     largest_dq: int | None = None
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`; the library is looked for last."""
+        """See `Kernel.refuse`; the library is imported last."""
         return self.limits.refuse(case) or self._refuse_library(case)
 
     def _refuse_library(self, case: Case) -> str | None:
-        """Why what is installed cannot do `case`."""
+        """Return why what is installed cannot do `case`; None if it can."""
         return None
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        """The head dims (of q and k, of v) to fill up to."""
+        """Return the head dims (of q and k, of v) to fill up to."""
         return (round_up(max(qk_dim, v_dim), 8),) * 2
 
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
-        """(out [B, Sq, Hq, Dv], lse [B, Hq, Sq])."""
+        """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]."""
 
     @abstractmethod
     def _backward(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv); all tensors have one type, and the lse is contiguous."""
+        """Return dq, dk and dv; all tensors have one type, and the lse is contiguous."""
 
     def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """`_forward` of sequences one after another, [T, H, D]: (out [T, Hq, Dv], lse [Hq, T])."""
+        """Return `_forward` of packed sequences, [T, H, D]: out [T, Hq, Dv] and lse [Hq, T]."""
         raise NotImplementedError
 
     def _backward_varlen(
         self, queries: Queries, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`_backward` of sequences one after another, [T, H, D]; the lse is [Hq, T]."""
+        """Return `_backward` of packed sequences, [T, H, D]; the lse is [Hq, T]."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         if how.lengths is not None:
-            if self._takes_at_once(q, v, how, how.lengths):
+            if self._can_batch(q, v, how, how.lengths):
                 return self.forward_batched(q, k, v, how, how.lengths)
             return forward_looped(self, q, k, v, how)
         v_dim = v.shape[-1]
@@ -137,7 +139,7 @@ class FlashKernel(ABC):
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
         """See `Kernel.backward`."""
         if how.lengths is not None:
-            if self._takes_at_once(queries.q, v, how, how.lengths):
+            if self._can_batch(queries.q, v, how, how.lengths):
                 return self.backward_batched(queries, k, v, how, how.lengths)
             return backward_looped(self, queries, k, v, how)
         qk_dim, v_dim = k.shape[-1], v.shape[-1]
@@ -155,7 +157,7 @@ class FlashKernel(ABC):
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """`forward` of all sequences in one call."""
+        """Return `forward` of all sequences, in one call."""
         v_dim, batch = v.shape[-1], q.shape[0]
         qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
@@ -164,7 +166,7 @@ class FlashKernel(ABC):
         return in_rows(out, batch)[..., :v_dim], in_rows_of_heads(lse, batch)
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """`backward` of all sequences in one call."""
+        """Return `backward` of all sequences, in one call."""
         qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
         qk_dims, v_dims = self._dims(qk_dim, v_dim)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
@@ -174,8 +176,8 @@ class FlashKernel(ABC):
         dq, dk, dv = (in_rows(grad, batch) for grad in grads)
         return Grads(dq[..., :qk_dim], dk[..., :qk_dim], dv[..., :v_dim])
 
-    def _takes_at_once(self, q: Tensor, v: Tensor, how: How, lengths: Lengths) -> bool:
-        """Whether all sequences can go into one call; none may if the library is not right there."""
+    def _can_batch(self, q: Tensor, v: Tensor, how: How, lengths: Lengths) -> bool:
+        """Return whether all sequences can be batched in one call; not if the library is wrong there."""
         if max(lengths.q) == 1:  # then flash-attention 2 makes rows of the heads of a group
             return False
         (qk_dim, v_dim), heads = (q.shape[-1], v.shape[-1]), q.shape[2]
@@ -186,7 +188,7 @@ class FlashKernel(ABC):
         return _is_right(self, Trial(q.device, q.dtype, qk_dim, v_dim, how.scores.softcap, how.deterministic))
 
     def _backward_in_slices(self, queries: Queries, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, ...]:
-        """`_backward` of as many batch rows at a time as `largest_dq` allows, or as many heads of one row."""
+        """Return `_backward`, of as many batch rows at a time as `largest_dq` allows, or heads of one row."""
         batch, rows, heads, dim = queries.q.shape
         head = round_up(rows, DQ_ROWS) * round_up(dim, _DQ_DIMS)
         if self.largest_dq is None or head * heads * batch <= self.largest_dq or heads * batch == 1:
@@ -198,7 +200,7 @@ class FlashKernel(ABC):
             return tuple(torch.cat(grads) for grads in self._each_in_slices(each, ask))
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
-        if kv_heads == 1:  # its queries in turn, which all have gradients for it
+        if kv_heads == 1:  # its queries one group after another, which all have gradients for it
             parts = [slice(first, first + few) for first in range(0, heads, few)]
             dq, dk, dv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
             wide = torch.promote_types(k.dtype, torch.float32)
@@ -212,7 +214,7 @@ class FlashKernel(ABC):
         return tuple(torch.cat(grads, 2) for grads in self._each_in_slices(each, ask))
 
     def _each_in_slices(self, each: Iterable[tuple[Queries, Tensor, Tensor]], ask: Ask) -> list[tuple[Tensor, ...]]:
-        """All dq, all dk and all dv."""
+        """Return the dq of all slices, their dk and their dv."""
         return list(zip(*(self._backward_in_slices(*part, ask) for part in each), strict=True))
 
 
@@ -224,7 +226,7 @@ class FlashAttention2(FlashKernel):
     largest_dq = 2**31 - 1  # int32 in flash_bwd_kernel.h up to v2.8.3, flash-attention#2260
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
-        """What there are backward kernels for on every GPU: all multiples of 8 up to 192, and 256.
+        """Return head dims that have backward kernels on every GPU: all multiples of 8 up to 192, and 256.
 
         Source: `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120` in PyTorch's sdp_utils.cpp.
         """
@@ -238,7 +240,7 @@ def _of_heads(queries: Queries, heads: slice) -> Queries:
 
 
 def sequence_options(lengths: Lengths) -> dict[str, object]:
-    """What the functions of flash-attention 2 and 3 call sequences one after another."""
+    """Return packed sequences as arguments of the functions of flash-attention 2 and 3."""
     return {
         "cu_seqlens_q": lengths.q_ends,
         "cu_seqlens_k": lengths.k_ends,
@@ -253,7 +255,7 @@ def _is_right(kernel: FlashKernel, trial: Trial) -> bool:
 
 
 def _ask_varlen(how: How) -> Ask:
-    """What is asked for sequences that are full, or causal squares."""
+    """Return the options for sequences that are full, or causal squares."""
     return _ask(how, pieces(how.band, 1, 1, tall=True)[0])
 
 
@@ -266,7 +268,7 @@ def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _summed(grads: Sequence[Tensor], parts: Sequence[Piece], x: Tensor) -> Tensor:
-    """The gradient of all keys from those of the pieces."""
+    """Return the gradient of all keys from those of the pieces."""
     if len(grads) == 1 and grads[0].shape == x.shape:
         return grads[0]
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

@@ -1,7 +1,7 @@
 """flash-attention 2 (the package flash-attn), 2.7 or newer.
 
-`_flash_attn_forward` and `_flash_attn_backward` in flash_attn/flash_attn_interface.py, and those of sequences one
-after another, `_flash_attn_varlen_forward` and `_flash_attn_varlen_backward`, unchanged from 2.7.0 to 2.8.3.
+`_flash_attn_forward` and `_flash_attn_backward` in flash_attn/flash_attn_interface.py, and for packed sequences
+`_flash_attn_varlen_forward` and `_flash_attn_varlen_backward`, unchanged from 2.7.0 to 2.8.3.
 A side without a bound is -1.
 """
 

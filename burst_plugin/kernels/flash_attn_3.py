@@ -2,8 +2,8 @@
 
 `flash_attn_3::fwd` and `::bwd` (hopper/flash_api.cpp). Their arguments are the same from v2.8.0 on, while those of
 the Python functions around them are not; what `bwd` returns differs too, so gradients are taken from the tensors that
-it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, take `deterministic`
-and leave it at that (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
+it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, accept
+`deterministic` and ignore it (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
 """
 
 from __future__ import annotations

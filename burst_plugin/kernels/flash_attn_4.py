@@ -79,7 +79,7 @@ class FlashAttn4Kernel(FlashKernel):
 
 
 def _version() -> str:
-    """Of the package, "" for a checkout that was not installed as one, or a part of a flash-attn 2 of its time."""
+    """Return the package's version; "" for a checkout that is not installed, or a flash-attn 2 that contains it."""
     from importlib import metadata  # which imports the standard library's parsers of mail and archives
 
     try:

@@ -18,8 +18,8 @@ class Limits(NamedTuple):
 
     dims: the largest (dim of q and k, dim of v); a case has to fit into one of these pairs.
     capability: the first and the last CUDA compute capability.
-    library: what has to be installed, as docs/kernels.md says it.
-    keeps_plans: whether it prepares something for every shape of a tile, and never lets go of it.
+    library: what has to be installed, in the words of docs/kernels.md.
+    keeps_plans: whether it prepares something for every shape of a tile, and never frees it.
     """
 
     device: str | None = None
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     keeps_plans: bool = False
 
     def refuse(self, case: Case) -> str | None:
-        """Why `case` is outside; None if it is inside, as far as can be told without importing the library."""
+        """Return why `case` is outside; None if it is inside, as far as is known without importing the library."""
         if self.device is not None and case.device != self.device:
             return f"it runs on {self.device}, not on {case.device}"
         if self.dtypes and case.dtype not in self.dtypes:
@@ -55,6 +55,6 @@ class Limits(NamedTuple):
 
 
 class LimitedKernel(Kernel, Protocol):
-    """A kernel of this package, which says where it runs; one of a user's need not."""
+    """A kernel of this package: it has limits, which a user's kernel need not have."""
 
     limits: Limits

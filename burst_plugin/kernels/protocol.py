@@ -1,4 +1,4 @@
-"""What every kernel offers, and the case by which it says whether it can."""
+"""The interface of all kernels, and the case by which a kernel is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FEATURES", "Case", "Grads", "How", "Kernel", "Lengths", "Queries"]
 FEATURES: Mapping[str, str] = MappingProxyType(
     {
         "windows": "works on a window as one tile; without it, windows are cut into full and causal tiles",
-        "varlen": "works on many documents in one call; without it, on one after another",
+        "varlen": "works on many documents in one batched call; without it, they are looped over",
         "head dims": "v may have another head dim than q and k (MLA)",
         "softcap": "scores are capped by a tanh",
         "alibi": "a slope per head times the distance is added to scores",
@@ -29,7 +29,7 @@ FEATURES: Mapping[str, str] = MappingProxyType(
 
 
 class Case(NamedTuple):
-    """What a kernel is asked to do, for all tiles of a call."""
+    """What a kernel has to do, for all tiles of an attention call."""
 
     device: str
     dtype: torch.dtype
@@ -38,13 +38,13 @@ class Case(NamedTuple):
     qk_dim: int
     v_dim: int
     features: frozenset[str] = frozenset()  # names in `FEATURES`, but "windows" and "varlen"
-    new_tiles: bool = False  # whether batches may bring tiles of shapes that were not there before
+    new_tiles: bool = False  # whether every batch may bring tiles of new shapes
 
 
 class Lengths(NamedTuple):
-    """Sequences one after another, of all batch rows: the queries and the keys of each, at least one.
+    """Packed sequences of all batch rows: the numbers of queries and of keys of each, at least one.
 
-    `q_ends` and `k_ends`: int32 [number + 1], where each begins and ends, on the device.
+    `q_ends` and `k_ends` are their bounds, as `cu_seqlens`: int32 [sequences + 1], on the device.
     """
 
     q: tuple[int, ...]
@@ -56,11 +56,11 @@ class Lengths(NamedTuple):
 class How(NamedTuple):
     """How the scores of a tile become probabilities.
 
-    `bias` is the tile's, [1 or B, 1 or Hq, Sq, Sk], and its gradient is wanted if `bias_has_grad`; `q_positions` [Sq]
-    and `k_positions` [Sk], int64, are there if `scores` needs them, or with a bias; `first_batch_row` and
-    `first_head` are the numbers of the first batch row and query head; with `deterministic` two runs have to give
-    the same bits. With `lengths`, for kernels that are "varlen", every sequence attends to itself, full, or causal in
-    squares; then there is no bias.
+    bias: of the tile, [1 or B, 1 or Hq, Sq, Sk]; its gradient is wanted if `bias_has_grad`.
+    q_positions, k_positions: [Sq] and [Sk], int64; given if `scores` depends on them, or with a bias.
+    first_batch_row, first_head: the numbers of the first batch row and query head.
+    deterministic: two runs have to give the same bits.
+    lengths: for "varlen" kernels: every sequence attends to itself, full, or causal in squares; without a bias.
     """
 
     band: Band
@@ -81,7 +81,7 @@ class How(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor on q . k."""
+        """Factor on q . k."""
         assert self.scores.scale is not None, "a call resolves it"
         return self.scores.scale
 
@@ -99,7 +99,7 @@ class Queries(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """What a tile contributes to dq, dk, dv, in their shapes, and to the gradient of its bias if that is wanted."""
+    """A tile's contributions to dq, dk, dv, in their shapes, and to the gradient of its bias if that is wanted."""
 
     dq: Tensor
     dk: Tensor
@@ -121,13 +121,13 @@ class Kernel(Protocol):
     features: frozenset[str]
 
     def refuse(self, case: Case) -> str | None:
-        """Why this kernel cannot do `case`, features aside; None if it can."""
+        """Return why this kernel cannot do `case`, features aside; None if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """out [B, Sq, Hq, Dv], in the type of q or wider, and lse [B, Hq, Sq], float32 or wider."""
+        """Return out [B, Sq, Hq, Dv], in the type of q or wider, and lse [B, Hq, Sq], float32 or wider."""
         ...
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """What this tile contributes, in the inputs' types or wider."""
+        """Return the contributions of this tile, in the inputs' types or wider."""
         ...

@@ -1,4 +1,4 @@
-"""Attention written out: any device, any float type, every feature. Slow, and the one to compare others with."""
+"""Attention in plain PyTorch: any device, any float type, every feature. Slow; other kernels are compared with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from burst_plugin.types import FULL
 
 __all__ = ["ReferenceKernel", "largest_scores"]
 
-# As many query rows at a time as have so many scores, so that memory does not grow with the square of the sequence.
+# Scores of query rows that are worked on at a time, so that memory does not grow with the square of the sequence.
 _SCORES = 2**26
-_ROWS = 512  # the most
+_ROWS = 512  # at a time, at most
 
 
 class ReferenceKernel:
@@ -28,7 +28,7 @@ class ReferenceKernel:
     features = frozenset(FEATURES)
 
     def refuse(self, case: Case) -> str | None:
-        """Nothing is refused."""
+        """Return None: nothing is refused."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,9 @@ class ReferenceKernel:
             scores = _scores(q[:, rows], keys, part, rows.start)[0]
             lse[:, :, rows] = torch.logsumexp(scores, -1)
             p = _probabilities(scores, lse[:, :, rows])
-            out[:, rows] = (p if (kept := _kept(p, part)) is None else p * kept).matmul(values).transpose(1, 2)
+            factor = _dropout_factor(p, part)
+            dropped = p if factor is None else p * factor
+            out[:, rows] = dropped.matmul(values).transpose(1, 2)
         return out, lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
@@ -62,22 +64,22 @@ class ReferenceKernel:
             q_rows, dout, out = (x[:, rows].to(dtype) for x in queries[:3])
             scores, slope = _scores(q_rows, keys, part, rows.start)
             p = _probabilities(scores, queries.lse[:, :, rows].to(dtype))
-            kept = _kept(p, part)
+            factor = _dropout_factor(p, part)
             dout_heads = dout.transpose(1, 2)
             delta = (dout_heads * out.transpose(1, 2)).sum(-1, keepdim=True)
             dp = dout_heads.matmul(values.transpose(-1, -2))
-            ds = p * ((dp if kept is None else dp * kept) - delta)
+            ds = p * ((dp if factor is None else dp * factor) - delta)
             if dbias is not None:
                 dbias[:, :, rows] = ds.sum_to_size(dbias[:, :, rows].shape)
             ds = ds * how.scale if slope is None else ds * slope * how.scale
             dq[:, rows] = ds.matmul(keys).transpose(1, 2)
             dk += ds.transpose(-1, -2).matmul(q_rows.transpose(1, 2))
-            dv += (p if kept is None else p * kept).transpose(-1, -2).matmul(dout_heads)
+            dv += (p if factor is None else p * factor).transpose(-1, -2).matmul(dout_heads)
         return Grads(dq, _by_kv_head(dk, k), _by_kv_head(dv, v), dbias)
 
 
 def largest_scores(q: Tensor, k: Tensor, how: How) -> Tensor:
-    """The largest score of every query head, [Hq], in float32 or wider; of the band, after cap and bias."""
+    """Return the largest score of every query head in the band, after cap and bias: [Hq], float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys = _by_query_head(k, q, dtype)
     largest = torch.full((q.shape[2],), -torch.inf, dtype=dtype, device=q.device)
@@ -98,7 +100,7 @@ def _row_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(how: How, rows: slice) -> How:
-    """The same for some query rows; the band is still counted from the tile's first row."""
+    """Return the same for some query rows; the band is still counted from the tile's first row."""
     return how._replace(
         bias=None if how.bias is None else how.bias[:, :, rows],
         q_positions=None if how.q_positions is None else how.q_positions[rows],
@@ -106,7 +108,7 @@ def _rows_of(how: How, rows: slice) -> How:
 
 
 def _first_keys_of(how: How, keys: int) -> How:
-    """The same for the first key rows."""
+    """Return the same for the first key rows."""
     return how._replace(
         bias=None if how.bias is None else how.bias[..., :keys],
         k_positions=None if how.k_positions is None else how.k_positions[:keys],
@@ -114,18 +116,18 @@ def _first_keys_of(how: How, keys: int) -> How:
 
 
 def _by_query_head(x: Tensor, q: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, S, Hkv, D] as [B, Hq, S, D], every key head repeated for its query heads."""
+    """Return [B, S, Hkv, D] as [B, Hq, S, D], every key head repeated for its query heads."""
     return x.to(dtype).transpose(1, 2).repeat_interleave(q.shape[2] // x.shape[2], dim=1)
 
 
 def _by_kv_head(grad: Tensor, x: Tensor) -> Tensor:
-    """[B, Hq, S, D] summed over the query heads of every key head, as [B, S, Hkv, D] like `x`."""
+    """Return [B, Hq, S, D] summed over the query heads of every key head, as [B, S, Hkv, D] like `x`."""
     batch, _, rows, dim = grad.shape
     return grad.view(batch, x.shape[2], -1, rows, dim).sum(2).transpose(1, 2)
 
 
 def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor, Tensor | None]:
-    """Scores [B, H, rows, Sk], -inf outside the band; and the derivative of the softcap, if there is one."""
+    """Return scores [B, H, rows, Sk], -inf outside the band, and the derivative of the softcap, if there is one."""
     scores, slope = q.to(keys.dtype).transpose(1, 2).matmul(keys.transpose(-1, -2)).mul_(how.scale), None
     if how.scores.softcap is not None:
         bent = torch.tanh(scores / how.scores.softcap)
@@ -151,13 +153,13 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """softmax from scores and lse; 0 where lse is -inf."""
+    """Return the softmax from scores and lse; 0 where lse is -inf."""
     safe = lse.masked_fill(lse == -torch.inf, torch.inf)
     return torch.exp(scores - safe.unsqueeze(-1))
 
 
-def _kept(p: Tensor, how: How) -> Tensor | None:
-    """The factor that dropout puts on every probability; None without dropout."""
+def _dropout_factor(p: Tensor, how: How) -> Tensor | None:
+    """Return the factor that dropout puts on every probability; None without dropout."""
     if not how.scores.dropout:
         return None
     assert how.q_positions is not None

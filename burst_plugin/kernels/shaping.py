@@ -1,4 +1,4 @@
-"""Tensors as kernels want them: dense rows, whole head dims, as many key heads as query heads, one mask for two."""
+"""Tensors as kernels take them: dense rows, padded head dims, expanded key heads, and reversed sides."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["backward_reversed", "expand_heads", "fit", "forward_reversed", "roun
 
 
 def round_up(number: int, multiple: int) -> int:
-    """`number`, or the next multiple."""
+    """Return the next multiple from `number` on."""
     return ceil(number / multiple) * multiple
 
 
 def fit(x: Tensor, dim: int, align_bytes: int = 1) -> Tensor:
-    """`x` with its last dim filled up to `dim` with zeros and dense, and every row at a multiple of `align_bytes`.
+    """Return `x` with its last dim dense and padded with zeros to `dim`, and rows at multiples of `align_bytes`.
 
-    Copied only where that is not so already.
+    It is copied only if it is not like that already.
     """
     if x.shape[-1] < dim:
         x = pad(x, (0, dim - x.shape[-1]))
@@ -35,12 +35,12 @@ def fit(x: Tensor, dim: int, align_bytes: int = 1) -> Tensor:
 
 
 def expand_heads(x: Tensor, query_heads: int) -> Tensor:
-    """[B, S, Hkv, D] as [B, S, Hq, D]: every key head once for each of its query heads."""
+    """Return [B, S, Hkv, D] as [B, S, Hq, D]: every key head once for each of its query heads."""
     return x if x.shape[2] == query_heads else x.repeat_interleave(query_heads // x.shape[2], dim=2)
 
 
 def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
-    """[B, S, Hq, D] summed over the query heads of every key head, [B, S, Hkv, D], in float32 or wider."""
+    """Return [B, S, Hq, D] summed over the query heads of every key head, [B, S, Hkv, D], in float32 or wider."""
     if grad.shape[2] == kv_heads:
         return grad
     batch, rows, _, dim = grad.shape
@@ -49,7 +49,7 @@ def sum_heads(grad: Tensor, kv_heads: int) -> Tensor:
 
 
 def forward_reversed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """An anticausal square by a kernel that has causal ones: the same with both sides reversed."""
+    """Return `forward` of an anticausal square by a kernel that has causal ones: both sides are reversed."""
     out, lse = kernel.forward(q.flip(1), k.flip(1), v.flip(1), _reversed(how))
     return out.flip(1), lse.flip(2)
 

@@ -10,7 +10,7 @@ __all__ = ["table"]
 
 
 def table() -> str:
-    """Markdown: a row per kernel, fastest first, and a column per feature."""
+    """Return a Markdown table: a row per kernel, fastest first, and a column per feature."""
     head = ["kernel", "device", "types", "largest head dims", "needs", *FEATURES]
     rows = [head, ["---"] * 5 + [":-:"] * len(FEATURES), *(_row(kernel) for kernel in KERNELS.values())]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -2,8 +2,8 @@
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` (aten/src/ATen/native/transformers/attention.cpp) gives
 the lse and takes it back in its backward pass. What it silently gets wrong is refused or avoided here: a last dim
-that is not dense is copied; heads that do not divide, which end the process, never arrive (`burst_attention` checks
-them). Its one mask is causal from the top left corner: an anticausal tile is a causal one with both sides reversed,
+that is not dense is copied; heads that do not divide, which end the process, are refused by `burst_attention`. Its
+one mask is causal from the top left corner: an anticausal tile is a causal one with both sides reversed,
 and a narrower v is filled up with zeros.
 """
 
@@ -21,7 +21,9 @@ __all__ = ["TorchCpuKernel", "flash_backward"]
 
 
 class TorchCpuKernel:
-    """16-bit inputs are computed on and returned in float32: no partial result is rounded before it is summed up, and
+    """Full and causal tiles on CPUs, in float32 or float64.
+
+    16-bit inputs are computed on and returned in float32: no partial result is rounded before it is added up, and
     CPUs without instructions for 16-bit types are faster so (backward, 2048 tokens, 8 heads of 64: 3.6 times in
     bfloat16; for others see `torch_cpu_bf16`).
     """
@@ -54,7 +56,7 @@ class TorchCpuKernel:
 
 
 def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How) -> None:
-    """Write NaN, or lse -inf, into rows of out [B, H, Sq, D] and lse [B, H, Sq] whose largest score is that.
+    """Write NaN, or lse -inf, to rows of out [B, H, Sq, D] and lse [B, H, Sq] whose largest score is that.
 
     The kernel skips NaN where it looks for the largest of fewer scores than a vector register holds (16 in float32,
     with AVX-512). It takes a row in which it finds none above -inf for one without keys and gives it out 0 and lse 0.
@@ -74,7 +76,7 @@ def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How)
 
 
 def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torch.dtype) -> Grads:
-    """The backward pass of a full or causal tile, computed and returned in `dtype`."""
+    """Return the gradients of a full or causal tile, computed in `dtype`."""
     dims = (k.shape[-1], v.shape[-1])
     q, dout, out, k, v = (_heads_first(x, dtype, max(dims)) for x in (*queries[:3], k, v))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -86,5 +88,5 @@ def flash_backward(queries: Queries, k: Tensor, v: Tensor, how: How, dtype: torc
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-    """[B, S, H, D] as [B, H, S, dim], copied only to change type, fill up the last dim, or make it dense."""
+    """Return [B, S, H, D] as [B, H, S, dim], copied only to change type, pad the last dim, or make it dense."""
     return fit(x.to(dtype), dim).transpose(1, 2)

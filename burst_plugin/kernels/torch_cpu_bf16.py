@@ -30,7 +30,7 @@ _ROWS = 1024  # queries and keys of a square
 
 
 class TorchCpuBf16Kernel(TorchCpuKernel):
-    """Rounds probabilities and their gradients to bfloat16 before they are multiplied, as kernels for GPUs do."""
+    """A kernel that rounds probabilities and their gradients to bfloat16 before products, as kernels for GPUs do."""
 
     name = "torch_cpu_bf16"
     limits = Limits("cpu", (torch.bfloat16,), library="a processor with `avx512_bf16`")
@@ -46,21 +46,21 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         query_heads, kv_heads = queries.q.shape[2], k.shape[2]
-        sums = Grads(*(torch.zeros(x.shape, dtype=torch.float32) for x in (queries.q, k, v)))
+        total = Grads(*(torch.zeros(x.shape, dtype=torch.float32) for x in (queries.q, k, v)))
         for rows, k_rows, band in _squares(queries.q.shape[1], k.shape[1], how.band):
             q, dout, out = (x[:, rows] for x in queries[:3])
             some_k, some_v = (expand_heads(x[:, k_rows], query_heads) for x in (k, v))
             some = Queries(q, dout, out, queries.lse[:, :, rows])
             dtype = torch.float32 if some_k.shape[1] % 2 else k.dtype
             grads = flash_backward(some, some_k, some_v, how._replace(band=band), dtype)
-            sums.dq[:, rows].add_(grads.dq)
-            sums.dk[:, k_rows].add_(sum_heads(grads.dk, kv_heads))
-            sums.dv[:, k_rows].add_(sum_heads(grads.dv, kv_heads))
-        return sums
+            total.dq[:, rows].add_(grads.dq)
+            total.dk[:, k_rows].add_(sum_heads(grads.dk, kv_heads))
+            total.dv[:, k_rows].add_(sum_heads(grads.dv, kv_heads))
+        return total
 
 
 def _squares(queries: int, keys: int, band: Band) -> Iterator[tuple[slice, slice, Band]]:
-    """Query rows, key rows and band of the pieces of a full or causal tile."""
+    """Yield query rows, key rows and band of the squares of a full or causal tile."""
     for first_q, first_k in product(range(0, queries, _ROWS), range(0, keys, _ROWS)):
         if band == FULL or first_k <= first_q:
             rows, k_rows = slice(first_q, first_q + _ROWS), slice(first_k, first_k + _ROWS)

@@ -10,7 +10,7 @@ where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678); with a single 
 that do not fill such blocks is left to PyTorch's flash-attention there.
 
 It compiles kernels when they are first used, with what CUDA it finds, which may not know the GPU; and some releases
-are wrong on some GPUs (pytorch#193893). So it is tried out beside PyTorch's flash-attention first.
+are wrong on some GPUs (pytorch#193893). So it is first compared with PyTorch's flash-attention.
 """
 
 from __future__ import annotations
@@ -121,15 +121,15 @@ def _version() -> int:
 
 
 def _may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
-    """Whether gradients of such a tile may be, see the top of this file; says so once."""
+    """Return whether gradients of such a tile may be NaN, see the top of this file; log it once."""
     found = _is_hopper(device) and (rows % _BLOCK > 0 or (keys % _BLOCK > 0 and _version() < _WHOLE_KEYS))
     if found:
-        _tell_once()
+        _warn_once()
     return found
 
 
 @cache
-def _tell_once() -> None:
+def _warn_once() -> None:
     _LOG.warning(
         "on this GPU torch_cudnn leaves backward passes of tiles that do not fill blocks of %d rows to torch_flash, "
         "which is slower; lengths that divide by %d times twice the number of ranks fill them",
@@ -143,7 +143,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def _dims(k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """The head dims of q, k and v to fill up to."""
+    """Return the head dims of q, k and v to pad to."""
     qk_dim, v_dim = round_up(k.shape[-1], 8), round_up(v.shape[-1], 8)
     return (qk_dim, qk_dim, v_dim) if qk_dim <= 128 else (192, 192, 128)
 
@@ -153,12 +153,12 @@ def _heads_first(x: Tensor, dim: int) -> Tensor:
 
 
 def _statistics_have_a_dim() -> bool:
-    """Whether this PyTorch keeps the lse as [B, H, Sq, 1]; older ones have [B, H, Sq]."""
+    """Return whether this PyTorch has the lse as [B, H, Sq, 1]; older ones have [B, H, Sq]."""
     return 4 in _seen_dims if _seen_dims else _described_with_a_dim()
 
 
 @cache
 def _described_with_a_dim() -> bool:
-    """Whether it does by what it says of shapes, before it has returned any."""
+    """Return the same from a meta tensor, before any lse was returned."""
     x = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
     return bool(torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim == 4)

@@ -29,7 +29,7 @@ _LARGEST_OFFSET = 2**31 - 1  # of a key, as its forward pass counts numbers in i
 
 
 class TorchEfficientKernel:
-    """float32 and 16-bit types; any head dims, also unlike ones.
+    """float32 and 16-bit types; any head dims, also different ones.
 
     A causal tile with a bias has its mask in the bias: blocks that a mask leaves out would be missing from the bias'
     gradient. The bias is rounded to the type of q.
@@ -103,7 +103,7 @@ class TorchEfficientKernel:
 
 
 def _whole(x: Tensor, query_heads: int) -> Tensor:
-    """Every query head's own rows, in whole vectors of 16 bytes."""
+    """Return keys or values of every query head, with rows in whole vectors of 16 bytes."""
     dim = round_up(x.shape[-1], _ALIGN_BYTES // x.element_size())
     return fit(expand_heads(x, query_heads), dim, _ALIGN_BYTES)
 
@@ -111,7 +111,7 @@ def _whole(x: Tensor, query_heads: int) -> Tensor:
 def _addressable(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """q, k, v and the bias of as many heads at a time as the forward pass can address the keys of, mostly all."""
+    """Return q, k, v and bias for as many heads at a time as the forward pass can address the keys of: mostly all."""
     if k.shape[1] * max(k.stride(1), v.stride(1)) <= _LARGEST_OFFSET:
         return [(q, k, v, bias)]
     some = max(1, _LARGEST_OFFSET // (k.shape[1] * max(k.shape[3], v.shape[3])))
@@ -132,7 +132,7 @@ def _mask(how: How) -> int:
 
 
 def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
-    """Query rows to work on one after another where a bias is too large, with its mask in it; else none."""
+    """Return slices of query rows where a bias is too large for one call, with the mask in the bias; else none."""
     columns = round_up(k.shape[1], _BIAS_COLUMNS)
     if how.bias is None or q.shape[1] * columns <= _LARGEST_BIAS:
         return []
@@ -143,12 +143,12 @@ def _slices(q: Tensor, k: Tensor, how: How) -> list[tuple[slice, How]]:
 
 
 def _masked_bias(q: Tensor, how: How) -> Tensor | None:
-    """The bias, [1 or B, 1 or Hq, Sq, Sk], as the kernel sees it."""
+    """Return the bias, [1 or B, 1 or Hq, Sq, Sk], with the mask in it."""
     return None if how.bias is None else _of_rows(how.bias, 0, how.band, q.dtype)
 
 
 def _of_rows(bias: Tensor, first: int, band: Band, dtype: torch.dtype) -> Tensor:
-    """The bias of rows from `first` on, in a type: -inf where causal masks, and where it was.
+    """Return the bias of rows from `first` on, in a type: -inf where causal masks, and where it was.
 
     The lowest finite numbers, by which transformers masks, stay finite.
     """
@@ -160,7 +160,7 @@ def _of_rows(bias: Tensor, first: int, band: Band, dtype: torch.dtype) -> Tensor
 
 
 def _whole_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The bias for every batch row and head, [B, Hq, Sq, Sk], rows in whole vectors."""
+    """Return the bias for every batch row and head, [B, Hq, Sq, Sk], with rows in whole vectors."""
     if bias is None:
         return None
     columns = bias.shape[3]
@@ -169,7 +169,7 @@ def _whole_bias(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def _like(dbias: Tensor, bias: Tensor) -> Tensor:
-    """In float32 or wider, and summed over what the bias is the same for."""
+    """Return the gradient of the bias in float32 or wider, summed over batch rows or heads that share it."""
     same = [dim for dim in (0, 1) if bias.shape[dim] == 1 and dbias.shape[dim] > 1]
     wide = torch.promote_types(dbias.dtype, torch.float32)
     return dbias.sum(same, keepdim=True, dtype=wide) if same else dbias.to(wide)

@@ -22,7 +22,7 @@ _Sequences = tuple[Tensor | None, Tensor | None, int, int]  # cum_seq_q, cum_seq
 
 
 def activated_library() -> str | None:
-    """What `torch.nn.attention.activate_flash_attention_impl` has put in the place of PyTorch's kernel."""
+    """Return what `torch.nn.attention.activate_flash_attention_impl` has put in place of PyTorch's kernel."""
     name: str | None = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()  # in newer ones
     return name
 
@@ -91,9 +91,9 @@ def _sequences(lengths: Lengths) -> _Sequences:
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """PyTorch's switch for deterministic algorithms, on for a moment if `wanted`.
+    """Set PyTorch's switch for deterministic algorithms inside the block, if `wanted`.
 
-    The switch itself: `torch.use_deterministic_algorithms` sets inductor's as well, and new tensors are filled.
+    Only that switch: `torch.use_deterministic_algorithms` sets inductor's as well, and has new tensors filled.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -1,6 +1,6 @@
-"""Whether a library computes on the GPU at hand what another kernel computes there, tried out before it is trusted.
+"""A trial of a library on the current GPU: whether it computes what another kernel computes there.
 
-A library may have no kernel that runs on a newer GPU, or one that is wrong there, and say so to nobody.
+A library may have no kernel that runs on a newer GPU, or one that is wrong there, without an error.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from burst_plugin.kernels.protocol import Case, How, Kernel, Queries
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 
-__all__ = ["ALIKE", "RESULTS", "difference", "problem_of"]
+__all__ = ["RESULTS", "TOLERANCE", "difference", "problem_of"]
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-ALIKE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
+TOLERANCE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
 _ROWS = 256
 
 
 def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
-    """What is wrong with a kernel in a case of two small tiles, next to one that is trusted; None if nothing.
+    """Return what is wrong with a kernel, compared with a trusted one on two small tiles; None if nothing.
 
-    Tried once for each GPU, type, number of heads and head dim.
+    There is one trial for each GPU, type, number of heads and head dim.
     """
     device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else case.device
     plain = case._replace(features=frozenset(), new_tiles=False)
@@ -36,7 +36,7 @@ def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) 
     try:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             wrong = _wrong(kernel, trusted, device, case)
-    except torch.OutOfMemoryError:  # which tells nothing, and is not remembered
+    except torch.OutOfMemoryError:  # which says nothing about the kernel, and is not cached
         raise
     except Exception as error:  # whatever the library raises
         return f"tried out, it fails: {type(error).__name__}: {error}"
@@ -44,7 +44,7 @@ def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) 
 
 
 def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> list[str]:
-    """The results that differ, of a causal and of a full tile."""
+    """Return the results that differ, of a causal and of a full tile."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(rows: int, heads: int, dim: int) -> Tensor:
@@ -63,11 +63,11 @@ def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) ->
             for each, outputs in ((kernel, kernel.forward(q, k, v, how)), (trusted, expected))
         )
         for name, one, other in zip(RESULTS, found, right, strict=True):
-            if not difference(one, other) < ALIKE:  # NaN is wrong, too
+            if not difference(one, other) < TOLERANCE:  # NaN is wrong, too
                 wrong[name] = None
     return list(wrong)
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The 2-norm of the difference over that of `other`."""
+    """Return the 2-norm of the difference over that of `other`."""
     return float(((one.double() - other.double()).norm() / other.double().norm()).item())

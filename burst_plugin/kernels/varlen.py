@@ -1,4 +1,4 @@
-"""Sequences of unlike lengths in one call: how they are worked on one by one, and whether a library can be trusted.
+"""Packed sequences of any lengths: looped over, or batched in one call of a library that proves right in a trial.
 
     q    0 0 0 0 1 1 2 2 2 2 2       lengths.q = (4, 2, 5)     q_ends = [0, 4, 6, 11]
     k    0 0 1 1 1 1 2 2 2           lengths.k = (2, 4, 3)     k_ends = [0, 2, 6, 9]
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from burst_plugin.kernels.protocol import Grads, How, Kernel, Lengths, Queries
-from burst_plugin.kernels.trial import ALIKE, RESULTS, difference
+from burst_plugin.kernels.trial import RESULTS, TOLERANCE, difference
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 
 __all__ = [
     "DQ_ROWS",
-    "AtOnce",
+    "VarlenKernel",
     "backward_looped",
     "forward_looped",
     "in_rows",
@@ -38,31 +38,31 @@ DQ_ROWS = 128  # to multiples of which flash-attention rounds up the rows of eve
 _LOG = logging.getLogger(__name__)
 
 
-class AtOnce(Kernel, Protocol):
+class VarlenKernel(Kernel, Protocol):
     """A kernel that takes several sequences in one call."""
 
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
-        """`Kernel.forward` of `lengths` in one call."""
+        """Return `Kernel.forward` of `lengths`, in one call."""
         ...
 
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
-        """`Kernel.backward` of `lengths` in one call."""
+        """Return `Kernel.backward` of `lengths`, in one call."""
         ...
 
 
 def lengths_of(q: tuple[int, ...], k: tuple[int, ...], device: torch.device) -> Lengths:
-    """Sequences of these numbers of queries and of keys. The device is not waited for."""
+    """Return sequences of these numbers of queries and of keys, without waiting for the device."""
     ends = (torch.tensor([0, *accumulate(each)], dtype=torch.int32, device="cpu") for each in (q, k))
     return Lengths(q, k, *(sent(each, device) for each in ends))
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on `device`, which is not waited for."""
+    """Return a tensor of the CPU on `device`, without waiting for it."""
     return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    """`Kernel.forward` of `how.lengths`, a call per sequence."""
+    """Return `Kernel.forward` of `how.lengths`, a call per sequence."""
     batch, alone = q.shape[0], how._replace(lengths=None)
     q, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (q, k, v))
     found = [kernel.forward(q[:, rows], k[:, keys], v[:, keys], alone) for rows, keys in _sequences(how)]
@@ -71,7 +71,7 @@ def forward_looped(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) ->
 
 
 def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """`Kernel.backward` of `how.lengths`, a call per sequence."""
+    """Return `Kernel.backward` of `how.lengths`, a call per sequence."""
     batch, alone = k.shape[0], how._replace(lengths=None)
     q, dout, out, k, v = (x.flatten(0, 1).unsqueeze(0) for x in (*queries[:3], k, v))
     lse = queries.lse.transpose(0, 1).flatten(1).unsqueeze(0)
@@ -87,24 +87,24 @@ def backward_looped(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how:
 
 
 def in_rows(x: Tensor, batch: int) -> Tensor:
-    """[B * T, H, D] as [B, T, H, D]."""
+    """Return [B * T, H, D] as [B, T, H, D]."""
     return x.reshape(batch, -1, *x.shape[1:])
 
 
 def in_rows_of_heads(x: Tensor, batch: int) -> Tensor:
-    """[H, B * T] as [B, H, T]."""
+    """Return [H, B * T] as [B, H, T]."""
     return x.reshape(x.shape[0], batch, -1).transpose(0, 1)
 
 
 def _sequences(how: How) -> Iterator[tuple[slice, slice]]:
-    assert how.lengths is not None, "one by one goes by lengths"
+    assert how.lengths is not None, "only packed sequences are looped over"
     ends = (pairwise([0, *accumulate(each)]) for each in (how.lengths.q, how.lengths.k))
     for rows, keys in zip(*ends, strict=True):
         yield slice(*rows), slice(*keys)
 
 
 class Trial(NamedTuple):
-    """What a kernel is tried out with."""
+    """A case in which batched calls of a kernel are compared with looped ones."""
 
     device: torch.device
     dtype: torch.dtype
@@ -114,10 +114,10 @@ class Trial(NamedTuple):
     deterministic: bool
 
 
-def is_right(kernel: AtOnce, trial: Trial) -> bool:
-    """Whether a few sequences in one call give what they give one by one; says so if they do not."""
+def is_right(kernel: VarlenKernel, trial: Trial) -> bool:
+    """Return whether a few sequences in one batched call give what looped calls give; log it if not."""
     try:
-        wrong = [name for name, error in _errors(kernel, trial).items() if not error < ALIKE]
+        wrong = [name for name, error in _errors(kernel, trial).items() if not error < TOLERANCE]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever the library raises
@@ -134,8 +134,8 @@ def is_right(kernel: AtOnce, trial: Trial) -> bool:
     return False
 
 
-def _errors(kernel: AtOnce, trial: Trial) -> dict[str, float]:
-    """By result, the largest relative difference between one call and many, of full and causal sequences."""
+def _errors(kernel: VarlenKernel, trial: Trial) -> dict[str, float]:
+    """Return by result the largest relative difference between batched and looped calls, full and causal."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(rows: int, heads: int, dim: int) -> Tensor:
@@ -149,14 +149,11 @@ def _errors(kernel: AtOnce, trial: Trial) -> dict[str, float]:
         how = How(band, scores, deterministic=trial.deterministic, lengths=lengths)
         q, dout = (draw(sum(lengths.q), 4, dim) for dim in (trial.qk_dim, trial.v_dim))
         k, v = (draw(sum(k_lengths), 2, dim) for dim in (trial.qk_dim, trial.v_dim))
-        expected = forward_looped(kernel, q, k, v, how)
-        queries = Queries(q, dout, *expected)
-        out_lse, grads = (
-            kernel.forward_batched(q, k, v, how, lengths),
-            kernel.backward_batched(queries, k, v, how, lengths),
-        )
-        at_once = (*out_lse, *grads[:3])
-        singly = (*expected, *backward_looped(kernel, queries, k, v, how)[:3])
-        for name, one, other in zip(RESULTS, at_once, singly, strict=True):
+        out_lse = forward_looped(kernel, q, k, v, how)
+        queries = Queries(q, dout, *out_lse)
+        looped = (*out_lse, *backward_looped(kernel, queries, k, v, how)[:3])
+        batched_out_lse = kernel.forward_batched(q, k, v, how, lengths)
+        batched = (*batched_out_lse, *kernel.backward_batched(queries, k, v, how, lengths)[:3])
+        for name, one, other in zip(RESULTS, batched, looped, strict=True):
             errors[name] = max(errors.get(name, 0.0), difference(one, other))
     return errors

@@ -1,4 +1,4 @@
-"""What a schedule takes on a described cluster: the same schedule that is executed, with times added to it.
+"""All plans on a described cluster, by price: the schedules that are executed, with times added to them.
 
     links = Links(intra_bytes_per_s=450e9, inter_bytes_per_s=50e9)
     load = Load(gather_bytes=16 << 20, reduce_bytes=16 << 20, visit_s=0.002)
@@ -22,7 +22,7 @@ from burst_plugin.planning.simulator import Links, Load
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy, choose_moving_side
 from burst_plugin.topology import Link, Topology
-from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
@@ -40,18 +40,18 @@ __all__ = [
 ]
 
 _PARTS = (1, 2, 4)
-MOST_SIMULATED = 72  # ranks of a node that are simulated one by one; for more of them it takes minutes
-_ALIKE = 1.01  # what the usual side may cost more than the other one and travel all the same
+MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
+_NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
 class Plan(NamedTuple):
-    """One way to run attention, and what its passes cost; `step_s` is both."""
+    """One way to run attention, and the price of its passes."""
 
     strategy: Strategy
     forward: Price
     backward: Price
     moving_sides: tuple[Side, Side]
-    """The side that travels forward, and that which travels backward."""
+    """The moving side of the forward and of the backward pass."""
 
     @property
     def step_s(self) -> float:
@@ -67,10 +67,11 @@ class Plan(NamedTuple):
 def pass_price(
     strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> Price:
-    """The price of one pass by `strategy`; `visit_s`: seconds of work on a whole block where no heads are exchanged.
+    """Return the price of one pass by `strategy`.
 
-    With such an exchange a visit is that of a longer block with fewer heads, and the exchange, which nothing hides,
-    is added: all operands on their way to their heads, all results on their way back.
+    `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
+    are longer and have fewer heads, and the time of the exchange, which nothing hides, is added: for all operands
+    before the ring, and all results after it.
     """
     degree = strategy.ulysses_degree
     ring = _in_ring(shapes, degree)
@@ -87,19 +88,19 @@ def pass_price(
 
 
 def _links_of_ring(degree: int, topology: Topology, links: Links) -> Links:
-    """The links of one of the rings that the members of a group have, each its own: they share the NIC of a node."""
+    """Return the links of one of the rings: each rank of a Ulysses group has its own, and they share a node's NIC."""
     if links.nic == "rank":
         return links
     return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / min(degree, topology.ranks_per_node))
 
 
 def _in_ring(shapes: Shapes, degree: int) -> Shapes:
-    """What goes around, once the ranks of a group have exchanged heads: blocks of all of its tokens."""
+    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
     return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
 
 
 def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """How long each link is busy while ranks exchange heads: every other member of a group gets `nbytes`."""
+    """Return how long each link is busy while ranks exchange heads: `nbytes` for each other rank of the group."""
     inside = min(degree, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {
@@ -109,17 +110,16 @@ def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links
 
 
 def _exchanged_bytes(shapes: Shapes, degree: int, direction: Direction) -> int:
-    """Bytes of one member's share of a rank's q, k, v and out, or of their gradients.
+    """Return the bytes that a rank sends to one other of its group, of q, k, v and out, or of their gradients.
 
-    They are exchanged in the type of the inputs, but for gradients of key/value heads that members share.
+    They are exchanged in the type of the inputs, except gradients of key/value heads that several ranks share.
     """
     share = shapes.of_ulysses_group(degree)
-    q_numel, kv_numel = (
-        share.batch * length * heads * (share.qk_dim + share.v_dim)
-        for length, heads in ((share.q_len, share.q_heads), (share.kv_len, share.kv_heads))
-    )
-    wide = direction == "backward" and degree > shapes.kv_heads
-    return q_numel * share.dtype.itemsize + kv_numel * (share.sum_dtype if wide else share.dtype).itemsize
+    dims = share.batch * (share.qk_dim + share.v_dim)
+    q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads
+    is_wide = direction == "backward" and degree > shapes.kv_heads
+    kv_dtype = share.sum_dtype if is_wide else share.dtype
+    return q_numel * share.dtype.itemsize + kv_numel * kv_dtype.itemsize
 
 
 def plans(
@@ -131,11 +131,11 @@ def plans(
 ) -> list[Plan]:
     """Return every schedule x degree of the exchange of heads x numbers of parts; the best first.
 
-    The best is the one whose time is the shortest. Plans of which that is the same multiple of `least_seconds`, to
-    two digits after the point, are alike: first comes the one with the lowest degree, then that with the fewest
-    parts, then that with the default schedule. The usual side travels, unless the other one is cheaper by more than
-    1 %. Schedules that are `left_out` are missing. `visit_s` is the seconds of work on a whole block, forward and
-    backward; `progress` is called with how many of how many passes have been priced.
+    The best is the one with the shortest time. Plans with the same multiple of `least_seconds`, to two digits after
+    the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
+    unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
+    seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
+    and how many there are.
     """
     settings = []
     for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
@@ -170,12 +170,12 @@ def plans(
 
 
 def left_out(topology: Topology) -> list[str]:
-    """Return the schedules that `plans` does not price: those of which too many ranks would have to be simulated."""
+    """Return the schedules that `plans` leaves out, since too many of their ranks would have to be simulated."""
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
 def _degrees(topology: Topology, shapes: Shapes) -> list[int]:
-    """Between how many ranks heads can be exchanged; 1 is no exchange."""
+    """Return between how many ranks heads can be exchanged; 1 is no exchange."""
     possible = set(shapes.ulysses_degrees)
     return [degree for degree in topology.ulysses_degrees if degree in possible]
 
@@ -183,14 +183,14 @@ def _degrees(topology: Topology, shapes: Shapes) -> list[int]:
 def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> float:
     """Return the bound: seconds of a forward and a backward pass together that no plan beats.
 
-    Of a pass in which so many ranks exchange heads and one side travels it is the longest of
+    For one pass, a degree of the exchange of heads and a moving side it is the longest of
 
     - computing, spread evenly over all ranks;
-    - all that has to cross between nodes, over all NICs evenly: each block of the ring, and its sums, once per node;
-    - all that a rank has to send: every block but its own, and its sums, once, over both of its links together.
+    - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
+    - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
-    The last two have the messages of the exchange as well. The bound has, for either pass, the exchange and the side
-    for which this is the shortest.
+    The last two include the messages of the exchange. The bound is, for either pass, the shortest over all degrees
+    and sides.
     """
     return sum(
         min(
@@ -202,7 +202,7 @@ def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, floa
 
 
 def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Bytes of a block in the ring with its sums, and of what a rank sends to each other one of its group."""
+    """Return the bytes of a block with its partial results, and those for each other rank of a Ulysses group."""
     block_bytes = hop_bytes(_in_ring(shapes, degree), direction, moving)
     return block_bytes, _exchanged_bytes(shapes, degree, direction)
 
@@ -210,7 +210,7 @@ def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side)
 def _least_seconds_of_pass(
     topology: Topology, degree: int, visit_s: float, links: Links, sent_bytes: tuple[int, int]
 ) -> float:
-    """The bound of one pass with such messages; see `least_seconds`."""
+    """Return the bound of one pass with such messages; see `least_seconds`."""
     groups, width = topology.of_ulysses_groups(degree), topology.ranks_per_node
     block_bytes, exchanged_bytes = sent_bytes
     inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
@@ -221,7 +221,7 @@ def _least_seconds_of_pass(
 
 
 class _Choice(NamedTuple):
-    """The price of a pass, the side that travels then, and the option that has it travel."""
+    """The price of a pass, its moving side, and the option by which that side moves."""
 
     price: Price
     moving: Side
@@ -231,26 +231,26 @@ class _Choice(NamedTuple):
 def _best_moving_side(
     strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> _Choice:
-    """The side to send around in one pass: that of `strategy`, unless the other one saves time."""
-    usual_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
-    other_side = next(side for side in SIDES if side != usual_side)
+    """Return the moving side of one pass: the default of `strategy`, unless the other one saves time."""
+    default_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
+    other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
         forced = replace(strategy, forward=side) if direction == "forward" else replace(strategy, backward=side)
         return pass_price(forced, direction, topology, shapes, visit_s, links)
 
-    usual = price_of(usual_side)
-    if usual.time_s > _ALIKE * usual.compute_s:  # else there is nothing to save
+    default = price_of(default_side)
+    if default.time_s > _NEGLIGIBLE * default.compute_s:  # else there is nothing to save
         other = price_of(other_side)
-        if usual.time_s > _ALIKE * other.time_s:
+        if default.time_s > _NEGLIGIBLE * other.time_s:
             return _Choice(other, other_side, other_side)
-    return _Choice(usual, usual_side, getattr(strategy, direction))
+    return _Choice(default, default_side, getattr(strategy, direction))
 
 
 def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
-    """About how many bytes the ring's communication buffers take where most are needed, for all layers together.
+    """Return about how many bytes the ring's communication buffers take at most, for all layers together.
 
-    Buffers of one size serve either pass. An exchange of heads has what it sends and what it receives besides.
+    Buffers of one size serve both passes. An exchange of heads has buffers to send and to receive besides.
     """
     degree = plan.strategy.ulysses_degree
     groups, ring = topology.of_ulysses_groups(degree), _in_ring(shapes, degree)
@@ -266,9 +266,9 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:
-    """Seconds of work on a whole block, forward and backward, at the rate of the kernel.
+    """Return the seconds of work on a whole block, forward and backward, at the rate of the kernel.
 
-    2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that to every
+    2 FLOPs for each of query x key x head dim, in q @ k and in p @ v; a causal mask leaves half of that for every
     visit of a zigzag layout; backward is 2.5 times as much (FlashAttention-2, arXiv 2307.08691, section 4.1).
     """
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)

@@ -1,4 +1,4 @@
-"""What one schedule takes on described links: simulated, or for a large cluster worked out from a smaller one."""
+"""The price of one schedule on described links: simulated, or for a large cluster extrapolated from a smaller one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from burst_plugin.topology import Link, Topology
 
 __all__ = ["Price", "price", "price_by_name"]
 
-_SMALLEST = 8  # nodes of a cluster that stands for a larger one: enough for two in a row to be alike
+_SMALLEST = 8  # nodes of a cluster that stands for a larger one: enough for two in a row to do the same
 
 
 @dataclass(frozen=True, order=True)
 class Price:
-    """Seconds until the last rank is done; the most work of any rank; by link, the longest that any NIC is busy."""
+    """Seconds until the last rank is done; the most work of any rank; by link, how long the busiest NIC is busy."""
 
     time_s: float
     compute_s: float
@@ -25,12 +25,12 @@ class Price:
 
     @property
     def bound_s(self) -> float:
-        """No order of the same work and messages is faster than this; `least_seconds` is what no schedule beats."""
+        """Seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
         return max(self.compute_s, *self.link_s.values())
 
 
 def price(schedule: Schedule, load: Load, links: Links) -> Price:
-    """Return what `schedule` takes for this load on these links. Transfers of a few rows count as whole blocks."""
+    """Return the price of `schedule` for this load on these links. Transfers of a few rows count as whole blocks."""
     return _price_of_run(schedule, load, links, simulate(schedule, load, links).time_s)
 
 
@@ -44,10 +44,10 @@ def _price_of_run(schedule: Schedule, load: Load, links: Links, time_s: float) -
 
 
 def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: Links) -> Price:
-    """Return the price of a schedule by name, every rank needing every block, to 1e-9 that of `price`.
+    """Return the price of a schedule by name, every rank requiring every block, to 1e-9 that of `price`.
 
-    Ranks that do alike are simulated once, and of large clusters only a part: once ranks of a smaller one, with nodes
-    of the same size, have a rhythm (`simulation.Rhythm`), each further turn of it adds what one more adds there.
+    Ranks that do the same are simulated once, and of large clusters only a part: once ranks of a smaller one, with
+    nodes of the same size, repeat a period (`simulator.Period`), each further period adds the same time.
     """
 
     def drawn(nodes: int) -> Schedule:
@@ -55,17 +55,17 @@ def price_by_name(name: str, topology: Topology, parts: int, load: Load, links: 
 
     nodes = _SMALLEST
     while nodes < topology.nodes:
-        time_s, rhythm = simulate(drawn(nodes), load, links)
-        if rhythm is None:
+        time_s, period = simulate(drawn(nodes), load, links)
+        if period is None:
             nodes *= 2
             continue
-        rest = (topology.nodes - nodes) % rhythm.nodes
-        if rest:  # so that what is left to add are whole turns of the rhythm
+        rest = (topology.nodes - nodes) % period.nodes
+        if rest:  # so that whole periods are left to add
             nodes += rest
             time_s = simulate(drawn(nodes), load, links).time_s
         before = _price_of_run(drawn(nodes), load, links, time_s)
-        after = _price_of_run(drawn(nodes + rhythm.nodes), load, links, time_s + rhythm.seconds)
-        return _continued(before, after, (topology.nodes - nodes) // rhythm.nodes)
+        after = _price_of_run(drawn(nodes + period.nodes), load, links, time_s + period.seconds)
+        return _continued(before, after, (topology.nodes - nodes) // period.nodes)
     return price(drawn(topology.nodes), load, links)
 
 
@@ -75,7 +75,7 @@ def _sample(name: str, topology: Topology, reduces: bool, parts: int) -> Schedul
 
 
 def _continued(before: Price, after: Price, times: int) -> Price:
-    """The price after so many steps like that from `before` to `after`."""
+    """Return the price after so many steps like that from `before` to `after`."""
 
     def value(first: float, second: float) -> float:
         return first + times * (second - first)

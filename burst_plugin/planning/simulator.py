@@ -1,12 +1,12 @@
-"""Ranks and messages of a schedule in motion on described links, second by second.
+"""A simulation of the ranks and messages of a schedule on described links, from event to event.
 
 Every rank works through its steps: waits for what is due, posts what is issued, computes. Messages between the same
 two ranks on one communicator go one after another; messages that share a NIC share its rate evenly. Nothing else is
 modelled: no latency, no launch times, no memory traffic.
 
-Ranks that do alike are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) of which only the
-first ranks are drawn: each of them then stands for those at the same place of all nodes, or rank 0 for every rank. A
-message goes from the rank that stands for its sender to the one that stands for its receiver.
+Ranks that do the same are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) of which only
+the first ranks are drawn: each of them then stands for those with the same number in all nodes, or rank 0 for every
+rank. A message goes from the rank that stands for its sender to the one that stands for its receiver.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Direction, Side
 
-__all__ = ["Links", "Load", "Rhythm", "Run", "bytes_by_link", "simulate"]
+__all__ = ["Links", "Load", "Period", "Run", "bytes_by_link", "simulate"]
 
 _ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
-_LONGEST_RHYTHM = 6  # nodes
+_LONGEST_PERIOD = 6  # nodes
 
 
 @dataclass(frozen=True)
 class Links:
-    """Rates per direction: of every rank inside its node, and between nodes, where `nic` says whose a NIC is.
+    """Rates per direction: of every rank inside its node, and of every NIC between nodes; `nic` is "rank" or "node".
 
     Raises ValueError for rates that are not positive and finite, or a `nic` other than "rank" and "node".
     """
@@ -47,13 +47,13 @@ class Links:
             raise ValueError(f'Links(nic={self.nic!r}) is not valid; use "rank" or "node"')
 
     def bytes_per_s(self, link: Link) -> float:
-        """The rate of a link."""
+        """Return the rate of a link."""
         return self.intra_bytes_per_s if link is Link.INTRA else self.inter_bytes_per_s
 
 
 @dataclass(frozen=True)
 class Load:
-    """What one pass has to do: bytes per block and hop, and seconds of work per visit of a whole block."""
+    """The work of one pass: bytes per block and hop, and seconds of computing per visit of a whole block."""
 
     gather_bytes: float
     reduce_bytes: float
@@ -61,19 +61,19 @@ class Load:
 
     @classmethod
     def of(cls, shapes: Shapes, direction: Direction, moving: Side, visit_s: float) -> Load:
-        """The load of a "forward" or "backward" pass in which side `moving`, "q" or "kv", travels."""
+        """Return the load of a "forward" or "backward" pass with the moving side "q" or "kv"."""
         return cls(*hop_bytes_by_traffic(shapes, direction, moving), visit_s)
 
     def bytes_of(self, traffic: Traffic) -> float:
-        """Bytes of a hop."""
+        """Return the bytes of a hop."""
         return self.gather_bytes if traffic is Traffic.GATHER else self.reduce_bytes
 
 
-class Rhythm(NamedTuple):
+class Period(NamedTuple):
     """After so many nodes, and seconds, ranks and messages are in the same state again.
 
-    That is: as far behind each other, with as much of each message left to send. As many nodes more then take as many
-    seconds more.
+    That is: as far behind each other, with as much of each message left to send. So many more nodes then take so many
+    more seconds.
     """
 
     nodes: int
@@ -81,14 +81,14 @@ class Rhythm(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Seconds until the last rank is done, and the rhythm that the ranks found, if they did."""
+    """Seconds until the last rank is done, and the period that ranks repeat, if they do."""
 
     time_s: float
-    rhythm: Rhythm | None
+    period: Period | None
 
 
 def simulate(schedule: Schedule, load: Load, links: Links) -> Run:
-    """Run a schedule, or a sample of one, until the last rank is done."""
+    """Simulate a schedule, or a sample of one, until the last rank is done. Return the time and the period."""
     return _Simulation(schedule, load, links).run()
 
 
@@ -99,25 +99,25 @@ def bytes_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, fl
     for t in schedule.transfers:
         sent[t.link][_nic_of(topology, links, t.link, t.src % drawn)] += load.bytes_of(t.traffic) / schedule.parts
     return {
-        link: _ranks_alike_at_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
+        link: _ranks_sharing_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
         for link, by_nic in sent.items()
     }
 
 
 def _nic_of(topology: Topology, links: Links, link: Link, rank: int) -> int:
-    """The NIC through which a rank sends over a link."""
+    """Return the NIC through which a rank sends over a link."""
     return topology.node(rank) if link is Link.INTER and links.nic == "node" else rank
 
 
-def _ranks_alike_at_nic(schedule: Schedule, links: Links, link: Link) -> int:
-    """How many ranks use a NIC for each one that is drawn: those of a node where one rank stands for all of them."""
+def _ranks_sharing_nic(schedule: Schedule, links: Links, link: Link) -> int:
+    """Return how many ranks use a NIC per drawn rank: those of a node where one rank stands for all of them."""
     shared = link is Link.INTER and links.nic == "node"
     return -(-schedule.topology.ranks_per_node // len(schedule.visits)) if shared else 1
 
 
 @dataclass(eq=False, slots=True)
 class _Message:
-    """A transfer under way: `ends` wait for it at step `due`; `nics` are where it leaves and where it arrives."""
+    """A transfer in progress: ranks `ends` wait for it at step `due`; `nics` are those that send and receive it."""
 
     issue: int
     due: int
@@ -135,7 +135,7 @@ class _Message:
 
 
 class _Simulation:
-    """Ranks and messages in motion."""
+    """The state of ranks and messages, and how it changes."""
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
@@ -150,10 +150,10 @@ class _Simulation:
         self._at = [-1 for _ in self._ranks]  # the step of each rank
         self._busy_until_s: dict[int, float] = {}
         self._streams: dict[int, deque[_Message]] = {}
-        self._search = _RhythmSearch(schedule)
+        self._search = _PeriodSearch(schedule)
 
     def run(self) -> Run:
-        """Go on from event to event: a rank has done its work of a step, or a message has arrived."""
+        """Go from event to event: a rank has done its work of a step, or a message has arrived. Return the end."""
         now, free = 0.0, set(self._ranks)
         while True:
             for rank in sorted(free):
@@ -178,7 +178,7 @@ class _Simulation:
                     free.update(self._arrived(message))
 
     def _proceed(self, rank: int, now: float) -> bool:
-        """Begin the next step of a rank if it can be begun."""
+        """Begin the next step of a rank if it can begin. Return whether it did."""
         step = self._at[rank] + 1
         if rank in self._busy_until_s or step == self._steps:
             return False
@@ -194,7 +194,7 @@ class _Simulation:
         return True
 
     def _arrived(self, message: _Message) -> Iterable[int]:
-        """Take a message off its stream. Returns the ranks that may have waited for it."""
+        """Take a message off its stream. Return the ranks that may have waited for it."""
         message.left_bytes = 0.0
         queue = self._streams[message.stream]
         queue.popleft()
@@ -203,7 +203,7 @@ class _Simulation:
         return message.ends
 
     def _state(self, now: float, origin: int) -> _State:
-        """All that what follows depends on: steps counted from `origin`, shares left of messages, seconds of work."""
+        """Return all that later events depend on: steps counted from `origin`, messages and work that are left."""
         places: list[tuple[int, ...]] = []
         shares: list[float] = []
         for rank, at in enumerate(self._at):
@@ -222,12 +222,12 @@ class _Simulation:
 
 
 def _messages(schedule: Schedule, load: Load, links: Links) -> list[_Message]:
-    """The transfers as messages between the ranks that are drawn, in the order in which each step posts them."""
+    """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them."""
     topology, drawn = schedule.topology, len(schedule.visits)
     nodes, width = topology.nodes, topology.ranks_per_node
     numbers: dict[Hashable, int] = {}
     nbytes = {traffic: max(load.bytes_of(traffic) / schedule.parts, 1.0) for traffic in Traffic}
-    rates = {link: links.bytes_per_s(link) / _ranks_alike_at_nic(schedule, links, link) for link in Link}
+    rates = {link: links.bytes_per_s(link) / _ranks_sharing_nic(schedule, links, link) for link in Link}
     messages = []
     for t in sorted(schedule.transfers, key=lambda t: (t.due, t.traffic)):
         src, dst = t.src % drawn, t.dst % drawn
@@ -244,7 +244,7 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> list[_Message]:
 
 
 def _rates(moving: list[_Message]) -> list[float]:
-    """Bytes per second of messages that move: the even share of the NIC at either end, whichever is less."""
+    """Return bytes per second of each message: the even share of the NIC at either end, whichever is less."""
     users = Counter(nic for message in moving for nic in message.nics)
     return [m.full_bytes_per_s / max(users[m.nics[0]], users[m.nics[1]]) for m in moving]
 
@@ -258,39 +258,41 @@ class _State(NamedTuple):
     ends_s: list[float]
 
     def is_like(self, before: _State) -> bool:
-        """Whether it is the same as that of another time, but for rounding."""
+        """Return whether the state is that of another time, except for rounding."""
         if self.places != before.places:
             return False
-        alike_s = _ROUNDING * (self.now - before.now)
-        return all(
-            abs(one - other) <= _ROUNDING for one, other in zip(self.shares, before.shares, strict=True)
-        ) and all(abs(one - other) <= alike_s for one, other in zip(self.ends_s, before.ends_s, strict=True))
+        rounding_s = _ROUNDING * (self.now - before.now)
+        shares = zip(self.shares, before.shares, strict=True)
+        ends_s = zip(self.ends_s, before.ends_s, strict=True)
+        return all(abs(one - other) <= _ROUNDING for one, other in shares) and all(
+            abs(one - other) <= rounding_s for one, other in ends_s
+        )
 
 
-class _RhythmSearch:
-    """Looks for two nodes whose work begins in the same state, where the schedule repeats itself.
+class _PeriodSearch:
+    """A search for two nodes whose visits begin in the same state, where the schedule repeats itself.
 
-    In the middle of a schedule the same steps come again for every node; only those of the first and the last
-    three differ (tests hold every schedule to that).
+    In the middle of a schedule the same steps are repeated for every node; only those of the first and the last three
+    nodes differ (tests hold every schedule to that).
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self._period = schedule.parts * schedule.topology.ranks_per_node  # steps of a node
-        self._stop = len(schedule.visits[0]) - 3 * self._period
-        self._before: deque[_State] = deque(maxlen=_LONGEST_RHYTHM)
+        self._node_steps = schedule.parts * schedule.topology.ranks_per_node  # that visit one node's blocks
+        self._stop = len(schedule.visits[0]) - 3 * self._node_steps
+        self._before: deque[_State] = deque(maxlen=_LONGEST_PERIOD)
         self.longest = max((t.due - t.issue for t in schedule.transfers), default=0)
-        self.next_step = 3 * self._period
-        self.found: Rhythm | None = None
+        self.next_step = 3 * self._node_steps
+        self.found: Period | None = None
 
     def is_wanted(self, at: list[int]) -> bool:
-        """Whether ranks, at these steps, have come where the state is to be noted."""
+        """Return whether ranks, at these steps, are where the state is to be noted."""
         return self.found is None and self.next_step <= min(at) and max(at) < self._stop
 
     def note(self, state: _State) -> None:
-        """Compare the state with those of some nodes before."""
-        self.next_step += self._period
+        """Compare the state with those of some nodes before, and remember it."""
+        self.next_step += self._node_steps
         for nodes, before in enumerate(reversed(self._before), start=1):
             if state.is_like(before):
-                self.found = Rhythm(nodes, state.now - before.now)
+                self.found = Period(nodes, state.now - before.now)
                 return
         self._before.append(state)

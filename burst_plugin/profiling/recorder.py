@@ -1,14 +1,14 @@
-"""Where the time of ring attention goes: what a rank computes, sends and waits for, and whom it waits for.
+"""Where the time of ring attention goes: what a rank computes, sends and waits for, and which ranks it waits for.
 
-    with cp.profile() as p:         # a few training steps; every event is kept until p is gone
+    with cp.profile() as p:         # a few training steps; p holds every event
         train_step()
-    print(p)                        # per step of the ring: compute, wait, bytes; and who was slow
+    print(p)                        # per step of the ring: compute, wait, bytes; and which ranks were slow
     p.save_chrome_trace("rank0.json")
     print(p.gather())               # collective: all ranks side by side
 
-On CPUs times are the host's. On GPUs they are those of the stream: CUDA events are recorded on it and read when
-the profile is, so that the host never waits while training. A pass is made of *moves* and *kernels* in turn; a
-move is all that is done between two kernels: waits, posts, packing, adding up what arrived.
+On CPUs times are the host's. On GPUs they are those of the stream: CUDA events are recorded on it and read when the
+profile is, so that the host never waits while training. A pass alternates between *moves* and *kernels*; a move is
+all that is done between two kernels: waiting, posting, packing, adding up what arrived.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from burst_plugin.topology import Topology
 
 __all__ = ["Event", "PassLog", "Profile", "RingProfile", "Summary"]
 
-_Mark = Any  # what a clock gives: seconds, or a CUDA event
+_Mark = Any  # of a clock: seconds, or a CUDA event
 
 
 class _Clock(Protocol):
     def now(self) -> _Mark:
-        """This moment, to be read later."""
+        """Return a mark of this moment, to be read later."""
         ...
 
     def reader(self) -> Callable[[_Mark], float]:
-        """What turns marks into `time.perf_counter()` seconds; may wait for the device."""
+        """Return a function from marks to `time.perf_counter()` seconds; this may wait for the device."""
         ...
 
 
@@ -51,7 +51,7 @@ class _HostClock:
 
 
 class _StreamClock:
-    """Moments on a GPU's current stream, to 1 us in the first 10 s and 8 us at 100 s: CUDA's float32 of ms."""
+    """A clock of a GPU's current stream, exact to 1 us in the first 10 s and 8 us at 100 s: CUDA's float32 of ms."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,7 +71,7 @@ class _StreamClock:
         return lambda mark: origin_s + self._origin.elapsed_time(mark) / 1e3
 
 
-class _Span(NamedTuple):
+class _Interval(NamedTuple):
     """An event whose start and stop are still marks of a clock, not seconds."""
 
     blank: Event
@@ -82,28 +82,28 @@ class _Span(NamedTuple):
 
 
 class PassLog:
-    """Notes what one pass of one rank does, while it does it."""
+    """A log of what one pass of one rank does, while it does it."""
 
-    def __init__(self, blank: Event, clock: _Clock, spans: list[_Span], batches: Iterator[int]) -> None:
-        self._blank, self._spans, self._batches = blank, spans, batches
+    def __init__(self, blank: Event, clock: _Clock, intervals: list[_Interval], batches: Iterator[int]) -> None:
+        self._blank, self._intervals, self._batches = blank, intervals, batches
         self.clock = clock
-        self.step = 0  # that what is noted from now on belongs to
+        self.step = 0  # of what is noted from now on
 
     def note(self, start: _Mark, kind: str, **what: Any) -> None:
-        """Something that began at `start` and ends now; `what` are fields of `Event`."""
+        """Note something that began at `start` and ends now; `what` are fields of `Event`."""
         what.update(kind=kind, step=self.step)
-        self._spans.append(_Span(self._blank, what, self.clock, start, self.clock.now()))
+        self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
-        """Around something to note."""
+        """Return a context whose duration is noted, around `inside`."""
         return _Timed(self, kind, inside or nullcontext())
 
     def watch(self, transport: Transport) -> Transport:
-        """The same transport, with posts and waits noted."""
+        """Return the same transport, with posts and waits noted."""
         return _WatchedTransport(transport, self)
 
     def posted(self, start: _Mark, sends: Sequence[Message], pending: Pending) -> _WatchedPending:
-        """Note a batch of messages, once for each of its channels."""
+        """Note a batch of messages, once for each of its channels. Return it, with waits noted."""
         batch = next(self._batches)
         sent_bytes = Counter[Channel]()
         for message in sends:
@@ -114,7 +114,7 @@ class PassLog:
         return _WatchedPending(pending, self, batch)
 
     def watched(self, pending: Pending) -> Pending:
-        """The same messages, with waits for them noted; posting them was not."""
+        """Return the same messages, with waits noted; posting them was not."""
         return _WatchedPending(pending, self, -1)
 
 
@@ -162,13 +162,13 @@ class _WatchedPending:
 
 
 class Profile:
-    """What one rank did while `ContextParallel.profile()` was open; read it when it is closed."""
+    """What one rank did while `ContextParallel.profile()` was open; to be read after it is closed."""
 
     def __init__(self, rank: int, topology: Topology, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.topology = rank, topology
         self._group = group
         self._clocks: dict[str, _Clock] = {"cpu": _HostClock()}
-        self._spans: list[_Span] = []
+        self._intervals: list[_Interval] = []
         self._events: list[Event] = []
         self._batches = itertools.count()
         self._passes = itertools.count()
@@ -176,28 +176,27 @@ class Profile:
         self.epoch_s = time.time() - self._start_s  # added to an event's times, it gives seconds since 1970
 
     def begin_pass(self, direction: str, device: torch.device) -> PassLog:
-        """What a pass on `device` is noted in."""
+        """Return the log of a new pass on `device`."""
         if device.type not in self._clocks:
             self._clocks[device.type] = _StreamClock(device)
         blank = Event("", direction, 0, "", 0.0, 0.0, number=next(self._passes))
-        return PassLog(blank, self._clocks[device.type], self._spans, self._batches)
+        return PassLog(blank, self._clocks[device.type], self._intervals, self._batches)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """End the profile."""
         self._stop_s = time.perf_counter()
 
     @property
     def events(self) -> list[Event]:
-        """All that happened, in the order in which it ended. On GPUs this waits for the stream."""
-        readers = {
-            id(clock): clock.reader() for clock in {id(span.clock): span.clock for span in self._spans}.values()
-        }
+        """All events, in the order in which they ended. On GPUs this waits for the stream."""
+        clocks = {id(interval.clock): interval.clock for interval in self._intervals}
+        readers = {key: clock.reader() for key, clock in clocks.items()}
         new_events = []
-        for blank, fields, clock, start, stop in self._spans:
+        for blank, fields, clock, start, stop in self._intervals:
             read = readers[id(clock)]
             new_events.append(blank._replace(start_s=read(start), stop_s=read(stop), **fields))
         self._events += new_events
-        self._spans.clear()
+        self._intervals.clear()
         due = {event.batch: event.step for event in self._events if event.kind == "wait"}
         self._events = [e._replace(due=due.get(e.batch, -1)) if e.kind == "post" else e for e in self._events]
         return self._events
@@ -213,7 +212,7 @@ class Profile:
         return str(self.summary)
 
     def gather(self) -> RingProfile:
-        """The summaries of all ranks, on every rank; collective."""
+        """Return the summaries of all ranks, on every rank; collective."""
         if self._group is None:
             return RingProfile((self.summary,))
         summaries: list[Any] = [None] * dist.get_world_size(self._group)

@@ -1,4 +1,4 @@
-"""What was seen of a ring's passes, summed up: by step, by peer, by rank; as tables and as a timeline."""
+"""Summaries of a ring's profile: by step, by peer, by rank; as tables and as a timeline."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Event(NamedTuple):
     due: int = -1  # of posts: the step at which they are waited for
     traffic: str = ""  # of posts: "gather" or "reduce"
     sent_bytes: int = 0  # of posts
-    peers: tuple[int, ...] = ()  # of waits: whom for; several where a backend waits for several at once
+    peers: tuple[int, ...] = ()  # of waits: the ranks waited for; several where a backend waits for these together
 
     @property
     def duration_s(self) -> float:
-        """From start to stop."""
+        """Seconds from start to stop."""
         return self.stop_s - self.start_s
 
 
@@ -42,8 +42,8 @@ class Event(NamedTuple):
 class StepCost:
     """One step of the ring, summed over all passes in a direction; `step` -1 is all steps.
 
-    `compute_s` is kernels and merging; `wait_s` what was not hidden of communication; `other_s` posting, packing and
-    adding up what arrived. `sent_bytes` is by link and traffic, as `ContextParallel.traffic`.
+    `compute_s` is kernels and merging; `wait_s` communication that was not hidden; `other_s` posting, packing and
+    adding up what arrived. `sent_bytes` is by link and traffic, as in `ContextParallel.traffic`.
     """
 
     direction: str
@@ -56,12 +56,12 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the step, of all kinds."""
         return self.compute_s + self.wait_s + self.other_s
 
     @staticmethod
     def of(events: Sequence[Event], step: int, passes: int) -> StepCost:
-        """The cost of a step, from its events in one direction, one at least."""
+        """Return the cost of a step from its events in one direction, at least one."""
         spent_s: dict[str, float] = defaultdict(float)
         sent = {link.value: {traffic.value: 0 for traffic in Traffic} for link in Link}
         for event in events:
@@ -74,9 +74,9 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Summary:
-    """One rank's profile: what steps cost, and `waited_s` by peer. `wall_s` is from its start to its end.
+    """One rank's profile: the cost of steps, and `waited_s` by peer. `wall_s` is from its start to its end.
 
-    A peer that is waited for may itself have waited for another: `RingProfile` tells them apart.
+    A peer that is waited for may itself have waited for another: `RingProfile` shows which.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Summary:
 
     @staticmethod
     def of(events: Sequence[Event], rank: int, topology: Topology, wall_s: float) -> Summary:
-        """The summary of a rank's events."""
+        """Return the summary of a rank's events."""
         by_direction: dict[str, list[Event]] = defaultdict(list)
         waited_s: dict[int, float] = defaultdict(float)
         for event in events:
@@ -122,7 +122,7 @@ class Summary:
 
     @property
     def slowest_peers(self) -> list[tuple[int, float]]:
-        """(rank, seconds waited for it), longest first."""
+        """Pairs of a rank and the seconds waited for it, longest first."""
         return sorted(self.waited_s.items(), key=lambda pair: -pair[1])
 
     def __str__(self) -> str:
@@ -156,9 +156,9 @@ class RingProfile:
 
     @property
     def caused_s(self) -> list[float]:
-        """By rank: how long its peers waited for it, less what it waited for its own.
+        """By rank: seconds that its peers waited for it, less those that it waited for its own peers.
 
-        A rank that only hands a delay on comes out near 0, the rank where the delay began above it.
+        It is near 0 for a rank that only passes a delay on, and above for the rank where the delay began.
         """
         return [
             sum(other.waited_s.get(mine.rank, 0.0) for other in self.summaries) - mine.wait_s
@@ -167,7 +167,7 @@ class RingProfile:
 
     @property
     def slowest(self) -> int:
-        """The rank that keeps the others waiting."""
+        """The rank that keeps the others waiting most."""
         return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
 
     def __str__(self) -> str:
@@ -199,14 +199,14 @@ def _ms(seconds: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns; the first is aligned to the left, the others to the right."""
+    """Return lines of columns; the first is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = [str.ljust, *[str.rjust] * (len(widths) - 1)]
     return ["  ".join(p(cell, n) for p, cell, n in zip(pad, row, widths, strict=True)).rstrip() for row in rows]
 
 
 class Timeline(Protocol):
-    """What a trace is drawn of: a `Profile`."""
+    """What a trace is made of: a `Profile`."""
 
     rank: int
     epoch_s: float
@@ -221,9 +221,9 @@ _ROWS = ("pass", "move", "kernel", "wait", "post")  # of a rank, from the top
 
 
 def save_chrome_trace(path: str | Path, profiles: Iterable[Timeline]) -> None:
-    """A process per rank, a row per kind of event, an arrow from each post to its wait; microseconds since 1970.
+    """Write a trace: a process per rank, a row per kind of event, an arrow from each post to its wait.
 
-    Format: Trace Event Format, of chrome://tracing and https://ui.perfetto.dev.
+    Times are microseconds since 1970. Format: Trace Event Format, of chrome://tracing and https://ui.perfetto.dev.
     """
     trace = [line for profile in profiles for line in _trace_of(profile)]
     Path(path).write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
@@ -247,15 +247,15 @@ def _trace_of(profile: Timeline) -> list[dict[str, Any]]:
             trace.append(
                 {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": stop - start, **place, "args": args}
             )
-    for batch, (post, wait) in _journeys(events).items():
+    for batch, (post, wait) in _messages(events).items():
         arrow = {"name": "message", "cat": "message", "id": f"{profile.rank}.{batch}", "pid": profile.rank}
         trace.append({"ph": "s", "ts": us(post.start_s), "tid": _ROWS.index("post"), **arrow})
         trace.append({"ph": "f", "bp": "e", "ts": us(wait.start_s), "tid": _ROWS.index("wait"), **arrow})
     return trace
 
 
-def _journeys(events: Iterable[Event]) -> dict[int, tuple[Event, Event]]:
-    """The first post and the last wait of each batch that has both."""
+def _messages(events: Iterable[Event]) -> dict[int, tuple[Event, Event]]:
+    """Return the first post and the last wait of each batch of messages that has both."""
     posts: dict[int, Event] = {}
     waits: dict[int, Event] = {}
     for event in events:
@@ -267,7 +267,7 @@ def _journeys(events: Iterable[Event]) -> dict[int, tuple[Event, Event]]:
 
 
 def _passes(events: Iterable[Event]) -> list[Event]:
-    """An event from the beginning to the end of each pass."""
+    """Return an event from the beginning to the end of each pass."""
     by_number: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         by_number[event.number].append(event)

@@ -155,7 +155,12 @@ class RingPass:
             operands = () if is_own else self._operands[block]
             owner, part = self._schedule.owner(block), self._schedule.part(block)
             yield Visit(
-                owner, part, self._schedule.steps[step].turn, is_own, operands, partial(self._accumulator_of, block)
+                owner,
+                part,
+                self._schedule.steps[step].is_tail,
+                is_own,
+                operands,
+                partial(self._accumulator_of, block),
             )
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:

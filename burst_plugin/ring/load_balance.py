@@ -1,6 +1,6 @@
-"""How evenly a sequence is dealt out to ranks under a mask, and how it is dealt out best.
+"""How evenly the work under a mask is spread over ranks, and which tokens each rank should hold.
 
-Causal documents a, b, c and d over two ranks; digits are the work of eight chunks, and who holds them:
+Causal documents a, b, c and d over two ranks; digits are the work of eight chunks, and below them their ranks:
 
     documents     a a a a b b c d
     work          1 3 5 7 1 3 1 1
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.ring.routes import Attending, RouteTable
-from burst_plugin.sequence.chunks import dealt
-from burst_plugin.sequence.layout import Tokens, even_length, positions, token_count
+from burst_plugin.sequence.chunks import assign_chunks
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.regions import work_by_token
 from burst_plugin.types import SIDES, Side
@@ -29,7 +29,7 @@ __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
 GOOD = 1.05  # an imbalance below this is not worth more bytes
 _CHUNKS = (4, 8, 16, 32)  # per rank, to try
 _SHORTEST = 128  # tokens of a chunk, which is what a kernel works on at a time
-_MOST_CHUNKS = 4096  # of all ranks: who meets whom among more takes too long to find
+_MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
 # In pairs of a query and a key: what a row costs, with four query heads to one of keys and 400 TFLOP/s.
 _VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 _SENT_INTER = 2000  # at 50 GB/s
@@ -37,25 +37,27 @@ _SENT_INTRA = 250  # at 400 GB/s
 _BARE = 0.2  # of computing or sending, whichever is shorter, is not hidden behind the other
 
 
-def work_by_rank(table: RouteTable, attending: Attending, home: Side) -> list[int]:
-    """How many (query, key) pairs every rank works on if side `home` stays: those of its queries, or of its keys."""
-    return _shares(table, attending.of(home), _work(attending, home))
+def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[int]:
+    """Return how many (query, key) pairs every rank works on if side `local` stays: its queries', or its keys'."""
+    return _shares(table, attending.of(local), _work(attending, local))
 
 
 def imbalance(table: RouteTable, attending: Attending) -> float:
-    """Most over mean of the ranks' work, whichever side travels; 1 is even, and what nobody works on is even."""
-    return max(_uneven(work_by_rank(table, attending, home)) for home in SIDES)
+    """Return the most over the mean of the ranks' work, whichever side moves; 1 is even, as is no work at all."""
+    return max(_uneven(work_by_rank(table, attending, local)) for local in SIDES)
 
 
 def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:
-    """The way to deal out a sequence that attends to itself within `mask`.
+    """Return the assignment of tokens to ranks for a sequence that attends to itself within `mask`.
 
-    Zigzag or contiguous; if ranks have even work in neither, also in chunks that are dealt out by their work, and in
-    chunks that leave documents inside nodes. Of those the one that takes the least time, by an estimate. `alike`
-    leaves out those by which ranks hold unequal numbers.
+    The candidates are the layouts that suit the mask; if ranks have even work in none of these, also chunks assigned
+    by their work, and chunks that leave documents inside nodes. Of these the one that takes the least time, by an
+    estimate. `alike` leaves out candidates by which ranks hold unequal numbers of tokens.
+
+    Raises ValueError if that leaves none.
     """
     plain = Attending(Tokens(length), Tokens(length), mask)
-    work = {home: _work(plain, home) for home in SIDES}
+    work = {local: _work(plain, local) for local in SIDES}
     candidates = _candidates(table, plain, work, alike)
     if not candidates:
         raise ValueError(
@@ -75,52 +77,54 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
 def _candidates(
     table: RouteTable, plain: Attending, work: Mapping[Side, Tensor], alike: bool
 ) -> dict[Tokens, list[int]]:
-    """Zigzag and contiguous; if neither is even, more and more chunks until ranks have even work; and nodes first.
+    """Return the layouts that suit the mask; if none is even, more and more chunks until work is; and nodes first.
 
-    Each with the work of every rank, on the side for which it has more.
+    Each with the work of every rank, on the side of which it has more.
     """
     length, ring = plain.q.length, table.ring_topology
     found: dict[Tokens, list[int]] = {}
 
     def add(tokens: Tokens) -> bool:
-        """Unless it is not allowed; whether it is even."""
+        """Add a candidate unless it is not allowed. Return whether it is even."""
         if alike and len(set(map(token_count, table.shards(tokens)))) > 1:
             return False
-        shares = [_shares(table, tokens, work[home]) for home in SIDES]
+        shares = [_shares(table, tokens, work[local]) for local in SIDES]
         found[tokens] = list(map(max, *shares))
         return all(_uneven(share) <= GOOD for share in shares)
 
-    plainly_even = [add(Tokens(length, layout=layout)) for layout in ("zigzag", "contiguous")]
-    if any(plainly_even):
+    suitable = [name for name, layout in LAYOUTS.items() if layout.suits(plain.mask)]
+    some_are_even = [add(Tokens(length, layout=name)) for name in suitable]
+    if any(some_are_even):
         return found
     finest = max(_CHUNKS[0], min(length // _SHORTEST, _MOST_CHUNKS) // table.cp_ranks)
-    for documents in dict.fromkeys((None, plain.mask.documents if ring.nodes > 1 else None)):
-        for number in takewhile(lambda number: number <= finest, _CHUNKS):
-            holders = dealt(work, ring, table.cp_ranks // ring.ranks, number, documents)
+    for cu_seqlens in dict.fromkeys((None, plain.mask.documents if ring.nodes > 1 else None)):
+        for per_rank in takewhile(lambda number: number <= finest, _CHUNKS):
+            holders = assign_chunks(work, ring, table.cp_ranks // ring.ranks, per_rank, cu_seqlens)
             if add(Tokens(length, holders=holders)):
                 break
     return found
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
-    """For how long the slowest rank computes and sends, in pairs of a query and a key."""
-    pairs = zip(*(_shares(table, attending.of(home), work[home]) for home in SIDES), strict=True)
+    """Return for how long the slowest rank computes and sends, in pairs of a query and a key."""
     batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
-    visited = table.rows_visited(attending)
-    computes: float = max(max(both) / batch + _VISITED * rows for both, rows in zip(pairs, visited, strict=True))
+    shares = zip(*(_shares(table, attending.of(local), work[local]) for local in SIDES), strict=True)
+    computes = 0.0
+    for both, visited in zip(shares, table.rows_visited(attending), strict=True):
+        computes = max(computes, max(both) / batch + _VISITED * visited)
     inter, intra = table.most_rows_moved(attending)
     shorter, longer = sorted((computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)))
     return longer + _BARE * shorter
 
 
-def _work(attending: Attending, home: Side) -> Tensor:
-    """The work of all tokens before each, [S + 1]."""
+def _work(attending: Attending, local: Side) -> Tensor:
+    """Return the work of all tokens before each, [S + 1]."""
     lengths = (attending.q.length, attending.kv.length)
-    return torch.nn.functional.pad(work_by_token(attending.mask, lengths, home).cumsum(0), (1, 0))
+    return torch.nn.functional.pad(work_by_token(attending.mask, lengths, local).cumsum(0), (1, 0))
 
 
 def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
-    """The work of every rank."""
+    """Return the work of every rank."""
     shares = []
     for runs in table.runs(tokens):
         if any(run.stride > 1 for run in runs):

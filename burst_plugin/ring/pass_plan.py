@@ -19,7 +19,7 @@ from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.routes import Attending, Route
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.sequence.layout import positions, token_count
-from burst_plugin.sequence.tile_splitting import cut, in_turns, one_by_one, together
+from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
 from burst_plugin.types import SIDES, Direction, Rows, Side, Spec
@@ -44,9 +44,9 @@ class KernelTiles(NamedTuple):
             most = max(1, _LARGEST_BATCH // self.shapes.batch)
             tiles = [piece for tile in tiles for piece in cut(tile, most)]
         if self.uses_positions:  # which pieces cannot share as a batch
-            tiles = [piece for tile in tiles for piece in one_by_one(tile)]
+            tiles = [piece for tile in tiles for piece in split_pieces(tile)]
         elif "varlen" in self.features and not self.max_logits:
-            tiles = [*together(tiles, self.most_spans)]
+            tiles = [*batched(tiles, self.most_spans)]
         return tuple(tiles)
 
     @property
@@ -92,7 +92,7 @@ class PassPlan:
         """By owner and turn: the work of a visit, in tiles that the kernel takes."""
         schedule, by_turn = self.route.schedule, {}
         for owner, tiles in self.route.tiles.items():
-            for turn, mine in enumerate(in_turns(tiles, schedule.kept if owner == schedule.rank else 0.0)):
+            for turn, mine in enumerate(split_tail(tiles, schedule.tail_share if owner == schedule.rank else 0.0)):
                 by_turn[owner, turn] = self.kernel_tiles.of(mine)
         return by_turn
 

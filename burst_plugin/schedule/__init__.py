@@ -1,1 +1,1 @@
-"""When which block is where, and over which link it goes there: pure data, checked without a tensor."""
+"""Which rank works on which block at which step, and over which link it gets there: pure data, without tensors."""

@@ -6,17 +6,17 @@ A layout says so with *runs*, arithmetic progressions of positions. 8 tokens ove
     striped      rank 0: 0 2 4 6      rank 1: 1 3 5 7
     zigzag       rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
-and, with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document of its own accord:
+with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document on its own:
 
     zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
 
-and in chunks, with `Tokens(8, holders=(0, 1, 0, 1))`, as `ring.load_balance` deals them out by their work:
+and in chunks, with `Tokens(8, holders=(0, 1, 0, 1))`, as `ring.load_balance` assigns them by their work:
 
     chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
 
 Lengths that do not divide give ranks unequal numbers of tokens, down to none; nothing is padded or dropped. Under
 a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work. Under a
-window contiguous needs the fewest bytes.
+window contiguous sends the fewest bytes. A layout says itself for which masks `layout="auto"` considers it.
 
 Sources: zigzag is Megatron-core's own (`megatron/core/utils.py`, `get_batch_on_this_cp_rank`): of 2P chunks
 rank r holds r and 2P-1-r; by document as Transformer Engine's `thd_get_partitioned_indices`. Striped: Striped
@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown, whole_number, whole_numbers
+from burst_plugin.sequence.regions import Mask
 
 __all__ = [
     "LAYOUTS",
@@ -64,7 +65,7 @@ class Run(NamedTuple):
 
     @property
     def last(self) -> int:
-        """The position of its last token."""
+        """Position of the last token."""
         return self.start + (self.length - 1) * self.stride
 
 
@@ -73,12 +74,12 @@ class Tokens:
     """The sequence that a context-parallel group holds between its ranks.
 
     length: tokens, 1 or more, whether or not they divide by the number of ranks.
-    cu_seqlens: where documents begin, 0 first and `length` last, if each is dealt out on its own, as Megatron does
-        with packed sequences; None if the sequence is dealt out as a whole.
+    cu_seqlens: bounds of documents, 0 first and `length` last, if every document is spread over all ranks on its own,
+        as Megatron does with packed sequences; None if the sequence is spread as a whole.
     layout: another layout than the group's.
-    holders: the rank that holds each chunk, if the sequence is dealt out in chunks of about one length, in place of a
-        layout: `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if
-        their number divides the length.
+    holders: chunk-to-rank assignment in place of a layout: the rank that holds each chunk, of about equal lengths.
+        `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if their
+        number divides the length.
 
     Raises ValueError for a length below 1, cu_seqlens that decrease or do not run from 0 to `length`, holders beside
     a layout or cu_seqlens, or holders that leave a rank out.
@@ -109,7 +110,7 @@ class Tokens:
                 )
 
     def __hash__(self) -> int:
-        """Made once: it is asked for in every layer, and there may be thousands of chunks."""
+        """Return a hash that is computed once: every layer asks for it, and there may be thousands of chunks."""
         return self._hash
 
     @cached_property
@@ -117,23 +118,26 @@ class Tokens:
         return hash((self.length, self.cu_seqlens or (), self.holders or ()))
 
     def __repr__(self) -> str:
-        """All that is given; ranks compare it."""
+        """Return a text with every field that is given; ranks compare it."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         return f"Tokens({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
 
 def even_length(length: int, ranks: int) -> int:
-    """The next length, from `length` on, of which ranks hold equally many in every layout; one rank holds any."""
+    """Return the least length, from `length` on, of which ranks hold equally many tokens in every layout.
+
+    For one rank that is `length`.
+    """
     if ranks == 1:
         return length
-    unit = math.lcm(*(layout.pieces for layout in LAYOUTS.values())) * ranks
+    unit = math.lcm(*(layout.chunks_per_rank for layout in LAYOUTS.values())) * ranks
     return -(-length // unit) * unit
 
 
 def check_cu_seqlens(cu_seqlens: Sequence[int], pattern: str = "cu_seqlens={}") -> tuple[int, ...]:
-    """`cu_seqlens` as a tuple. Raises ValueError unless it begins at 0 and does not decrease.
+    """Return `cu_seqlens` as a tuple. Raise ValueError unless it begins at 0 and does not decrease.
 
-    `pattern` says where it stands, see `burst_plugin.checks`.
+    `pattern` says which argument it is, see `burst_plugin.checks`.
     """
     expected = (
         "give one list of where documents begin, 0 first and the number of tokens last; other documents in every "
@@ -161,32 +165,38 @@ def check_total(cu_seqlens: tuple[int, ...], length: int) -> None:
 
 
 def shortened(numbers: Sequence[int]) -> str:
-    """Numbers for a message; of many, the first ones and the last."""
+    """Return numbers as text for a message; of many, the first ones and the last."""
     return str(tuple(numbers)) if len(numbers) < 12 else f"({', '.join(map(str, numbers[:5]))}, ..., {numbers[-1]})"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A rule that deals the positions of a sequence out to ranks: `deal(rank, ranks, length)` gives the runs.
+    """A rule that assigns the positions of a sequence to ranks.
 
-    All ranks hold equally many where `pieces` times their number divides the length.
+    assign: `assign(rank, ranks, length)` returns the runs of a rank.
+    chunks_per_rank: all ranks hold equally many tokens where this times their number divides the length.
+    suits: whether `layout="auto"` considers this layout for a mask. Of those that it considers it takes the fastest.
     """
 
     name: str
-    deal: Callable[[int, int, int], tuple[Run, ...]]
-    pieces: int = 1
+    assign: Callable[[int, int, int], tuple[Run, ...]]
+    chunks_per_rank: int = 1
+    suits: Callable[[Mask], bool] = lambda mask: True
 
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
-        """The positions of `rank`, in local order; none is empty."""
+        """Return the runs of `rank`, in local order; none is empty."""
         return tuple(
             run._replace(start=run.start + start)
             for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
-            for run in self.deal(rank, ranks, stop - start)
+            for run in self.assign(rank, ranks, stop - start)
             if run.length
         )
 
     def shard(self, x: Tensor, dim: int, place: tuple[int, int], tokens: Tokens) -> Tensor:
-        """The tokens of `place`, (rank, ranks), out of the whole sequence `x`, along `dim`; contiguous."""
+        """Return the tokens of `place`, (rank, ranks), of the whole sequence `x`, along `dim`; contiguous in memory.
+
+        Raises ValueError if `x` has another length than `tokens`.
+        """
         if x.shape[dim] != tokens.length:
             raise ValueError(
                 f"x {list(x.shape)} has {x.shape[dim]} tokens along dim {dim}, but {tokens} was given; pass the "
@@ -196,7 +206,7 @@ class Layout:
         return torch.cat([_take(x, dim, run) for run in runs] or [x.narrow(dim, 0, 0)], dim)
 
     def unshard(self, shards: Sequence[Tensor], dim: int, tokens: Tokens) -> Tensor:
-        """The whole sequence out of all ranks' shards, in rank order, along `dim`."""
+        """Return the whole sequence from the shards of all ranks, in rank order, along `dim`."""
         shape = list(shards[0].shape)
         shape[dim] = tokens.length
         full = shards[0].new_empty(shape)
@@ -209,32 +219,32 @@ class Layout:
 
 
 def token_count(runs: Sequence[Run]) -> int:
-    """How many tokens there are in these runs."""
+    """Return the number of tokens in these runs."""
     return sum(run.length for run in runs)
 
 
 def positions(runs: Sequence[Run], device: torch.device | None = None) -> Tensor:
-    """The positions [S_local], int64, of these runs."""
+    """Return the positions of these runs, [S_local], int64."""
     ranges = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def cut_runs(runs: Sequence[Run], rows: Sequence[tuple[int, int]]) -> tuple[Run, ...]:
-    """The runs of some local rows, given as (start, stop) in ascending order."""
-    pieces, offset = [], 0
+    """Return the runs of some local rows, given as row ranges (start, stop) in ascending order."""
+    found, offset = [], 0
     for run in runs:
         for start, stop in rows:
             first, last = max(start - offset, 0), min(stop - offset, run.length)
             if first < last:
-                pieces.append(Run(run.start + first * run.stride, last - first, run.stride))
+                found.append(Run(run.start + first * run.stride, last - first, run.stride))
         offset += run.length
-    return tuple(pieces)
+    return tuple(found)
 
 
 def _take(x: Tensor, dim: int, run: Run) -> Tensor:
-    """A view of the positions of `run` along `dim`."""
+    """Return a view of the positions of `run` along `dim`."""
     index = [slice(None)] * x.dim()
-    index[dim] = slice(run.start, run.start + (run.length - 1) * run.stride + 1, run.stride)
+    index[dim] = slice(run.start, run.last + 1, run.stride)
     return x[tuple(index)]
 
 
@@ -251,40 +261,40 @@ def _contiguous(rank: int, ranks: int, length: int) -> tuple[Run, ...]:
 
 
 def _chunk(chunk: int, chunks: int, length: int) -> Run:
-    """One of `chunks` pieces that differ by at most one token."""
+    """Return one of `chunks` chunks that differ by at most one token."""
     start, stop = chunk * length // chunks, (chunk + 1) * length // chunks
     return Run(start, stop - start)
 
 
 @lru_cache(maxsize=64)
 def in_chunks(holders: tuple[int, ...]) -> Layout:
-    """The layout in which rank `holders[c]` holds chunk c; a rank's chunks differ by at most one token."""
+    """Return the layout in which rank `holders[c]` holds chunk c; a rank's chunks differ by at most one token."""
 
     @lru_cache(maxsize=1)
-    def held(ranks: int, length: int) -> list[list[Run]]:
+    def runs_by_rank(ranks: int, length: int) -> list[list[Run]]:
         by_rank: list[list[Run]] = [[] for _ in range(ranks)]
-        numbers, chunks, start = [0] * ranks, Counter(holders), 0
+        numbers, counts, start = [0] * ranks, Counter(holders), 0
         for rank in holders:
-            share = _chunk(rank, ranks, length).length
-            chunk = _chunk(numbers[rank], chunks[rank], share).length
+            tokens_of_rank = _chunk(rank, ranks, length).length
+            chunk = _chunk(numbers[rank], counts[rank], tokens_of_rank).length
             numbers[rank] += 1
-            mine = by_rank[rank]
-            if mine and mine[-1].start + mine[-1].length == start:
-                mine[-1] = Run(mine[-1].start, mine[-1].length + chunk)
+            runs = by_rank[rank]
+            if runs and runs[-1].start + runs[-1].length == start:
+                runs[-1] = Run(runs[-1].start, runs[-1].length + chunk)
             else:
-                mine.append(Run(start, chunk))
+                runs.append(Run(start, chunk))
             start += chunk
         return by_rank
 
-    return Layout("chunks", lambda rank, ranks, length: tuple(held(ranks, length)[rank]))
+    return Layout("chunks", lambda rank, ranks, length: tuple(runs_by_rank(ranks, length)[rank]))
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         layout.name: layout
         for layout in (
-            Layout("zigzag", _zigzag, pieces=2),
-            Layout("striped", _striped),
+            Layout("zigzag", _zigzag, chunks_per_rank=2),
+            Layout("striped", _striped, suits=lambda mask: False),  # even work as zigzag, but more bytes and tiles
             Layout("contiguous", _contiguous),
         )
     }

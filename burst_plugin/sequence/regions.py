@@ -4,8 +4,8 @@ A mask is a few disjoint *regions*: rectangles of query and key positions, each 
 
     lower <= key position - query position <= upper        None: no bound
 
-What a rank computes follows from the regions and from the positions that it holds; see `sequence.tiles`. The masks
-themselves are in `sequence.masks`.
+What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
+themselves are in `sequence.masks` and `sequence.listed_masks`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Region(NamedTuple):
     upper: int | None = None
 
     def intersect(self, other: Region) -> Region:
-        """What both allow; empty if a start is not below its stop."""
+        """Return what both regions allow; it may be empty."""
         return Region(
             max(self.q_start, other.q_start),
             min(self.q_stop, other.q_stop),
@@ -45,80 +45,80 @@ class Region(NamedTuple):
         )
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
-        """The first and the last key that queries `first ... last` may attend to."""
+        """Return the first and the last key that queries `first ... last` may attend to."""
         low = self.k_start if self.lower is None else max(self.k_start, first + self.lower)
         high = self.k_stop - 1 if self.upper is None else min(self.k_stop - 1, last + self.upper)
         return low, high
 
     @property
     def transposed(self) -> Region:
-        """With queries and keys exchanged."""
+        """The region with queries and keys exchanged."""
         lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
         return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left."""
+        """Whether it holds no pair."""
         crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
         return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
 
 class Mask(ABC):
-    """What may attend to what. Subclasses are frozen dataclasses: masks are compared and remembered.
+    """Which queries may attend to which keys. Subclasses are frozen dataclasses: masks are compared and cached.
 
-    Where a subclass has a constant for one of the properties, it stands there without a type: with one it would be a
-    field, an argument of the constructor.
+    Where a subclass has a constant for one of the properties, the constant has no type: with one it would be a field,
+    an argument of the constructor.
     """
 
     @abstractmethod
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Disjoint regions for `q_len` queries and `kv_len` keys; ValueError if the mask does not fit them."""
+        """Return disjoint regions for `q_len` queries and `kv_len` keys. Raise ValueError if they do not fit."""
 
     @property
     def rows(self) -> int | None:
-        """The batch size that the mask is made for; None if it is the same for every batch row."""
+        """Batch size that the mask is made for; None if it is the same for every batch row."""
         return None
 
     def of_row(self, row: int) -> Mask:
-        """The mask of one batch row."""
+        """Return the mask of one batch row."""
         return self
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Where documents of queries and keys begin, and the length; None if there are none."""
+        """Bounds of documents of queries and keys, as `cu_seqlens`; None if there are none."""
         return None
 
     @property
     def compares_positions(self) -> bool:
-        """Whether it looks at how far apart query and key are; False lets it combine with documents that shift."""
+        """Whether it depends on the distance of query and key; if not, it combines with documents that shift."""
         return True
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether, of as many queries as keys, a query may attend to a later key.
+        """Whether a query may attend to a later key, of as many queries as keys.
 
-        If none may, padding at the end needs no mask.
+        If not, padding at the end needs no mask.
         """
         return True
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all batches of a run share it; else tiles of new shapes may come with every batch."""
+        """Whether all batches of a run share the mask; if not, every batch may bring tiles of new shapes."""
         return False
 
     @property
     def shifts(self) -> bool:
-        """Whether it pairs queries with keys at other positions, so that distances between the two mean nothing."""
+        """Whether queries attend to keys at unrelated positions, so that distances between the two mean nothing."""
         return False
 
     def __and__(self, other: Mask) -> Mask:
-        """What both masks allow."""
+        """Return the mask that allows what both masks allow."""
         return Both(self, other)
 
 
 @dataclass(frozen=True)
 class Both(Mask):
-    """What two masks allow; made by `&`."""
+    """What both of two masks allow; made by `&`."""
 
     one: Mask
     other: Mask
@@ -139,49 +139,49 @@ class Both(Mask):
 
     @property
     def rows(self) -> int | None:
-        """The batch size of either."""
+        """Batch size that either mask is made for."""
         return self.one.rows if self.one.rows is not None else self.other.rows
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """The documents of either."""
+        """Bounds of the documents of either mask."""
         return self.one.documents or self.other.documents
 
     def of_row(self, row: int) -> Mask:
-        """Both masks of that row."""
+        """Return both masks of that row."""
         return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
 
     @property
     def compares_positions(self) -> bool:
-        """If either does."""
+        """Whether either mask does."""
         return self.one.compares_positions or self.other.compares_positions
 
     @property
     def looks_ahead(self) -> bool:
-        """If both do."""
+        """Whether both masks do."""
         return self.one.looks_ahead and self.other.looks_ahead
 
     @property
     def is_fixed(self) -> bool:
-        """If both are."""
+        """Whether both masks are."""
         return self.one.is_fixed and self.other.is_fixed
 
     @property
     def shifts(self) -> bool:
-        """If either does."""
+        """Whether either mask does."""
         return self.one.shifts or self.other.shifts
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Every region of one with every region of the other."""
+        """Return every region of one mask cut to every region of the other."""
         others = self.other.regions(q_len, kv_len)
-        met = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
-        return tuple(region for region in met if not region.is_empty)
+        regions = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
+        return tuple(region for region in regions if not region.is_empty)
 
 
 def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
-    """Whether queries at [Sq] attend to keys at [Sk], bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+    """Return which queries attend to which keys, bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
 
-    `lengths` are those of the whole sequences, (queries, keys).
+    `queries` [Sq] and `keys` [Sk] are positions; `lengths` are those of the whole sequences, (queries, keys).
     """
     if mask.rows is not None:
         return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
@@ -198,9 +198,9 @@ def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor)
 
 
 def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
-    """How many keys every query attends to, or for side "kv" how many queries attend to every key; int64.
+    """Return how many keys every query attends to, or for side "kv" how many queries attend to every key; int64 [S].
 
-    `lengths` are (queries, keys). Summed over batch rows if their masks differ.
+    `lengths` are (queries, keys). Work is summed over batch rows if their masks differ.
     """
     if mask.rows is not None:
         return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)

@@ -17,26 +17,26 @@ from burst_plugin.types import Rows, merged
 
 __all__ = ["RequiredRows", "find_required_rows"]
 
-_MOST_MEETINGS = 200_000  # of runs, above which it is not worked out who needs what; this many take half a second
-_MOST_ROWS = 0.4  # causal masks in zigzag need half of a block, or more, if it has some tokens
+_MOST_MEETINGS = 200_000  # of runs, above which required rows are not worked out; so many take half a second
+_MOST_ROWS = 0.4  # causal masks in zigzag require half of a block, or more, if it has some tokens
 
-Shards = Sequence[Sequence[Run]]  # by rank: what it holds
-RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `transfers.Required`
+Shards = Sequence[Sequence[Run]]  # by rank: the runs that it holds
+RequiredRows = Sequence[Mapping[int, Rows]]  # by rank and owner, see `schedule.Required`
 
 
-def find_required_rows(regions: Sequence[Regions], home: Shards, travelling: Shards) -> RequiredRows | None:
-    """The rows of every travelling block that every rank works on, where `regions` have what is at home as queries.
+def find_required_rows(regions: Sequence[Regions], local: Shards, moving: Shards) -> RequiredRows | None:
+    """Return the rows of every moving block that every rank works on; `regions` have the local side as queries.
 
-    Runs are of one stride. None if three ranks, looked at for all, need most rows of every block, or if too many runs
-    meet: then blocks go to all.
+    Runs are of one stride. Return None, so that blocks go to all ranks, if three ranks, looked at for all, require
+    most rows of every block, or if too many runs meet.
     """
-    some = [home[rank] for rank in dict.fromkeys((0, len(home) // 2, len(home) - 1))]
+    samples = [local[rank] for rank in dict.fromkeys((0, len(local) // 2, len(local) - 1))]
     try:
-        few = _Meetings(regions, travelling, _MOST_MEETINGS * len(some) // len(home))
-        if all(few.are_most(few.of(held)) for held in some):
+        sampled = _Meetings(regions, moving, _MOST_MEETINGS * len(samples) // len(local))
+        if all(sampled.are_most(sampled.of(held)) for held in samples):
             return None
-        meetings = _Meetings(regions, travelling, _MOST_MEETINGS)
-        return [meetings.of(held) for held in home]
+        meetings = _Meetings(regions, moving, _MOST_MEETINGS)
+        return [meetings.of(held) for held in local]
     except _TooManyError:
         return None
 
@@ -46,25 +46,25 @@ class _TooManyError(Exception):
 
 
 class _Meetings:
-    """What meets the runs that are asked for; raises _TooManyError after `most` of them in all."""
+    """The runs of moving blocks that meet given ones; raises _TooManyError after `most` of them in all."""
 
-    def __init__(self, regions: Sequence[Regions], travelling: Shards, most: int) -> None:
-        self._regions, self._blocks, self._left = regions, travelling, most
-        self._runs = [
-            (run, owner, offset)
-            for owner, held in enumerate(travelling)
-            for run, offset in zip(held, accumulate((run.length for run in held), initial=0), strict=False)
-        ]
+    def __init__(self, regions: Sequence[Regions], moving: Shards, most: int) -> None:
+        self._regions, self._blocks, self._left = regions, moving, most
+        self._runs: list[tuple[Run, int, int]] = []  # with their owners, and the rows before them in the block
+        for owner, held in enumerate(moving):
+            offsets = accumulate((run.length for run in held), initial=0)
+            self._runs += [(run, owner, offset) for run, offset in zip(held, offsets, strict=False)]
         self._index = RunIndex([run for run, *_ in self._runs])
 
     def of(self, held: Sequence[Run]) -> dict[int, Rows]:
-        """By owner: the rows of its block that these runs work on, if any."""
-        spans: dict[int, list[tuple[int, int]]] = {}
+        """Return by owner the rows of its block that these runs work on, if any."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
         for owner, rows in self._met(held):
-            spans.setdefault(owner, []).append(rows)
-        return {owner: merged(spans[owner]) for owner in sorted(spans)}
+            ranges.setdefault(owner, []).append(rows)
+        return {owner: merged(ranges[owner]) for owner in sorted(ranges)}
 
     def _met(self, held: Sequence[Run]) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield (owner, row range of its block) wherever one of these runs meets one of the block's."""
         for run in held:
             for regions in self._regions:
                 for region in regions.at(run.start, run.last):
@@ -76,14 +76,14 @@ class _Meetings:
                     ends = {*numbers[:1], *numbers[-1:]}
                     for number in numbers:
                         other, owner, offset = self._runs[number]
-                        inside = run.stride == 1 and number not in ends  # of what is attended to, without a gap
-                        start, stop = (0, other.length) if inside else key_rows(region, run, other)
+                        is_whole = run.stride == 1 and number not in ends  # inside of what is attended to
+                        start, stop = (0, other.length) if is_whole else key_rows(region, run, other)
                         if start < stop:
                             yield owner, (offset + start, offset + stop)
 
-    def are_most(self, needed: Mapping[int, Rows]) -> bool:
-        """Whether these are most rows of every block."""
+    def are_most(self, required: Mapping[int, Rows]) -> bool:
+        """Return whether these are most rows of every block."""
         return all(
-            sum(stop - start for start, stop in needed.get(owner, ())) >= _MOST_ROWS * token_count(block)
+            sum(stop - start for start, stop in required.get(owner, ())) >= _MOST_ROWS * token_count(block)
             for owner, block in enumerate(self._blocks)
         )

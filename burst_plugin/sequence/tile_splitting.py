@@ -1,17 +1,17 @@
-"""Tiles cut further, into bands that a kernel has, pieces, and the two turns of a visit; or put together.
+"""Tiles split further, into bands that a kernel has, pieces, or head and tail of a visit; or batched into one tile.
 
-Bands that a kernel lacks are cut into ones that it has. A window of n + 1 keys is a staircase of squares of n rows,
+Bands that a kernel lacks are cut into bands that it has. A window of n + 1 keys is a staircase of squares of n rows,
 a: anticausal, c: causal,
 
     queries 0 ... n    a c . .       each column of squares on one diagonal is one tile with `pieces` squares,
             n ... 2n   . a c .       which a kernel works on as a batch
             2n .. 3n   . . a c
 
-Tiles that have neither queries nor keys in common, as those of packed documents, are put together for a kernel that
-takes sequences of any lengths in one call; c: causal,
+Tiles that have neither queries nor keys in common, as those of packed documents, are batched into one tile for a
+kernel that takes documents of any lengths in one call; c: causal,
 
     queries of documents 0    c . .
-                         1    . c .      one tile with three spans
+                         1    . c .      one tile with three `subtiles`
                          2    . . c
 """
 
@@ -22,107 +22,114 @@ from collections.abc import Iterator, Sequence
 from burst_plugin.sequence.tiles import Tile, banded
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 
-__all__ = ["cut", "in_turns", "one_by_one", "together"]
+__all__ = ["batched", "cut", "split_pieces", "split_tail"]
 
-_CUTS = 8  # places at which a visit can be cut in two turns
-_FEWEST = 3  # tiles that are worth putting together: rows between them have to be left out, and put back
-_LONG = 2048  # rows of a tile that is worth a call: kernels launch as many blocks for all as for the longest
-_OPEN = 4  # how many are being put together at a time
+_CUTS = 8  # places at which a tail can be split off
+_FEWEST = 3  # tiles that are worth batching: rows between them have to be left out, and put back
+_LONG = 2048  # rows of a tile that is worth a call: kernels launch as many blocks for all subtiles as for the longest
+_OPEN = 4  # batches that a tile may still be added to
 
 
 def cut(tile: Tile, most: int) -> Iterator[Tile]:
-    """`tile` in full, causal and anticausal tiles of at most so many pieces; drawn at the top of this file."""
+    """Yield `tile` in full, causal and anticausal tiles of at most `most` pieces; drawn at the top of this file."""
     lower, upper = tile.band
     if lower is None or upper is None:
         yield tile  # full, causal or anticausal: `tiles` makes no other one-sided bands
         return
-    step = max(1, upper - lower)
-    for first, band in ((lower, ANTICAUSAL), (lower + step, CAUSAL)):
-        if upper == lower:
-            if band is CAUSAL:
-                return
-            band = FULL
-        yield from (piece._replace(batch=tile.batch) for piece in _staircase(tile, first, step, band, most))
+    is_diagonal = lower == upper  # squares of one row
+    staircases = [(lower, FULL)] if is_diagonal else [(lower, ANTICAUSAL), (upper, CAUSAL)]
+    for first, band in staircases:
+        for piece in _staircase(tile, first, max(1, upper - lower), band, most):
+            yield piece._replace(batch=tile.batch)
 
 
-def one_by_one(tile: Tile) -> Iterator[Tile]:
-    """The pieces of `tile`, a tile each."""
+def split_pieces(tile: Tile) -> Iterator[Tile]:
+    """Yield the pieces of `tile`, one tile each."""
     rows, columns = tile.shape
     for n in range(tile.pieces):
         q, k = tile.q_start + n * rows, tile.k_start + n * columns
         yield tile._replace(q_start=q, q_stop=q + rows, k_start=k, k_stop=k + columns, pieces=1)
 
 
-def together(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
-    """Full tiles, and causal squares, as few tiles of at most so many spans; drawn at the top of this file."""
-    chains: dict[object, list[list[Tile]]] = {}
+def batched(tiles: Sequence[Tile], most: int) -> Iterator[Tile]:
+    """Yield full tiles and causal squares in few tiles of at most `most` subtiles; drawn at the top of this file.
+
+    Tiles that are not worth it, or that a batch cannot have, are yielded as they are.
+    """
+    batches: dict[object, list[list[Tile]]] = {}  # by what all subtiles of a tile share
     for tile in sorted(tiles, key=lambda tile: tile[:4]):
         if tile.band not in (FULL, CAUSAL) or tile.pieces > 1 or max(tile.shape) > _LONG:
             yield tile
             continue
-        alike = chains.setdefault((tile.band, tile.batch), [])
-        fitting = (chain for chain in alike[-_OPEN:] if len(chain) < most and _follows(tile, chain[-1]))
-        chain = next(fitting, None)
-        if chain is None:
-            alike.append([tile])
+        started = batches.setdefault((tile.band, tile.batch), [])
+        for batch in started[-_OPEN:]:
+            if len(batch) < most and _follows(tile, batch[-1]):
+                batch.append(tile)
+                break
         else:
-            chain.append(tile)
-    for chain in (chain for alike in chains.values() for chain in alike):
-        if len(chain) < _FEWEST:
-            yield from chain
-            continue
-        first, last = chain[0], chain[-1]
-        yield first._replace(q_stop=last.q_stop, k_stop=last.k_stop, spans=tuple(tile[:4] for tile in chain))
+            started.append([tile])
+    for started in batches.values():
+        for batch in started:
+            if len(batch) < _FEWEST:
+                yield from batch
+            else:
+                subtiles = tuple(tile[:4] for tile in batch)
+                yield batch[0]._replace(q_stop=batch[-1].q_stop, k_stop=batch[-1].k_stop, subtiles=subtiles)
 
 
 def _follows(tile: Tile, last: Tile) -> bool:
-    """Whether `tile` comes after `last` on both sides, with no more rows between them than both have."""
+    """Return whether `tile` comes after `last` on both sides, with no more rows between them than both have."""
     gaps = (tile.q_start - last.q_stop, tile.k_start - last.k_stop)
     return all(0 <= gap <= one + other for gap, one, other in zip(gaps, tile.shape, last.shape, strict=True))
 
 
-def in_turns(tiles: Sequence[Tile], kept: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """The work of a visit in two turns, the second with about a share of `kept`; cut between two keys.
+def split_tail(tiles: Sequence[Tile], tail_share: float) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
+    """Return the work of a visit in two, head and tail, the tail with about that share; cut between two keys.
 
     Half of the keys of a causal square are a quarter of its work:
 
-        queries   c . . .        first turn    c .   and below it    second turn    . .
-                  f c . .                      f c                                  . .
-                  f f c .                                    f f                    c .
-                  f f f c                                    f f                    f c
+        queries   c . . .        head    c .   and below it    tail    . .
+                  f c . .                f c                           . .
+                  f f c .                              f f             c .
+                  f f f c                              f f             f c
     """
-    if not kept or not tiles:
+    if not tail_share or not tiles:
         return tuple(tiles), ()
     first, stop = min(tile.k_start for tile in tiles), max(tile.k_stop for tile in tiles)
-    cuts = [_between_keys(tiles, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
-    wanted = kept * _pairs_of(tiles)
-    return min(cuts, key=lambda turns: abs(_pairs_of(turns[1]) - wanted))
+    splits = [_between_keys(tiles, first + n * (stop - first) // _CUTS) for n in range(1, _CUTS + 1)]
+    wanted = tail_share * _pairs_of(tiles)
+    return min(splits, key=lambda split: abs(_pairs_of(split[1]) - wanted))
 
 
 def _between_keys(tiles: Sequence[Tile], column: int) -> tuple[tuple[Tile, ...], tuple[Tile, ...]]:
-    """What attends to keys before and from `column` on."""
+    """Return the tiles on keys before `column`, and those on keys from it on."""
     before: list[Tile] = []
     after: list[Tile] = []
     for tile in tiles:
-        if not tile.k_start < column < tile.k_stop:
-            (before if tile.k_stop <= column else after).append(tile)
-            continue
-        shifted = (None if edge is None else edge - (column - tile.k_start) for edge in tile.band)
-        for turn, part, band in (
-            (before, tile._replace(k_stop=column), tile.band),
-            (after, tile._replace(k_start=column), shifted),
-        ):
-            turn += banded(part, *band)
+        if tile.k_stop <= column:
+            before.append(tile)
+        elif tile.k_start >= column:
+            after.append(tile)
+        else:
+            shift = column - tile.k_start  # a band is counted from the tile's first key
+            before += banded(tile._replace(k_stop=column), *tile.band)
+            after += banded(tile._replace(k_start=column), *_shifted(tile.band, shift))
     return tuple(before), tuple(after)
 
 
+def _shifted(band: Band, shift: int) -> Band:
+    """Return the band counted from `shift` keys further on."""
+    lower, upper = (None if edge is None else edge - shift for edge in band)
+    return Band(lower, upper)
+
+
 def _pairs_of(tiles: Sequence[Tile]) -> int:
-    """Pairs that attend, of all batch rows that a tile is for."""
+    """Return how many pairs attend in all batch rows of these tiles."""
     return sum(tile.work * (1 if tile.batch is None else tile.batch[1] - tile.batch[0]) for tile in tiles)
 
 
 def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iterator[Tile]:
-    """Squares of `step` rows down a diagonal: square n has the rows from n * step on, and keys `first` further."""
+    """Yield squares of `step` rows down a diagonal: square n begins at row n * step, and its keys `first` further."""
     q, q_stop, k, k_stop = tile[:4]
     squares = range(-(-(q_stop - q) // step))
     whole = [n for n in squares if q + (n + 1) * step <= q_stop and _fits(k + first + n * step, step, k, k_stop)]
@@ -136,8 +143,7 @@ def _staircase(tile: Tile, first: int, step: int, band: Band, most: int) -> Iter
         rows, keys = q + n * step, k + first + n * step
         part = Tile(rows, min(rows + step, q_stop), max(keys, k), min(keys + step, k_stop))
         if part.k_start < part.k_stop:
-            shift = part.k_start - keys  # the band is that of the square, from its own corner
-            yield from banded(part, *(None if edge is None else edge - shift for edge in band))
+            yield from banded(part, *_shifted(band, part.k_start - keys))  # the band is that of the whole square
 
 
 def _fits(start: int, length: int, low: int, high: int) -> bool:

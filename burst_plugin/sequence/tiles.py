@@ -1,11 +1,11 @@
-"""Tiles: exactly the work of a visit, in rectangles of local rows.
+"""Tiles: exactly the work of a visit, in rectangles of rows of its two sides.
 
 The regions of a mask and the runs of a query rank and of a key rank give *tiles*: slices of local query and key
 rows, each with a band,
 
     lower <= j - i <= upper        i, j: row of the tile's query and key slice, None: no bound
 
-and nothing else; no tiles, no work. Kernels see tiles only.
+and nothing else. Without tiles there is no work. Kernels see tiles only.
 
 Zigzag over 2 ranks, causal, chunks a b | b' a' of one length; f: full, c: causal, .: nothing
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import NamedTuple
 
 from burst_plugin.sequence.layout import Run
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
     With `pieces` above 1 both are cut into that many equal pieces, and piece n of the queries attends to piece n of
     the keys only, each within `band`. `batch` is a range of batch rows; None is all of them.
 
-    With `spans` they are all there is: (q_start, q_stop, k_start, k_stop), each within `band`, full or causal and
-    square, one after another on both sides. Rows between them have no part in this tile.
+    With `subtiles` the tile is made of these, (q_start, q_stop, k_start, k_stop), each within `band`, full or causal
+    and square, one after another on both sides. Rows between them are not part of this tile.
     """
 
     q_start: int
@@ -56,7 +56,7 @@ class Tile(NamedTuple):
     band: Band = FULL
     pieces: int = 1
     batch: tuple[int, int] | None = None
-    spans: tuple[tuple[int, int, int, int], ...] = ()
+    subtiles: tuple[tuple[int, int, int, int], ...] = ()
 
     @property
     def q(self) -> slice:
@@ -69,34 +69,34 @@ class Tile(NamedTuple):
         return slice(self.k_start, self.k_stop)
 
     def rows(self, side: Side) -> slice:
-        """The rows of side "q" or "kv"."""
+        """Return the rows of side "q" or "kv"."""
         return self.q if side == "q" else self.k
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Query and key rows of one piece."""
+        """Numbers of query and key rows of one piece."""
         return (self.q_stop - self.q_start) // self.pieces, (self.k_stop - self.k_start) // self.pieces
 
     @property
     def work(self) -> int:
         """Number of (query, key) pairs that attend, in one batch row."""
         rows, columns = self.shape
-        below = rows * columns if self.band.upper is None else _pairs_up_to(self.band.upper, rows, columns)
-        return self.pieces * (
-            below - (0 if self.band.lower is None else _pairs_up_to(self.band.lower - 1, rows, columns))
-        )
+        lower, upper = self.band
+        up_to_upper = rows * columns if upper is None else _pairs_up_to(upper, rows, columns)
+        below_lower = 0 if lower is None else _pairs_up_to(lower - 1, rows, columns)
+        return self.pieces * (up_to_upper - below_lower)
 
 
 def _pairs_up_to(upper: int, rows: int, columns: int) -> int:
-    """How many pairs have `j - i <= upper`: rows of i + upper + 1 keys, no less than 0 and no more than all."""
-    some = min(max(0, -upper), rows)  # the first row with a key
-    every = min(max(some, columns - upper), rows)  # the first row with all keys
-    partial = (every - some) * (some + upper + 1 + every + upper) // 2
-    return partial + (rows - every) * columns
+    """Return how many pairs have `j - i <= upper`: row i has i + upper + 1 keys, at least none and at most all."""
+    first = min(max(0, -upper), rows)  # the first row with a key
+    full = min(max(first, columns - upper), rows)  # the first row with all keys
+    partial = (full - first) * (first + upper + 1 + full + upper) // 2
+    return partial + (rows - full) * columns
 
 
 class Regions:
-    """The regions of a mask, found by query position."""
+    """The regions of a mask, found by the position of queries."""
 
     def __init__(self, regions: Sequence[Region]) -> None:
         self._regions = sorted(regions, key=lambda region: region[:4])  # bands may be None
@@ -105,11 +105,11 @@ class Regions:
 
     @property
     def transposed(self) -> Regions:
-        """With queries and keys exchanged."""
+        """The regions with queries and keys exchanged."""
         return Regions([region.transposed for region in self._regions])
 
     def at(self, first: int, last: int) -> Iterator[Region]:
-        """The regions that hold any of the queries `first ... last`."""
+        """Yield the regions that hold any of the queries `first ... last`."""
         for number in range(bisect_right(self._stops, first), bisect_right(self._starts, last)):
             if self._regions[number].q_stop > first:
                 yield self._regions[number]
@@ -128,24 +128,24 @@ class RunIndex:
         self._lasts = list(accumulate((runs[number].last for number in self._numbers), max))
 
     def at(self, first: int, last: int) -> list[int]:
-        """The numbers of the runs that may hold any of the positions `first ... last`, in order of their starts."""
+        """Return the numbers of the runs that may hold any position of `first ... last`, in order of their starts."""
         return self._numbers[bisect_left(self._lasts, first) : bisect_right(self._starts, last)]
 
 
 def check_strides(runs: Iterable[Run]) -> None:
-    """Raise ValueError for runs of unlike strides."""
+    """Raise ValueError for runs of different strides."""
     strides = {run.stride for run in runs}
     if len(strides) > 1:
         raise ValueError(
-            f"runs of unlike strides do not make tiles: {sorted(strides)}; deal queries and keys out alike, both "
-            "striped or neither (layout= of Strategy or Tokens)"
+            f"runs of unlike strides do not make tiles: {sorted(strides)}; give queries and keys layouts of one "
+            "stride (layout= of Strategy or Tokens)"
         )
 
 
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
-    """As few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
+    """Return as few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
 
-    Raises ValueError for runs of unlike strides.
+    Raises ValueError for runs of different strides.
     """
     check_strides((*q_runs, *k_runs))
     keys = RunIndex(k_runs)
@@ -161,7 +161,7 @@ def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> 
 
 
 def key_rows(region: Region, q_run: Run, k_run: Run) -> tuple[int, int]:
-    """(start, stop) of the rows of one run that queries of another attend to; none if start is not below stop."""
+    """Return the row range (start, stop) of `k_run` that `q_run` attends to; none if start is not below stop."""
     tile, lower, upper = _clipped(region, q_run, k_run)
     rows, columns = tile.shape
     if rows <= 0 or (lower is not None and upper is not None and lower > upper):
@@ -171,7 +171,7 @@ def key_rows(region: Region, q_run: Run, k_run: Run) -> tuple[int, int]:
 
 
 def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) -> Iterator[Tile]:
-    """The tiles of one run on another."""
+    """Yield the tiles of one run on another."""
     tile, lower, upper = _clipped(region, q_run, k_run)
     if min(tile.shape) > 0:
         q, q_stop, k, k_stop = tile[:4]
@@ -179,7 +179,7 @@ def _clip(region: Region, q_run: Run, k_run: Run, q_offset: int, k_offset: int) 
 
 
 def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, int | None]:
-    """The rows of one run on another in a region, and their band: `key - query = k - q + stride * (j - i)`."""
+    """Return the rows of one run on another in a region, and their band: `key - query = k - q + stride * (j - i)`."""
     stride = q_run.stride
     q_first, rows = _inside(q_run, region.q_start, region.q_stop)
     k_first, columns = _inside(k_run, region.k_start, region.k_stop)
@@ -190,19 +190,19 @@ def _clipped(region: Region, q_run: Run, k_run: Run) -> tuple[Tile, int | None, 
 
 
 def _inside(run: Run, start: int, stop: int) -> tuple[int, int]:
-    """(first row, number of rows) of a run at positions `start:stop`."""
+    """Return (first row, number of rows) of a run at positions `start:stop`."""
     first = max(0, -((run.start - start) // run.stride))
     return first, min(run.length, -((run.start - stop) // run.stride)) - first
 
 
 def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """What a band leaves of a full tile of one piece, without rows and columns that are empty."""
+    """Yield what a band leaves of a full tile of one piece, without rows and columns that are empty."""
     parts = _banded(tile, lower, upper)
     return parts if tile.batch is None else (part._replace(batch=tile.batch) for part in parts)
 
 
 def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """See `banded`; of all batch rows."""
+    """See `banded`; for all batch rows."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
         return
@@ -230,7 +230,7 @@ def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
 
 
 def _causal(tile: Tile, ahead: int) -> Iterator[Tile]:
-    """`j - i <= ahead`, from 0 up: whole columns on the left, a causal square, and whole rows below it."""
+    """Yield `j - i <= ahead`, 0 or more: whole columns on the left, a causal square, and whole rows below it."""
     q, q_stop, k, k_stop = tile[:4]
     if ahead:
         yield Tile(q, q_stop, k, k + ahead)
@@ -242,7 +242,7 @@ def _causal(tile: Tile, ahead: int) -> Iterator[Tile]:
 
 
 def _anticausal(tile: Tile, behind: int) -> Iterator[Tile]:
-    """`j - i >= -behind`, from 0 up: whole rows on top, an anticausal square, and whole columns right of it."""
+    """Yield `j - i >= -behind`, 0 or more: whole rows on top, an anticausal square, whole columns right of it."""
     q, q_stop, k, k_stop = tile[:4]
     if behind:
         yield Tile(q, q + behind, k, k_stop)
@@ -263,11 +263,13 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
 
 
 def _stairs(tiles: list[Tile]) -> list[Tile]:
-    """Two causal squares and the full rectangle below the first make one causal square."""
+    """Join two causal squares and the full rectangle below the first to one causal square."""
     rest = dict.fromkeys(tiles)
-    squares = {
-        (t.q_start, t.k_start): t for t in tiles if t.band == CAUSAL and t.q_stop - t.q_start == t.k_stop - t.k_start
-    }
+    squares = {}
+    for tile in tiles:
+        rows, columns = tile.shape
+        if tile.band == CAUSAL and rows == columns:
+            squares[tile.q_start, tile.k_start] = tile
     for start in sorted(squares):
         if start not in squares:
             continue
@@ -286,18 +288,16 @@ def _stairs(tiles: list[Tile]) -> list[Tile]:
 
 
 def _beside(tiles: list[Tile], side: Side) -> list[Tile]:
-    """Full tiles with the same rows on `side` and adjacent ones on the other make one."""
+    """Join full tiles with the same rows on `side` and adjacent ones on the other."""
     other = OTHER_SIDE[side]
     joined = [tile for tile in tiles if tile.band != FULL]
     full = [tile for tile in tiles if tile.band == FULL]
     full.sort(key=lambda t: (t.rows(side).start, t.rows(side).stop, t.rows(other).start))
-    for _, alike in groupby(full, key=lambda t: (t.rows(side).start, t.rows(side).stop)):
-        last: Tile | None = None
-        for tile in alike:
-            if last is not None and last.rows(other).stop == tile.rows(other).start:
-                last = Tile(last.q_start, tile.q_stop, last.k_start, tile.k_stop)
-                continue
-            joined += [] if last is None else [last]
+    last: Tile | None = None
+    for tile in full:
+        if last is None or last.rows(side) != tile.rows(side) or last.rows(other).stop != tile.rows(other).start:
             last = tile
-        joined += [] if last is None else [last]
+            joined.append(tile)
+        else:
+            last = joined[-1] = Tile(last.q_start, tile.q_stop, last.k_start, tile.k_stop)
     return joined

@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     "direct": {"schedule": "direct"},
     "window": {"mask": SlidingWindow(50)},
     "documents": {"mask": Causal() & Documents(DOCUMENTS)},
-    "documents dealt out": {"mask": Causal() & Documents(DOCUMENTS), "tokens": Tokens(SEQ, DOCUMENTS)},
+    "documents, each over all ranks": {"mask": Causal() & Documents(DOCUMENTS), "tokens": Tokens(SEQ, DOCUMENTS)},
     "blocks": {"mask": BlockMask.of(torch.eye(8, dtype=torch.bool), SEQ // 8)},
     "padding": {"mask": Causal() & key_padding(torch.arange(SEQ).expand(2, SEQ) >= torch.tensor([[0], [70]]))},
     "cross": {"mask": Full(), "kv_seq": 256},

@@ -24,7 +24,7 @@ from burst_plugin.kernels import (
     How,
     Kernel,
     Queries,
-    _tell_once,
+    _warn_once,
     choose_kernel,
     library,
     torch_cudnn,
@@ -231,7 +231,7 @@ def test_which_cudnn_may_give_nan(
     pretend(monkeypatch, gpu, cudnn)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: GPU[gpu])
     monkeypatch.setattr(torch_cudnn, "_is_hopper", torch_cudnn._is_hopper.__wrapped__)
-    torch_cudnn._tell_once.cache_clear()
+    torch_cudnn._warn_once.cache_clear()
     caplog.set_level(logging.WARNING)
     assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
     assert torch_cudnn._may_be_nan(*shape, torch.device("cuda", 0)) == faulty
@@ -518,7 +518,7 @@ def test_a_kernel_that_is_wrong_here_is_not_chosen(
 ) -> None:
     pretend(monkeypatch, "H100")
     monkeypatch.setattr(torch_cudnn, "problem_of", lambda kernel, trusted, case: f"not like {trusted.name}")
-    _tell_once.cache_clear()
+    _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert choose_kernel("auto", PLAIN).name == "torch_flash"
     assert "torch_cudnn: not like torch_flash" in caplog.text
@@ -664,7 +664,7 @@ def test_a_kernel_for_earlier_gpus_says_so_once(
 ) -> None:
     """Where PyTorch comes with an older cuDNN, flash-attention 2 would run on Hopper unseen."""
     pretend(monkeypatch, gpu, cudnn)
-    _tell_once.cache_clear()
+    _warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):  # libraries that other tests import raise it
         for _ in range(2):
             choose_kernel("auto", PLAIN)

@@ -32,7 +32,7 @@ from burst_plugin.kernels.varlen import backward_looped, forward_looped, lengths
 from burst_plugin.ring.pass_plan import KernelTiles
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.sequence.tile_splitting import together
+from burst_plugin.sequence.tile_splitting import batched
 from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
 from burst_plugin.types import CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, reference
@@ -52,41 +52,41 @@ def documents(mask: Mask) -> Mask:
 
 def pairs(tiles: list[Tile]) -> list[tuple[int, int, int, int, Band, tuple[int, int] | None]]:
     """All of what tiles stand for, alone."""
-    spans = [(span, tile) for tile in tiles for span in (tile.spans or (tile[:4],))]
-    return sorted(((*span, tile.band, tile.batch) for span, tile in spans), key=str)
+    parts = [(part, tile) for tile in tiles for part in (tile.subtiles or (tile[:4],))]
+    return sorted(((*part, tile.band, tile.batch) for part, tile in parts), key=str)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dealt_out", [None, STARTS], ids=["as a whole", "by document"])
+@pytest.mark.parametrize("cu_seqlens", [None, STARTS], ids=["as a whole", "by document"])
 @pytest.mark.parametrize("mask", [Causal(), Full(), SlidingWindow(9, 0)], ids=str)
-def test_nothing_is_lost_or_added(layout: str, dealt_out: tuple[int, ...] | None, mask: Mask) -> None:
+def test_nothing_is_lost_or_added(layout: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     regions = Regions(documents(mask).regions(128, 128))
-    runs = [LAYOUTS[layout].runs(rank, 4, Tokens(128, dealt_out)) for rank in range(4)]
+    runs = [LAYOUTS[layout].runs(rank, 4, Tokens(128, cu_seqlens)) for rank in range(4)]
     for queries in runs:
         for keys in runs:
             alone = tiles_of(regions, queries, keys)
-            found = list(together(alone, 1000))
+            found = list(batched(alone, 1000))
             assert pairs(found) == pairs(list(alone))
             for tile in found:
-                assert not tile.spans or tile.band in (FULL, CAUSAL)
-                assert all(a[1] <= b[0] and a[3] <= b[2] for a, b in zip(tile.spans, tile.spans[1:], strict=False))
-                assert not tile.spans or (tile.q, tile.k) == (
-                    slice(tile.spans[0][0], tile.spans[-1][1]),
-                    slice(tile.spans[0][2], tile.spans[-1][3]),
+                assert not tile.subtiles or tile.band in (FULL, CAUSAL)
+                assert all(
+                    a[1] <= b[0] and a[3] <= b[2] for a, b in zip(tile.subtiles, tile.subtiles[1:], strict=False)
+                )
+                assert not tile.subtiles or (tile.q, tile.k) == (
+                    slice(tile.subtiles[0][0], tile.subtiles[-1][1]),
+                    slice(tile.subtiles[0][2], tile.subtiles[-1][3]),
                 )
 
 
-def test_documents_that_are_dealt_out_alone_are_one_tile_per_visit() -> None:
-    """As Megatron deals them: the drawing in `tile_cuts`."""
+def test_documents_that_are_spread_over_all_ranks_are_one_tile_per_visit() -> None:
+    """As Megatron has them: the drawing in `tile_splitting`."""
     starts = tuple(range(0, 65, 8))
     regions = Regions((Causal() & Documents(starts)).regions(64, 64))
     runs = [LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts)) for rank in range(2)]
-    own, later, earlier = (
-        list(together(tiles_of(regions, runs[q], runs[k]), 8)) for q, k in ((0, 0), (1, 0), (0, 1))
-    )
-    assert own == [Tile(0, 32, 0, 32, CAUSAL, spans=tuple((n, n + 4, n, n + 4) for n in range(0, 32, 4)))]
-    assert later == [Tile(0, 32, 0, 30, FULL, spans=tuple((n, n + 4, n, n + 2) for n in range(0, 32, 4)))]
-    assert earlier == [Tile(2, 32, 0, 32, FULL, spans=tuple((n + 2, n + 4, n, n + 4) for n in range(0, 32, 4)))]
+    own, later, earlier = (list(batched(tiles_of(regions, runs[q], runs[k]), 8)) for q, k in ((0, 0), (1, 0), (0, 1)))
+    assert own == [Tile(0, 32, 0, 32, CAUSAL, subtiles=tuple((n, n + 4, n, n + 4) for n in range(0, 32, 4)))]
+    assert later == [Tile(0, 32, 0, 30, FULL, subtiles=tuple((n, n + 4, n, n + 2) for n in range(0, 32, 4)))]
+    assert earlier == [Tile(2, 32, 0, 32, FULL, subtiles=tuple((n + 2, n + 4, n, n + 4) for n in range(0, 32, 4)))]
 
 
 @pytest.mark.parametrize(
@@ -104,19 +104,19 @@ def test_documents_that_are_dealt_out_alone_are_one_tile_per_visit() -> None:
     ids=["two", "far apart", "keys far apart", "long", "the same rows", "windows", "pieces", "batch rows"],
 )
 def test_what_is_not_worth_it_or_does_not_go_together_stays_alone(alone: list[Tile]) -> None:
-    assert sorted(together(alone, 1000), key=lambda tile: tile[:4]) == sorted(alone, key=lambda tile: tile[:4])
+    assert sorted(batched(alone, 1000), key=lambda tile: tile[:4]) == sorted(alone, key=lambda tile: tile[:4])
 
 
 def test_one_outlier_does_not_keep_the_others_apart() -> None:
     near = [Tile(n, n + 4, n, n + 4) for n in range(0, 40, 4)]
     far = Tile(1000, 1004, 40, 44)
-    assert list(together([*near, far], 1000)) == [Tile(0, 40, 0, 40, spans=tuple(t[:4] for t in near)), far]
+    assert list(batched([*near, far], 1000)) == [Tile(0, 40, 0, 40, subtiles=tuple(t[:4] for t in near)), far]
 
 
 def test_no_more_go_together_than_there_is_room_for() -> None:
     tiles = [Tile(n, n + 4, n, n + 4, CAUSAL) for n in range(0, 40, 4)]
-    assert [len(tile.spans) for tile in together(tiles, 4)] == [4, 4, 0, 0]
-    assert list(together(tiles, 2)) == tiles
+    assert [len(tile.subtiles) for tile in batched(tiles, 4)] == [4, 4, 0, 0]
+    assert list(batched(tiles, 2)) == tiles
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_room_is_half_a_gib_of_rows_filled_up(batch: int, heads: int, dim: int, 
 
 
 def test_rows_are_counted_from_the_first_one() -> None:
-    tile = Tile(10, 30, 5, 14, FULL, batch=(1, 3), spans=((10, 14, 5, 8), (20, 22, 8, 10), (22, 30, 10, 14)))
+    tile = Tile(10, 30, 5, 14, FULL, batch=(1, 3), subtiles=((10, 14, 5, 8), (20, 22, 8, 10), (22, 30, 10, 14)))
     rows = SpanTable(5, CPU).rows_of(tile)
     assert rows.q is not None
     assert rows.q.tolist() == [0, 1, 2, 3, *range(10, 20)]
@@ -276,7 +276,7 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
 
 @pytest.mark.parametrize("name", ["reference", *RAGGED])
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("dealt_out", [None, STARTS], ids=["as a whole", "by document"])
+@pytest.mark.parametrize("cu_seqlens", [None, STARTS], ids=["as a whole", "by document"])
 @pytest.mark.parametrize(
     "mask",
     [
@@ -288,7 +288,7 @@ def ring_errors(kernel: Kernel, mask: Mask, tokens: Tokens, strategy: Strategy) 
     ],
     ids=["causal", "full", "window", "padded", "by batch row"],
 )
-def test_a_ring_is_exact(name: str, backward: str, dealt_out: tuple[int, ...] | None, mask: Mask) -> None:
+def test_a_ring_is_exact(name: str, backward: str, cu_seqlens: tuple[int, ...] | None, mask: Mask) -> None:
     strategy = Strategy(backward=backward)
     with ExitStack() as stack:
         if name in INSTALL:
@@ -297,12 +297,12 @@ def test_a_ring_is_exact(name: str, backward: str, dealt_out: tuple[int, ...] | 
             stack.callback(flash_module._is_right.cache_clear)
             stack.enter_context(install(Calls()))
             name = chosen
-        found = ring_errors(KERNELS[name], mask, Tokens(128, dealt_out), strategy)
+        found = ring_errors(KERNELS[name], mask, Tokens(128, cu_seqlens), strategy)
     assert max(found.values()) < 1e-12, found
 
 
 def test_a_visit_of_many_documents_is_one_call() -> None:
-    """Dealt out one by one, as in Megatron: 16 visits, of which the 4 of a rank's own block are made in two turns."""
+    """Each spread over all ranks, as in Megatron: 16 visits, of which the 4 of a rank's own block have a tail."""
     starts = tuple(range(0, 129, 16))
     counted = Counted(KERNELS["reference"])
     found = ring_errors(counted, Causal() & Documents(starts), Tokens(128, starts), Strategy())

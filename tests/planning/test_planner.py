@@ -50,12 +50,12 @@ def test_gather_and_reduce_share_a_nic() -> None:
     assert price(flat_ring(Topology(2, 1)), load, links).time_s == pytest.approx(1 + 0.5 + 2, rel=1e-3)
 
 
-def test_the_last_hop_hides_behind_what_was_kept() -> None:
+def test_the_final_reduce_hop_overlaps_with_the_tail() -> None:
     """4 nodes of 1 that compute all the time: of the last hop, 0.2 s, all is hidden behind half a visit of 0.4."""
     load, links = Load(1e6, 2e6, 0.4), Links(FAST, 1e7)
     schedule = flat_ring(Topology(4, 1))
     assert price(schedule, load, links).time_s == pytest.approx(4 * 0.4, rel=1e-3)
-    at_once = replace(schedule, visits=tuple(visits[:-1] for visits in schedule.visits), kept=0.0).validate()
+    at_once = replace(schedule, visits=tuple(visits[:-1] for visits in schedule.visits), tail_share=0.0).validate()
     assert price(at_once, load, links).time_s == pytest.approx(4 * 0.4 + 0.2, rel=1e-3)
     assert price(schedule, load, links).compute_s == price(at_once, load, links).compute_s == pytest.approx(1.6)
 
@@ -144,7 +144,7 @@ def step_by_step(schedule: Schedule) -> list[object]:
 def test_one_node_more_is_one_more_of_the_same_in_the_middle(
     name: str, reduces: bool, parts: int, width: int
 ) -> None:
-    """Beyond the first and the last three nodes: what `simulation._RhythmSearch` and `price_by_name` rely on."""
+    """Beyond the first and the last three nodes: what `simulator._PeriodSearch` and `price_by_name` rely on."""
     period = width * parts
     shorter, longer = (step_by_step(sample(name, Topology(n, width), reduces).in_parts(parts)) for n in (9, 10))
     stop = len(shorter) - 3 * period

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -26,9 +27,8 @@ from burst_plugin.ring import load_balance as balance
 from burst_plugin.ring.load_balance import choose_tokens, imbalance, work_by_rank
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence import chunks
-from burst_plugin.sequence import required_rows as needs
-from burst_plugin.sequence.chunks import dealt
+from burst_plugin.sequence import chunks, required_rows
+from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, positions, token_count
 from burst_plugin.sequence.regions import work_by_token
 from burst_plugin.sequence.tiles import key_rows
@@ -75,7 +75,7 @@ def test_auto_takes_no_longer_than_any_layout(seed: int, scale: int, topology: T
 
     others = [Tokens(starts[-1], starts, "zigzag"), *(Tokens(starts[-1], layout=layout) for layout in LAYOUTS)]
     others += [
-        Tokens(starts[-1], holders=dealt(work, topology, 1, number, documents))
+        Tokens(starts[-1], holders=assign_chunks(work, topology, 1, number, documents))
         for number in (4, 8, 16)
         for documents in (None, starts)
     ]
@@ -117,7 +117,7 @@ def test_ranks_hold_equally_many_if_they_have_to(length: int) -> None:
 
 def test_short_sequences_are_not_cut_into_shreds() -> None:
     table, mask = RouteTable(Topology(1, 4), Strategy(layout="auto")), Causal() & Documents((0, 30, 40, 64))
-    with mock.patch.object(balance, "dealt", wraps=dealt) as looked_at:
+    with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
         choose_tokens(table, 64, mask)
     assert {call.args[3] for call in looked_at.mock_calls} == {4}
 
@@ -148,7 +148,7 @@ def test_batch_rows_of_unlike_documents_count_as_one() -> None:
 
 
 def test_fewer_tokens_than_chunks() -> None:
-    assert chunks._by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
+    assert chunks._work_by_chunk(torch.tensor([0, 5, 6, 8]), 6).tolist() == [0, 5, 0, 1, 0, 2]
 
 
 def test_chunks_for_another_number_of_ranks_are_refused() -> None:
@@ -170,7 +170,7 @@ def test_chunks_for_another_number_of_ranks_are_refused() -> None:
 )
 def test_auto_is_even_and_then_sends_least(mask: Mask, layout: str) -> None:
     table, length = RouteTable(Topology(4, 8), Strategy(layout="auto")), 1 << 17
-    with mock.patch.object(balance, "dealt", side_effect=AssertionError("chunks are not looked at")):
+    with mock.patch.object(balance, "assign_chunks", side_effect=AssertionError("chunks are not looked at")):
         tokens = choose_tokens(table, length, mask)
     assert tokens.layout == layout
     assert imbalance(table, Attending(tokens, tokens, mask)) <= 1.05
@@ -203,7 +203,7 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who meets whom has to be found out."""
     monkeypatch.setattr(balance, "_MOST_CHUNKS", 4 * 8)
     starts = tuple(8 * start for start in long_tailed(0))
-    with mock.patch.object(balance, "dealt", wraps=dealt) as looked_at:
+    with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
         choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), starts[-1], Causal() & Documents(starts))
     assert max(call.args[3] for call in looked_at.mock_calls) == 8
 
@@ -232,7 +232,7 @@ def test_ranks_need_the_rows_that_the_mask_says(mask: Mask, layout: str, moving:
     if moving == "q":
         allowed, regions = allowed.T, regions.transposed
     held = [positions(runs) for runs in table.runs(tokens)]
-    meetings = needs._Meetings([regions], pairs.runs["kv"], 10**6)
+    meetings = required_rows._Meetings([regions], pairs.runs["kv"], 10**6)
     for rank in range(14):
         expected = [allowed[held[rank]][:, held[owner]].any(0).nonzero()[:, 0].tolist() for owner in range(14)]
         found = meetings.of(pairs.runs["q"][rank])
@@ -346,7 +346,7 @@ def test_of_many_ranks_only_those_near_by_are_looked_at(
 ) -> None:
     """A window, 512 ranks: each meets itself and the next one, in zigzag on both of its chunks."""
     looked_at = []
-    monkeypatch.setattr(needs, "key_rows", lambda *args: looked_at.append(args) or key_rows(*args))
+    monkeypatch.setattr(required_rows, "key_rows", lambda *args: looked_at.append(args) or key_rows(*args))
     table = RouteTable(Topology(64, 8), Strategy(layout=layout))
     attending = Attending(Tokens(1 << 18), Tokens(1 << 18), SlidingWindow(50))
     found = table.pairs(attending).required(moving)
@@ -357,7 +357,7 @@ def test_of_many_ranks_only_those_near_by_are_looked_at(
 
 
 def test_where_too_many_meet_blocks_go_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "_MOST_MEETINGS", 2000)
+    monkeypatch.setattr(required_rows, "_MOST_MEETINGS", 2000)
     table = RouteTable(Topology(8, 40), Strategy(schedule="flat_ring"))
     attending = Attending(Tokens(6400), Tokens(6400), SlidingWindow(50))
     assert table.pairs(attending).required("kv") is None
@@ -382,16 +382,28 @@ def test_packed_documents_that_need_everything_are_not_looked_through() -> None:
     mask, tokens = Causal() & Documents(starts), Tokens(starts[-1], starts)
     table = RouteTable(Topology(2, 8), Strategy())
     attending = Attending(tokens, tokens, mask)
-    with mock.patch.object(needs._Meetings, "of", autospec=True, side_effect=needs._Meetings.of) as looked_at:
+    with mock.patch.object(
+        required_rows._Meetings, "of", autospec=True, side_effect=required_rows._Meetings.of
+    ) as looked_at:
         assert table.route(3, attending, "kv", True).schedule.name == "two_level_ring"
     assert looked_at.call_count == 3
 
 
 def test_three_ranks_are_not_looked_at_for_long() -> None:
-    """64 ranks, 1000 documents dealt out one by one: each of these meets some 129 runs of every document."""
+    """64 ranks, 1000 documents, each spread over all ranks: each of these meets some 129 runs of every document."""
     starts = tuple(range(0, 1000 * 512 + 1, 512))
     mask, tokens = Causal() & Documents(starts), Tokens(starts[-1], starts)
     table = RouteTable(Topology(8, 8), Strategy())
-    with mock.patch.object(needs, "key_rows", side_effect=key_rows) as looked_at:
+    with mock.patch.object(required_rows, "key_rows", side_effect=key_rows) as looked_at:
         assert table.pairs(Attending(tokens, tokens, mask)).required("kv") is None
     assert looked_at.call_count <= 3 * 200_000 / 64
+
+
+def test_auto_considers_the_layouts_that_say_they_suit_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window is best contiguous; where that does not suit windows, another layout is taken."""
+    table, mask = RouteTable(Topology(2, 8), Strategy(layout="auto")), SlidingWindow(255)
+    assert choose_tokens(table, 1 << 14, mask).layout == "contiguous"
+    windows = replace(LAYOUTS["contiguous"], suits=lambda mask: not isinstance(mask, SlidingWindow))
+    monkeypatch.setattr(balance, "LAYOUTS", {**LAYOUTS, "contiguous": windows})
+    assert choose_tokens(table, 1 << 14, mask).layout == "zigzag"
+    assert choose_tokens(table, 1 << 14, mask & Full()).layout == "contiguous", "which is no SlidingWindow"

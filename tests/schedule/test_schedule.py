@@ -37,7 +37,7 @@ def test_every_schedule_is_exact_in_parts(name: str, nodes: int, ranks_per_node:
                 assert cut.hops(rank)[link] == {traffic: parts * hops for traffic, hops in sent.items()}
 
 
-def test_parts_take_turns_in_every_phase() -> None:
+def test_parts_follow_each_other_in_every_phase() -> None:
     assert flat_ring(Topology(1, 2)).in_parts(2).visits == ((0, 2, 1, 3), (1, 3, 0, 2))
     found = two_level_ring(Topology(2, 2)).in_parts(2)
     assert found.visits[0] == (0, 4, 2, 3, 6, 7, 1, 0, 5, 4)
@@ -94,19 +94,19 @@ def test_transfers_of_one_block_around_two_nodes_of_two() -> None:
 def test_inter_node_transfers_have_an_inner_ring_or_half_of_one_to_hide_behind() -> None:
     nodes, width = 4, 8
 
-    def spans(schedule: Schedule, traffic: Traffic) -> Counter[int]:
+    def steps_under_way(schedule: Schedule, traffic: Traffic) -> Counter[int]:
         return Counter(t.due - t.issue for t in schedule.transfers if (t.traffic, t.link) == (traffic, Link.INTER))
 
     forward, backward = (two_level_ring(Topology(nodes, width), reduces) for reduces in (False, True))
-    assert spans(forward, Traffic.GATHER) == {width: 3 * 32}
-    assert spans(backward, Traffic.GATHER) == {width // 2: 32, width: 2 * 32}
-    assert spans(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
+    assert steps_under_way(forward, Traffic.GATHER) == {width: 3 * 32}
+    assert steps_under_way(backward, Traffic.GATHER) == {width // 2: 32, width: 2 * 32}
+    assert steps_under_way(backward, Traffic.REDUCE) == {width: 2 * 32, width // 2: 32}
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("topology", [Topology(2, 2), Topology(4, 8), Topology(3, 5), Topology(8, 1)], ids=str)
-def test_the_last_hop_home_hides_behind_work_that_was_kept(name: str, topology: Topology, parts: int) -> None:
+def test_the_final_reduce_hop_overlaps_with_the_tail(name: str, topology: Topology, parts: int) -> None:
     schedule = SCHEDULES[name](topology).in_parts(parts)
     last = len(schedule.visits[0]) - 1
     late = [t for t in schedule.reduce if t.due > last]
@@ -114,9 +114,9 @@ def test_the_last_hop_home_hides_behind_work_that_was_kept(name: str, topology: 
     assert [t.dst for t in late] == [t.block % topology.ranks for t in late]
     slow = name == "flat_ring" or name == "direct" or topology.ranks_per_node == 1
     for rank in range(topology.ranks):
-        turns, work = schedule.turns(rank), schedule.work(rank)
+        tails, work = schedule.tail_visits(rank), schedule.work(rank)
         assert schedule.visits[rank][last] == rank + (parts - 1) * topology.ranks
-        assert (turns[0], turns[last]) == (0, 1)
+        assert (tails[0], tails[last]) == (False, True)
         assert work[last] == (0.5 if slow else 0.25) / parts
         assert sum(work) == topology.ranks
 
@@ -162,7 +162,7 @@ def test_direct_goes_straight_to_ranks_that_share_nothing() -> None:
     assert [(t.src, t.dst) for t in sorted(schedule.gather, key=lambda t: t.src)] == [(r, r + 1) for r in range(7)]
     assert not schedule.by_link
     assert {(t.issue, t.due) for t in schedule.gather} == {(0, 1)}, "behind the work on its own block"
-    assert {(t.issue, t.due) for t in schedule.reduce} == {(2, 3)}, "behind what is kept of it"
+    assert {(t.issue, t.due) for t in schedule.reduce} == {(2, 3)}, "behind the tail"
     assert direct(Topology(2, 4), required=[*some[:7], {**some[7], 3: None}]).by_link, "4 and 7 need block 3"
 
 
@@ -175,10 +175,10 @@ def test_direct_crosses_behind_the_work_on_another_node() -> None:
     assert sorted({(t.issue, t.due) for t in schedule.reduce if t.link is Link.INTER}) == [(4, 6), (6, 8), (8, 9)]
 
 
-def test_nothing_is_kept_inside_one_node_or_where_nothing_comes_home() -> None:
+def test_there_is_no_tail_inside_one_node_or_where_nothing_is_reduced() -> None:
     for name in SCHEDULES:
         for schedule in (SCHEDULES[name](Topology(1, 4)), SCHEDULES[name](Topology(2, 2), reduces=False)):
-            assert schedule.kept == 0
+            assert schedule.tail_share == 0
             assert [len(visits) for visits in schedule.visits] == [4] * 4
 
 
@@ -256,7 +256,7 @@ def _visit_twice(s: Schedule) -> Schedule:
     return replace(s, visits=((*s.visits[0][:2], *s.visits[0][1:-1]), *s.visits[1:]))
 
 
-def _forget_what_was_kept(s: Schedule) -> Schedule:
+def _forget_the_tail(s: Schedule) -> Schedule:
     return replace(s, visits=((*s.visits[0][:-1], None), *s.visits[1:]))
 
 
@@ -290,7 +290,7 @@ def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
     [
         (_swap_first_visits, "rank 0 visits block 3 at step 0 without it"),
         (_visit_twice, "does not visit every block exactly once"),
-        (_forget_what_was_kept, "does not visit every block exactly once"),
+        (_forget_the_tail, "does not visit every block exactly once"),
         (_drop("gather", 0), "without it|before it has it"),
         (_repeat("gather", 0), "sent block 0 twice"),
         (_edit("gather", 0, link=Link.INTER), "impossible transfer"),
@@ -302,10 +302,10 @@ def _repeat(kind: str, index: int) -> Callable[[Schedule], Schedule]:
         (_edit("gather", 2, due=4), "rank 3 visits block 0 at step 3 without it"),
         (_edit("gather", 2, issue=0), "before it has it"),
         (_drop("reduce", 0), "ends incomplete"),
-        (_repeat("reduce", 0), "has no sum to send"),
-        (_edit("reduce", 0, issue=0), "has no sum to send"),
+        (_repeat("reduce", 0), "has no partial result to send"),
+        (_edit("reduce", 0, issue=0), "has no partial result to send"),
         (_edit("reduce", 2, dst=1), "ends incomplete at rank 0"),
-        (_edit("reduce", 1, issue=2, due=3), "ends incomplete|has no sum"),
+        (_edit("reduce", 1, issue=2, due=3), "ends incomplete|has no partial result"),
     ],
 )
 def test_validate_sees_damage(damage: Callable[[Schedule], Schedule], message: str) -> None:

@@ -16,7 +16,7 @@ from burst_plugin.sequence.layout import (
 )
 
 
-def dealt(layout: Layout | str, ranks: int, tokens: Tokens) -> list[list[int]]:
+def positions_by_rank(layout: Layout | str, ranks: int, tokens: Tokens) -> list[list[int]]:
     layout = LAYOUTS[layout] if isinstance(layout, str) else layout
     return [positions(layout.runs(rank, ranks, tokens)).tolist() for rank in range(ranks)]
 
@@ -30,12 +30,15 @@ def dealt(layout: Layout | str, ranks: int, tokens: Tokens) -> list[list[int]]:
     ],
 )
 def test_the_layouts_of_the_docstring(name: str, expected: list[list[int]]) -> None:
-    assert dealt(name, 2, Tokens(8)) == expected
+    assert positions_by_rank(name, 2, Tokens(8)) == expected
 
 
-def test_documents_are_dealt_out_one_by_one() -> None:
-    assert dealt("zigzag", 2, Tokens(8, (0, 4, 8))) == [[0, 3, 4, 7], [1, 2, 5, 6]]
-    assert dealt("zigzag", 2, Tokens(16, (0, 4, 4, 16))) == [[0, 3, 4, 5, 6, 13, 14, 15], [1, 2, 7, 8, 9, 10, 11, 12]]
+def test_documents_are_spread_over_all_ranks_one_after_another() -> None:
+    assert positions_by_rank("zigzag", 2, Tokens(8, (0, 4, 8))) == [[0, 3, 4, 7], [1, 2, 5, 6]]
+    assert positions_by_rank("zigzag", 2, Tokens(16, (0, 4, 4, 16))) == [
+        [0, 3, 4, 5, 6, 13, 14, 15],
+        [1, 2, 7, 8, 9, 10, 11, 12],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_documents_are_dealt_out_one_by_one() -> None:
 )
 def test_chunks_go_to_their_holders(holders: tuple[int, ...], expected: list[list[int]]) -> None:
     """The second: four tokens in three chunks are 1, 1 and 2, whoever holds them."""
-    assert dealt(in_chunks(holders), 2, Tokens(8)) == expected
+    assert positions_by_rank(in_chunks(holders), 2, Tokens(8)) == expected
 
 
 def test_chunks_side_by_side_are_one_run() -> None:
@@ -71,7 +74,7 @@ def test_unshard_undoes_shard_and_positions_say_what_a_shard_is(name: str, ranks
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     shards = [layout.shard(x, dim, (rank, ranks), tokens) for rank in range(ranks)]
     assert torch.equal(layout.unshard(shards, dim, tokens), x)
-    places = dealt(layout, ranks, tokens)
+    places = positions_by_rank(layout, ranks, tokens)
     for place, shard in zip(places, shards, strict=True):
         assert torch.equal(shard, x.index_select(dim, torch.tensor(place, dtype=torch.int64)))
     assert sorted(token for place in places for token in place) == list(range(size)), "nothing is dropped or repeated"
@@ -91,8 +94,8 @@ def test_the_next_even_length_gives_all_ranks_as_many_tokens(name: str, ranks: i
 
 
 def test_a_rank_may_hold_nothing() -> None:
-    assert dealt("contiguous", 4, Tokens(2)) == [[], [0], [], [1]]
-    assert dealt("striped", 4, Tokens(2)) == [[0], [1], [], []]
+    assert positions_by_rank("contiguous", 4, Tokens(2)) == [[], [0], [], [1]]
+    assert positions_by_rank("striped", 4, Tokens(2)) == [[0], [1], [], []]
     assert LAYOUTS["striped"].shard(torch.zeros(2, 3), 0, (3, 4), Tokens(2)).shape == (0, 3)
 
 

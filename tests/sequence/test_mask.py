@@ -166,7 +166,7 @@ def test_documents_are_known_wherever_they_stand() -> None:
     for mask in (documents, documents & Causal(), Causal() & documents, Full() & (Causal() & documents)):
         assert mask.documents == (0, 4, 8)
     assert Causal().documents is None
-    assert Documents((0, 4, 8), None, (0, 2, 8)).documents is None, "keys are dealt out otherwise"
+    assert Documents((0, 4, 8), None, (0, 2, 8)).documents is None, "keys have other documents"
     assert not Documents((0, 4, 8), None, (0, 4, 8)).shifts
     assert (Documents((0, 4, 8), None, (0, 4, 8)) & Causal()).documents == (0, 4, 8)
 

@@ -10,7 +10,7 @@ import torch
 from burst_plugin import Causal, Documents, Full, Keys, Mask, SlidingWindow, Tokens
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
 from burst_plugin.sequence.regions import Region, allowed
-from burst_plugin.sequence.tile_splitting import cut, in_turns
+from burst_plugin.sequence.tile_splitting import cut, split_tail
 from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band, merged, union
 
@@ -113,42 +113,42 @@ def test_the_number_of_pieces_does_not_grow_with_the_length(length: int) -> None
     assert sum(piece.work for piece in pieces) == window.work == 4096 * length - 4096 * 4095 // 2
 
 
-@pytest.mark.parametrize("kept", [0.25, 0.5])
+@pytest.mark.parametrize("tail_share", [0.25, 0.5])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(
     "mask",
     [Full(), Causal(), SlidingWindow(0, None), SlidingWindow(9, 3), Causal() & Documents((0, 31, 64, 100, 128))],
     ids=str,
 )
-def test_two_turns_do_the_work_of_one(mask: Mask, name: str, kept: float) -> None:
+def test_head_and_tail_do_all_the_work_of_a_visit(mask: Mask, name: str, tail_share: float) -> None:
     runs = LAYOUTS[name].runs(1, 2, Tokens(128))
     found = tiles(mask, (128, 128), runs, runs)
-    first, second = in_turns(found, kept)
+    head, tail = split_tail(found, tail_share)
     painted = painted_tiles(found, 64, 64)
-    assert torch.equal(painted_tiles(first, 64, 64) + painted_tiles(second, 64, 64), painted)
-    share = sum(tile.work for tile in second) / sum(tile.work for tile in found)
-    assert abs(share - kept) <= 1 / 8, "as near as a cut at a multiple of an eighth of the keys comes"
+    assert torch.equal(painted_tiles(head, 64, 64) + painted_tiles(tail, 64, 64), painted)
+    share = sum(tile.work for tile in tail) / sum(tile.work for tile in found)
+    assert abs(share - tail_share) <= 1 / 8, "as near as a cut at a multiple of an eighth of the keys comes"
 
 
-def test_two_turns_of_a_causal_square() -> None:
-    """The drawing of `in_turns`: half of the keys are a quarter of the work."""
-    first = (Tile(0, 8, 0, 8, CAUSAL), Tile(8, 16, 0, 8))
-    assert in_turns([Tile(0, 16, 0, 16, CAUSAL)], 0.25) == (first, (Tile(8, 16, 8, 16, CAUSAL),))
+def test_head_and_tail_of_a_causal_square() -> None:
+    """The drawing of `split_tail`: half of the keys are a quarter of the work."""
+    head = (Tile(0, 8, 0, 8, CAUSAL), Tile(8, 16, 0, 8))
+    assert split_tail([Tile(0, 16, 0, 16, CAUSAL)], 0.25) == (head, (Tile(8, 16, 8, 16, CAUSAL),))
 
 
-def test_turns_count_and_keep_batch_rows() -> None:
+def test_a_tail_split_counts_and_keeps_batch_rows() -> None:
     """Three rows with keys on the left weigh more than one row with keys on the right."""
     left, right = Tile(0, 8, 0, 8, batch=(0, 3)), Tile(0, 8, 8, 16, batch=(3, 4))
-    assert in_turns([left, right], 0.25) == ((left,), (right,))
+    assert split_tail([left, right], 0.25) == ((left,), (right,))
     whole = Tile(0, 16, 0, 16, CAUSAL, batch=(1, 2))
-    assert {tile.batch for turn in in_turns([whole], 0.25) for tile in turn} == {(1, 2)}
+    assert {tile.batch for half in split_tail([whole], 0.25) for tile in half} == {(1, 2)}
 
 
-def test_what_cannot_be_cut_is_had_in_one_turn() -> None:
+def test_what_cannot_be_cut_has_no_tail() -> None:
     one = (Tile(0, 1, 0, 1),)
-    assert in_turns(one, 0.25) == (one, ())
-    assert in_turns((), 0.5) == ((), ())
-    assert in_turns([Tile(0, 16, 0, 16)], 0.0) == ((Tile(0, 16, 0, 16),), ())
+    assert split_tail(one, 0.25) == (one, ())
+    assert split_tail((), 0.5) == ((), ())
+    assert split_tail([Tile(0, 16, 0, 16)], 0.0) == ((Tile(0, 16, 0, 16),), ())
 
 
 def test_documents_give_a_tile_each_and_nothing_between_them() -> None:
