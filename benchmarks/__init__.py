@@ -1,1 +1,1 @@
-"""Measurements, and the machinery that they share with the tests."""
+"""Measurements of burst_plugin and of other libraries for context parallelism."""

@@ -35,10 +35,9 @@ from benchmarks.campaign import Campaign, Row, add_campaign_arguments
 from benchmarks.contenders import CONTENDERS, Case, Contender
 from benchmarks.contenders.burst import Burst
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import values
 from benchmarks.results import under_torchrun
 from burst_plugin.sequence.layout import even_length
+from tests.support.ranks import run_ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROCESS_BYTES = 400 * 10**6  # of a rank that has computed nothing yet
@@ -180,7 +179,7 @@ def _measure(case: Case, chosen: Sequence[Contender], options: argparse.Namespac
         every = _gathered(group_rank(dist.get_rank(), case, able, options.rounds))
     else:
         arguments = (case, able, options.rounds)
-        every = values(launch_local(group_rank, case.ranks, *arguments, timeout_s=options.timeout_s))
+        every = run_ranks(group_rank, case.ranks, *arguments, timeout_s=options.timeout_s)
     found = Found(case, every, virtual=options.on == "virtual")
     return [found.row(c.name, [each.name for each in able.get(c.name, ())]) | reasons[c.name] for c in chosen]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.limits import RefusedError
-from benchmarks.ranks import RankError
+from tests.support.ranks import RankError
 
 __all__ = ["Campaign", "Row", "add_campaign_arguments"]
 

@@ -30,11 +30,11 @@ from benchmarks.cluster_ranks import Setting, Work, measure_in_rank, parts_by_de
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import CONTENDERS, Case, Slept
 from benchmarks.limits import RefusedError, check_ranks
-from benchmarks.netns import EmulatedCluster
 from burst_plugin.planning.planner import Links, Price, pass_price
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, Direction
+from tests.support.netns import EmulatedCluster
 
 RANK_BYTES = 400 << 20  # of one forked rank, but for its tensors: libraries, and gloo's connections
 BLOCK_BYTES = 1 << 20

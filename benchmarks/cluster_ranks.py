@@ -21,11 +21,11 @@ from torch import Tensor
 from benchmarks.contenders import CONTENDERS, Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.memory import keep_freed_memory
-from benchmarks.netns import interface_bytes
 from benchmarks.trials import TRIALS, chosen, hopeful
 from burst_plugin.planning.planner import Links, plans
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS
+from tests.support.netns import interface_bytes
 
 __all__ = ["Setting", "Work", "measure_in_rank", "visit_seconds"]
 

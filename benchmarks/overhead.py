@@ -33,8 +33,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.limits import RefusedError
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import values
 from benchmarks.results import Watch, save
 from benchmarks.tiny import ConstantKernel, CountedTensors
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
@@ -47,6 +45,7 @@ from burst_plugin.ring.choices import prepare
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.types import DIRECTIONS
+from tests.support.ranks import run_ranks
 
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo
@@ -92,8 +91,8 @@ def measure(layers: int, steps: int, ranks: int) -> list[dict[str, Any]]:
 
 def _gloo_rows(moving: str, parts: int, layers: int, steps: int) -> list[dict[str, Any]]:
     arguments = (moving, parts, layers, steps)
-    outcomes = launch_local(_over_gloo, 2, *arguments, timeout_s=60.0 + 0.05 * parts * steps * layers)
-    return values(outcomes)[0].rows("2 processes on gloo", Topology(1, 2), moving, 2 * parts)
+    every = run_ranks(_over_gloo, 2, *arguments, timeout_s=60.0 + 0.05 * parts * steps * layers)
+    return every[0].rows("2 processes on gloo", Topology(1, 2), moving, 2 * parts)
 
 
 def _by_visits(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.limits import RefusedError
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import LINGER_S, RankError, launch, launcher_environment, values
 from benchmarks.train_ranks import Example, Job, Trained, run_rank
+from tests.support.processes import LINGER_S, launch, values
+from tests.support.ranks import RankError, launcher_environment, run_ranks
 
 __all__ = ["OfThisMachine", "OfTorchrun", "Starter"]
 
@@ -45,7 +45,7 @@ class OfThisMachine:
     def train(self, example: Example, job: Job) -> list[Trained]:
         """See `Starter.train`."""
         if job.device == "cpu":
-            return values(launch_local(run_rank, job.ranks, example, job, timeout_s=_TIMEOUT_S))
+            return run_ranks(run_rank, job.ranks, example, job, timeout_s=_TIMEOUT_S)
 
         def enter(rank: int, directory: Path) -> None:
             os.environ.update(launcher_environment(rank, job.ranks, job.ranks))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.ranks import launch
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
+from tests.support.processes import launch
 
 __all__ = ["Attend", "PeerSession", "import_problem", "layout_rows"]
 

@@ -20,11 +20,11 @@ from benchmarks.cluster_ranks import Setting, Work, measure_in_rank
 from benchmarks.cluster_report import table_of, verdicts
 from benchmarks.contenders import Case, Slept
 from benchmarks.limits import RefusedError
-from benchmarks.netns import EmulatedCluster
 from benchmarks.results import load
 from burst_plugin import Strategy
 from burst_plugin.planning.planner import Links
 from burst_plugin.types import DIRECTIONS
+from tests.support.netns import EmulatedCluster
 from tests.support.ranks import run_ranks
 
 SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)

@@ -151,8 +151,8 @@ STUCK = """
 import signal, sys, time
 from pathlib import Path
 from benchmarks import __main__ as command, results
-from benchmarks.netns import EmulatedCluster
-from benchmarks.ranks import launch
+from tests.support.netns import EmulatedCluster
+from tests.support.processes import launch
 
 def stuck(rank):
     Path(sys.argv[1], f"rank{rank}").touch()

@@ -19,9 +19,9 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 from benchmarks import flops, results, train, train_processes
 from benchmarks.__main__ import main
 from benchmarks.limits import RefusedError
-from benchmarks.ranks import RankError
 from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
 from benchmarks.train_ranks import Job, Model, Seen, Trained
+from tests.support.ranks import RankError
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from benchmarks.contenders import Case, Slept
 from benchmarks.contenders.kernels import SleepingKernel
-from benchmarks.netns import EmulatedCluster, interface_bytes
 from burst_plugin import ContextParallel, Strategy, burst_attention
+from tests.support.netns import EmulatedCluster, interface_bytes
 from tests.support.ranks import as_on_gpus
 
 pytestmark = [
