@@ -1,42 +1,106 @@
-"""What a rank of `bench attention` does: contenders over a process group, or a virtual ring in one process."""
+"""What a rank of `bench attention` does: time contenders and the kernel on one rank by turns.
+
+In every round each entry runs once, forward and backward, in another order every round, so that whatever the machine
+does, it does to all of them. All ranks begin an entry together, and the slowest one's time counts. Before that, of a
+contender's configurations the fastest is chosen, in trials that are not counted.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.attention_rounds import Entry, Group, OneProcess, Times, World, kernel_entries, rounds
 from benchmarks.contenders import Case, Contender
-from benchmarks.contenders.burst import Burst
+from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import PeakMemory
-from benchmarks.one_rank import Gradients, Whole, fastest
-from benchmarks.silent import SilentTransport, silenced
-from burst_plugin import Causal, ContextParallel, Full, Topology, VirtualRing
-from burst_plugin.attention import backward_program, forward_program
-from burst_plugin.comm.call_identity import CallId
-from burst_plugin.comm.copies import CopyNetwork
+from benchmarks.one_rank import Gradients, Whole, fastest, synchronize
+from benchmarks.stubs import InProcessRing, NullTransport, without_transfers
+from burst_plugin import Topology
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.choices import prepare
-from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Outputs, Request
-from burst_plugin.sequence.layout import Tokens
 
-__all__ = ["SILENT", "Measured", "Ready", "group_rank", "virtual_rank"]
-
+KERNEL, KERNEL_ALONE = "one-rank kernel", "one-rank kernel, alone"
 SILENT = ", no transfers"  # at the end of an entry's name
+
+
+@dataclass
+class Times:
+    """Seconds of the slowest rank in every round."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    both_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that measure together: the default process group, or this one alone if `size` is 1."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        synchronize(self.device)
+        if self.size > 1:
+            dist.barrier()
+            synchronize(self.device)
+
+    def most(self, number: float) -> float:
+        """Return the largest number of all ranks."""
+        found = torch.tensor([number], dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+
+@dataclass
+class Entry:
+    """Something to time: `backward` is given what `forward` returns. `ranks` run it (all if None)."""
+
+    name: str
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    ranks: Sequence[int] | None = None
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    times: Times = field(default_factory=Times)
+
+    def take_turn(self, world: World) -> None:
+        """Time both passes; collective."""
+        forward_s = both_s = 0.0
+        runs = self.ranks is None or world.rank in self.ranks
+        with self.within() if runs else nullcontext():
+            world.meet()
+            if runs:
+                start = time.perf_counter()
+                saved = self.forward()
+                synchronize(world.device)
+                forward_s = time.perf_counter() - start
+                self.backward(saved)
+                synchronize(world.device)
+                both_s = time.perf_counter() - start
+        slowest_s = (forward_s, both_s - forward_s, both_s)
+        for times, seconds in zip(vars(self.times).values(), slowest_s, strict=True):
+            times.append(world.most(seconds))
+
+    @property
+    def typical_s(self) -> float:
+        """Median of both passes together."""
+        return median(self.times.both_s)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process found: peers' times are those of the slowest rank, memory that of this one."""
+    """What one process found: times are those of the slowest rank, memory is that of this one."""
 
     kernel: str
     times: dict[str, Times]
@@ -44,49 +108,68 @@ class Measured:
     errors: dict[str, float]
 
 
-def group_rank(rank: int, case: Case, able: Mapping[str, Sequence[Contender]], count: int) -> Measured:
-    """One rank of the default process group, with the configurations of every contender; collective."""
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    makers = {name: [partial(_contender_ready, c, case) for c in each] for name, each in able.items()}
-    return _measured(Group(rank, case.ranks, device), device, case, makers, count)
+class Ready(NamedTuple):
+    """A contender to be timed; `whole` puts its results together (collective), `rank_states` are those of a ring."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    whole: Callable[[Any, Any], Gradients]
+    rank_states: tuple[Any, ...] = ()
 
 
-def virtual_rank(case: Case, able: Mapping[str, Sequence[Burst]], count: int) -> Measured:
-    """All ranks in this process, which is `case.ranks` times as much work."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    makers = {name: [partial(_virtual_ready, c, case) for c in each] for name, each in able.items()}
-    return _measured(OneProcess(), device, case, makers, count)
-
-
-def _measured(
-    world: World,
-    device: torch.device,
-    case: Case,
-    makers: Mapping[str, Sequence[Callable[[Whole], Ready]]],
-    count: int,
+def measure(
+    world: World, case: Case, able: Mapping[str, Sequence[Contender]], count: int, virtual: bool = False
 ) -> Measured:
+    """Measure the best configuration of every contender in one rank; collective.
+
+    If `virtual`, rings have all ranks in this process, which is `case.ranks` times as much work.
+    """
     shape = (case.batch, case.ranks * case.seq, case.q_heads, case.kv_heads, case.head_dim)
-    whole = Whole.draw(shape, case.dtype, device)
+    whole = Whole.draw(shape, case.dtype, world.device)
     kernel = fastest(whole, case.causal, world.most)
     expected = kernel.backward(whole, kernel.forward(whole))
-    entries, peaks, errors = kernel_entries(kernel, whole, world.size), {}, {}
-    for contender, make in ((name, make) for name, each in makers.items() for make in each):
-        with PeakMemory(device) as peak:
-            ready = make(whole)
-            saved = ready.forward()
-            grads = ready.backward(saved)
-        peaks[ready.name], errors[ready.name] = peak.nbytes, _largest_error(ready.whole(saved, grads), expected)
-        entries += ready.entries(contender)
-        del saved, grads
-    del expected
-    return Measured(kernel.name, rounds(entries, world, device, count), peaks, errors)
+    # With all ranks at work a core's clock and its share of the memory's bandwidth are the same as in the ring.
+    entries = [Entry(KERNEL, partial(kernel.forward, whole), partial(kernel.backward, whole))]
+    entries += [replace(entries[0], name=KERNEL_ALONE, ranks=(0,), times=Times())] if world.size > 1 else []
+    peaks, errors = {}, {}
+    for configurations in able.values():
+        tried, silent = [], {}
+        for each in configurations:
+            with PeakMemory(world.device) as peak:
+                ready = (_virtual_ready if virtual else _ready)(each, case, whole)
+                saved = ready.forward()
+                grads = ready.backward(saved)
+            peaks[each.name], errors[each.name] = peak.nbytes, largest_error(ready.whole(saved, grads), expected)
+            del saved, grads
+            tried.append(Entry(each.name, ready.forward, ready.backward))
+            if ready.rank_states:
+                nulls = [NullTransport() for _ in ready.rank_states]
+                within = partial(without_transfers, ready.rank_states, nulls)
+                silent[each.name] = Entry(each.name + SILENT, ready.forward, ready.backward, within=within)
+        best = best_of(tried, lambda entry: entry.take_turn(world))
+        entries += [best, *(entry for name, entry in silent.items() if name == best.name)]
+    return Measured(kernel.name, rounds(entries, world, count), peaks, errors)
 
 
-def _largest_error(found: Gradients, expected: Gradients) -> float:
-    """The largest of out, dq, dk, dv, each as the 2-norm of its difference over that of what was expected.
+def group_rank(rank: int, case: Case, able: Mapping[str, Sequence[Contender]], count: int) -> Measured:
+    """Measure in a rank of the default process group."""
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return measure(World(device, rank, case.ranks), case, able, count)
+
+
+def rounds(entries: Sequence[Entry], world: World, count: int) -> dict[str, Times]:
+    """Time the entries `count` times, after a round that warms up; collective."""
+    for number in range(count + 1):
+        for entry in Random(number).sample(entries, len(entries)):
+            if number < 2:
+                entry.times = Times()  # what came before was a trial
+            entry.take_turn(world)
+    return {entry.name: entry.times for entry in entries}
+
+
+def largest_error(found: Gradients, expected: Gradients) -> float:
+    """Return the largest error of out, dq, dk, dv: the 2-norm of the difference over that of what was expected.
 
     NaN if any of them has one. In float32, which is exact enough to tell errors of any type that is measured.
     """
@@ -95,83 +178,33 @@ def _largest_error(found: Gradients, expected: Gradients) -> float:
     return float(torch.stack(errors).amax().item())  # unlike Python's `max`, it passes on NaN
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A contender to be timed; `whole` puts its results together (collective), `rank_states` are those of a ring."""
-
-    name: str
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
-    whole: Callable[[Any, Any], Gradients]
-    rank_states: tuple[RankState, ...] = ()
-
-    def entries(self, contender: str) -> list[Entry]:
-        """To time as a configuration of a contender; a ring of this project also without transfers."""
-        entry = Entry(self.name, self.forward, self.backward, contender=contender, configuration=self.name)
-        if not self.rank_states:
-            return [entry]
-        transports = [SilentTransport() for _ in self.rank_states]
-        within: Callable[[], AbstractContextManager[Any]] = partial(silenced, self.rank_states, transports)
-        return [entry, replace(entry, name=self.silent_name, within=within)]
-
-    @property
-    def silent_name(self) -> str:
-        """The name of the entry without transfers."""
-        return self.name + SILENT
-
-
-def _contender_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
-    """A contender in one rank of the default process group; collective."""
+def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     session = contender.prepare(case, None)
     q, k, v, dout = (session.shard(x) for x in whole)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-    def gather(out: Tensor, grads: tuple[Tensor, ...]) -> Gradients:
-        return Gradients(*(session.unshard(x.detach()) for x in (out, *grads)))
-
-    cp = getattr(session, "cp", None)
     return Ready(
-        contender.name,
         lambda: session.attend(*leaves),
         lambda out: torch.autograd.grad(out, leaves, dout),
-        gather,
-        (cp.rank_state,) if isinstance(cp, ContextParallel) else (),
+        lambda out, grads: Gradients(*(session.unshard(x) for x in (out, *grads))),
+        () if session.cp is None else (session.cp.rank_state,),
     )
 
 
-def _virtual_ready(contender: Burst, case: Case, whole: Whole) -> Ready:
-    """All ranks of a ring in this process, taking turns, with a copy in memory for every message.
+def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
+    strategy = contender.strategy  # type: ignore[attr-defined]
+    ring = InProcessRing(Topology(case.nodes, case.ranks_per_node), strategy, whole[:3], case.mask)
+    douts, dtype = ring.shards(whole.dout), whole.q.dtype
 
-    Runs what `burst_attention` runs on every rank; autograd and the consistency between ranks are left out.
-    """
-    topology, device = Topology(case.nodes, case.ranks_per_node), whole.q.device
-    ring = VirtualRing(topology, contender.strategy, network=CopyNetwork(topology.ranks, device))
-    layout = ring.rank_states[0].route_table.layout
-    request = Request(Causal() if case.causal else Full())
-    tokens = Tokens(whole.q.shape[1])
-    shards = [[layout(tokens).shard(x, 1, (m.rank, case.ranks), tokens) for x in whole] for m in ring.rank_states]
-    inputs = [Inputs(q, k, v) for q, k, v, _ in shards]
-    calls = [
-        prepare(rank_state, mine, request, {}) for rank_state, mine in zip(ring.rank_states, inputs, strict=True)
-    ]
-    number = 0
+    def forward() -> tuple[Any, list[Queries]]:
+        call_id, done = ring.forward()
+        each = zip(ring.inputs, douts, done, strict=True)
+        return call_id, [Queries(own.q, dout, found.out.to(dtype), found.lse) for own, dout, found in each]
 
-    def forward() -> tuple[CallId, list[Queries]]:
-        nonlocal number
-        number += 1
-        which = CallId(number)
-        done: list[Outputs] = lockstep([forward_program(c, which, x) for c, x in zip(calls, inputs, strict=True)])
-        each = zip(shards, done, strict=True)
-        return which, [Queries(q, dout, found.out.to(q.dtype), found.lse) for (q, _, _, dout), found in each]
+    def backward(saved: tuple[Any, list[Queries]]) -> list[Any]:
+        return [tuple(x.to(dtype) for x in grads[:3]) for grads in ring.backward(*saved)]
 
-    def backward(saved: tuple[CallId, list[Queries]]) -> list[tuple[Tensor, ...]]:
-        mine, rows = saved
-        each = zip(calls, inputs, rows, strict=True)
-        done = lockstep([backward_program(call, mine, x, queries) for call, x, queries in each])
-        return [tuple(x.to(whole.q.dtype) for x in grads[:3] if x is not None) for grads in done]
+    def gather(saved: tuple[Any, list[Queries]], grads: list[Any]) -> Gradients:
+        columns = ([queries.out for queries in saved[1]], *zip(*grads, strict=True))
+        return Gradients(*map(ring.unshard, columns))
 
-    def gather(saved: tuple[CallId, list[Queries]], grads: list[tuple[Tensor, ...]]) -> Gradients:
-        columns = ([rows.out for rows in saved[1]], *zip(*grads, strict=True))
-        return Gradients(*(layout(tokens).unshard(list(column), 1, tokens) for column in columns))
-
-    return Ready(contender.name, forward, backward, gather, tuple(ring.rank_states))
+    return Ready(forward, backward, gather, ring.rank_states)

@@ -1,11 +1,10 @@
-"""The best that one rank does alone on the whole sequence: the fastest kernel that the machine has."""
+"""The baseline: the whole sequence on one rank, by the fastest kernel of the machine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,8 @@ from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 
+_TRIED_TOKENS = 4096
 _NOT_FAR = 1.5  # times the time of the fastest
-
-__all__ = ["Gradients", "OneRank", "Whole", "fastest"]
 
 
 class Whole(NamedTuple):
@@ -32,19 +30,15 @@ class Whole(NamedTuple):
 
     @classmethod
     def draw(cls, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> Whole:
-        """Normal random numbers, the same on every rank; `shape` is (batch, tokens, query heads, key heads, dim)."""
+        """Draw normal numbers, the same on every rank; `shape` is (batch, tokens, query heads, key heads, dim)."""
         batch, tokens, q_heads, kv_heads, dim = shape
         source = torch.Generator(device).manual_seed(5)
         sizes = ((batch, tokens, heads, dim) for heads in (q_heads, kv_heads, kv_heads, q_heads))
         return cls(*(torch.randn(s, dtype=dtype, device=device, generator=source) for s in sizes))
 
-    def head(self, tokens: int) -> Whole:
-        """The first tokens."""
-        return Whole(*(x[:, :tokens].contiguous() for x in self))
-
 
 class Gradients(NamedTuple):
-    """What a forward and a backward pass give."""
+    """The results of a forward and a backward pass."""
 
     out: Tensor
     dq: Tensor
@@ -52,30 +46,28 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
-@dataclass(frozen=True)
-class OneRank:
+class OneRank(NamedTuple):
     """A kernel on the whole sequence: `forward` returns what `backward` needs."""
 
     name: str
-    forward: Callable[[Whole], object]
-    backward: Callable[[Whole, object], Gradients]
+    forward: Callable[[Whole], Any]
+    backward: Callable[[Whole, Any], Gradients]
 
 
-def fastest(whole: Whole, causal: bool, most: Callable[[float], float], tokens: int = 4096) -> OneRank:
-    """The kernel that is quickest in forward and backward on the first `tokens` tokens.
+def fastest(whole: Whole, causal: bool, most: Callable[[float], float]) -> OneRank:
+    """Return the kernel that is quickest in forward and backward on the first few thousand tokens.
 
-    `most` gives the largest number of all ranks, so that they choose the same one. On a GPU so few tokens are
-    a matter of launches: there those that are not far behind are timed on the whole sequence.
-
-    Candidates are all kernels of the package that can do it, called as it calls them, and
-    `scaled_dot_product_attention` with autograd.
+    Candidates are all kernels of the package that can do it, called as the package calls them, and
+    `scaled_dot_product_attention` with autograd. `most` returns the largest number of all ranks, so that they choose
+    the same. On a GPU so few tokens are a matter of launches: there the whole sequence decides between those that
+    are not far behind.
     """
 
     def by_time(candidates: Sequence[OneRank], whole: Whole) -> list[tuple[float, OneRank]]:
         return sorted(((most(_duration_s(each, whole)), each) for each in candidates), key=lambda pair: pair[0])
 
-    found = by_time(_candidates(whole, causal), whole.head(tokens))
-    if whole.q.is_cuda and whole.q.shape[1] > tokens:
+    found = by_time(_candidates(whole, causal), Whole(*(x[:, :_TRIED_TOKENS].contiguous() for x in whole)))
+    if whole.q.is_cuda and whole.q.shape[1] > _TRIED_TOKENS:
         found = by_time([each for took_s, each in found if took_s < _NOT_FAR * found[0][0]], whole)
     return found[0][1]
 
@@ -87,45 +79,42 @@ def synchronize(device: torch.device) -> None:
 
 
 def _duration_s(kernel: OneRank, whole: Whole) -> float:
-    best = float("inf")
+    durations_s = []
     for _ in range(3):
         synchronize(whole.q.device)
         start = time.perf_counter()
         kernel.backward(whole, kernel.forward(whole))
         synchronize(whole.q.device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        durations_s.append(time.perf_counter() - start)
+    return min(durations_s)
 
 
 def _candidates(whole: Whole, causal: bool) -> list[OneRank]:
     q, k = whole.q, whole.k
     case = KernelCase(q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], k.shape[3])
-    able = [kernel for kernel in KERNELS.values() if kernel.refuse(case) is None]
     how = How(CAUSAL if causal else FULL, Scores(scale=q.shape[3] ** -0.5))
+    able = [kernel for kernel in KERNELS.values() if kernel.refuse(case) is None]
     return [_of_package(kernel, how) for kernel in able if kernel.name != ReferenceKernel.name] + [_of_torch(causal)]
 
 
 def _of_package(kernel: Kernel, how: How) -> OneRank:
-    def forward(whole: Whole) -> object:
-        return kernel.forward(*whole[:3], how)
-
-    def backward(whole: Whole, saved: object) -> Gradients:
-        out, lse = saved  # type: ignore[misc]
+    def backward(whole: Whole, saved: tuple[Tensor, Tensor]) -> Gradients:
+        out, lse = saved
         queries = Queries(whole.q, whole.dout, out.to(whole.q.dtype), lse)
         return Gradients(out, *kernel.backward(queries, whole.k, whole.v, how)[:3])
 
-    return OneRank(kernel.name, forward, backward)
+    return OneRank(kernel.name, lambda whole: kernel.forward(*whole[:3], how), backward)
 
 
 def _of_torch(causal: bool) -> OneRank:
-    def forward(whole: Whole) -> object:
+    def forward(whole: Whole) -> tuple[Tensor, list[Tensor]]:
         leaves = [x.detach().requires_grad_() for x in whole[:3]]
         q, k, v = (x.transpose(1, 2) for x in leaves)
         out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2), leaves
 
-    def backward(whole: Whole, saved: object) -> Gradients:
-        out, leaves = saved  # type: ignore[misc]
+    def backward(whole: Whole, saved: tuple[Tensor, list[Tensor]]) -> Gradients:
+        out, leaves = saved
         return Gradients(out.detach(), *torch.autograd.grad(out, leaves, whole.dout))
 
     return OneRank("scaled_dot_product_attention", forward, backward)

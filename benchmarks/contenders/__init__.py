@@ -1,7 +1,7 @@
-"""Ways of distributing attention, side by side: this project's and its peers'.
+"""Ways of distributing attention, side by side: this project's and those of other libraries.
 
-A peer is its package as published on PyPI, at its best configuration. What it needs of GPU packages is a stand-in,
-put into `sys.modules` by `prepare`, in a rank's own process only.
+Another library is its package as published on PyPI, in its best configuration. What it needs of GPU packages is a
+stand-in, put into `sys.modules` by `prepare`, in a rank's own process only.
 """
 
 from __future__ import annotations
