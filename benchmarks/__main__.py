@@ -7,7 +7,6 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from benchmarks import RefusedError
 
@@ -26,32 +25,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 2 for what cannot be done here, 130 if it was interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that processes and files are cleaned up
+    parser = argparse.ArgumentParser(prog="bench", description="Measurements of burst_plugin and other libraries.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    called = next((word for word in arguments if not word.startswith("-")), "")
+    for name, (path, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if name == called:
+            module = importlib.import_module(f"benchmarks.{path}")
+            command.description = (module.__doc__ or summary).split("\n\n")[0]
+            module.add_arguments(command)
+            command.set_defaults(run_command=module.run)
     try:
-        parser, command = _parser(arguments)
         options = parser.parse_args(arguments)
-        assert command is not None, "argparse wants a command"
-        status: int = command.run(options)
-        return status
+        run = vars(options).pop("run_command")
+        return int(run(options))
     except RefusedError as refusal:
         print(f"bench: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench: stopped; processes have been ended", file=sys.stderr)
         return 130
-
-
-def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, ModuleType | None]:
-    """Return the parser of all commands, with the options of the one that is called, and that one's module."""
-    parser = argparse.ArgumentParser(prog="bench", description="Measurements of burst_plugin and other libraries.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    called, module = next((word for word in arguments if not word.startswith("-")), ""), None
-    for name, (path, summary) in COMMANDS.items():
-        options = commands.add_parser(name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == called:
-            module = importlib.import_module(f"benchmarks.{path}")
-            options.description = (module.__doc__ or summary).split("\n\n")[0]
-            module.add_arguments(options)
-    return parser, module
 
 
 if __name__ == "__main__":

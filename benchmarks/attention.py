@@ -1,19 +1,12 @@
 """Distributed attention, forward and backward: time, rate, share of the kernel's rate, exposed communication, memory.
 
-Where it runs (`--on`):
+It runs (`--on`) in `processes` of this machine over gloo, in those of `torchrun`, one per GPU where there are any
+(`torchrun --nproc-per-node 8 -m benchmarks attention ...`), or as a `virtual` ring: all ranks in turn in this
+process, on its GPU if it has one, with a copy in memory for every message.
 
-- `processes`: `--ranks` processes of this machine on its CPU, over gloo;
-- `torchrun`: the processes that torchrun started, one per GPU where there are any:
-  `torchrun --nproc-per-node 8 -m benchmarks attention ...`;
-- `virtual`: all ranks in turn in this process, on its GPU if it has one, with a copy in memory for every message, on
-  GPUs on side streams: merging, tile cutting, launch gaps and overlap without a cluster.
-
-`kernel_share` is the time of the one-rank kernel on the whole sequence, divided by the number of ranks, over the
-time of the ring; 1 is a ring that costs nothing. The kernel is timed under the same load, as many copies at once as
-there are ranks; `kernel_alone_s` is one copy while the other ranks wait. In a virtual ring ranks take turns, so
-nothing is divided. `exposed_s` is the time with transfers minus that of the same visits without. Everything is
-measured by turns in the same rounds; times are medians over rounds of the slowest rank, and shares are medians of
-the rounds' shares.
+`kernel_share` is the time of the one-rank kernel on the whole sequence, by as many copies at once as there are ranks,
+divided by their number, over the time of the ring; in a virtual ring nothing is divided. `exposed_s` is the time with
+transfers minus that of the same visits without. Times are medians of the slowest rank over rounds taken by turns.
 """
 
 from __future__ import annotations
@@ -27,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,7 +28,6 @@ from benchmarks import RefusedError
 from benchmarks.attention_ranks import KERNEL, KERNEL_ALONE, SILENT, Measured, World, group_rank, measure
 from benchmarks.contenders import CONTENDERS, Case, Contender
 from benchmarks.contenders.burst import Burst
-from benchmarks.memory import check_ranks
 from benchmarks.report.files import Recording, Row, default_path, under_torchrun
 from burst_plugin.sequence.layout import even_length
 from tests.support.ranks import run_ranks
@@ -76,11 +69,12 @@ def run(options: argparse.Namespace) -> int:
     on_gpu, leads = options.on != "processes" and torch.cuda.is_available(), True
     if options.on == "torchrun" and on_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    for case in () if on_gpu else cases:  # each rank has the whole sequence once, for the one-rank kernel
-        here = {"virtual": 1, "torchrun": case.ranks_per_node, "processes": case.ranks}[options.on]
-        element = 10 * max(4, case.dtype.itemsize) * (2 if options.on == "virtual" else 1)
-        whole = case.ranks * case.seq * case.head_dim * (case.q_heads + case.kv_heads)
-        check_ranks(here, _PROCESS_BYTES + element * whole, "--ranks, --seq or --heads")
+    for case in () if on_gpu else cases:  # each process has the whole sequence, for the one-rank kernel
+        whole_bytes = 40 * case.ranks * case.seq * case.head_dim * (case.q_heads + case.kv_heads)
+        processes = {"virtual": 1, "torchrun": case.ranks_per_node, "processes": case.ranks}[options.on]
+        fit = int(0.9 * psutil.virtual_memory().available) // (_PROCESS_BYTES + whole_bytes)
+        if processes > fit:
+            raise RefusedError(f"{processes} processes do not fit into memory, at most {fit} do; lower --seq")
     if options.on == "torchrun":
         dist.init_process_group("nccl" if on_gpu else "gloo")
         leads = dist.get_rank() == 0
@@ -90,8 +84,10 @@ def run(options: argparse.Namespace) -> int:
     recording = Recording("attention", settings, out, on_gpu)
     for case in cases:
         rows = recording.measure(partial(_measure, case, chosen, options))
-        print(*(map(_line, rows) if leads else ()), sep="\n", flush=True)
-    print(*(verdicts(recording.rows) if leads else ()), sep="\n")
+        if leads:
+            print(*map(_line, rows), sep="\n", flush=True)
+    if leads:
+        print(*verdicts(recording.rows), sep="\n")
     recording.save()
     return int(any(row.get("wrong", False) for row in recording.rows))
 
@@ -148,11 +144,7 @@ def _reason(contender: Contender, case: Case, on: str) -> dict[str, str]:
 
 
 def attention_flops(case: Case) -> float:
-    """Count the operations of a forward pass, of all ranks: 4 per query head, head dim and pair of query and key.
-
-    Backward has 2.5 times as many, five matrix products for two; flash-attention's way of counting (arXiv 2307.08691,
-    section 4.1), but for the exact number of pairs.
-    """
+    """Count the operations of a forward pass as flash-attention does (arXiv 2307.08691, 4.1), but pairs exactly."""
     tokens = case.ranks * case.seq
     pairs = tokens * (tokens + 1) // 2 if case.causal else tokens * tokens
     return 4.0 * case.batch * case.q_heads * case.head_dim * pairs
@@ -162,8 +154,7 @@ def row_of(
     case: Case, every: Sequence[Measured], virtual: bool, contender: str, configurations: Sequence[str]
 ) -> Row:
     """Return the row of a contender's best configuration, as all processes measured it; only the case if none."""
-    names = ("ranks", "ranks_per_node", "q_heads", "kv_heads", "head_dim", "causal")
-    row = {name: getattr(case, name) for name in names}
+    row = {n: getattr(case, n) for n in ("ranks", "ranks_per_node", "q_heads", "kv_heads", "head_dim", "causal")}
     row |= {"seq": case.ranks * case.seq, "dtype": str(case.dtype).removeprefix("torch."), "contender": contender}
     if not configurations:
         return row
@@ -179,7 +170,7 @@ def row_of(
     row |= {"kernel": every[0].kernel, "kernel_s": median(kernel.both_s)}
     row |= {"kernel_alone_s": median(times.get(KERNEL_ALONE, kernel).both_s)}
     row |= _spread("kernel_share", [k / parts / m for k, m in zip(kernel.both_s, mine.both_s, strict=True)])
-    for name, factor in (("", 3.5), ("forward_", 1.0), ("backward_", 2.5)):
+    for name, factor in (("", 3.5), ("forward_", 1.0), ("backward_", 2.5)):  # two matrix products, and five
         row[f"{name}flops_per_s"] = factor * attention_flops(case) / row[f"{name or 'both_'}s"]
     row["exposed_s"] = None  # what transfers add; only rings of this project can do without
     if silent is not None:

@@ -1,8 +1,8 @@
 """What a rank of `bench attention` does: time contenders and the kernel on one rank by turns.
 
-In every round each entry runs once, forward and backward, in another order every round, so that whatever the machine
-does, it does to all of them. All ranks begin an entry together, and the slowest one's time counts. Before that, of a
-contender's configurations the fastest is chosen, in trials that are not counted.
+In every round each entry runs once, in another order every round, so that whatever the machine does, it does to all
+of them. All ranks begin an entry together, and the slowest one's time counts. Before that, trials choose the fastest
+of a contender's configurations.
 """
 
 from __future__ import annotations
@@ -18,17 +18,58 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import PeakMemory
-from benchmarks.one_rank import Gradients, Whole, fastest, synchronize
 from benchmarks.stubs import InProcessRing, NullTransport, without_transfers
 from burst_plugin import Topology
-from burst_plugin.kernels import Queries
+from burst_plugin.kernels import KERNELS, How, Kernel, Queries
+from burst_plugin.kernels import Case as KernelCase
+from burst_plugin.kernels.reference import ReferenceKernel
+from burst_plugin.scores import Scores
+from burst_plugin.types import CAUSAL, FULL
 
 KERNEL, KERNEL_ALONE = "one-rank kernel", "one-rank kernel, alone"
 SILENT = ", no transfers"  # at the end of an entry's name
+_TRIED_TOKENS = 4096
+_NOT_FAR = 1.5  # times the time of the fastest
+
+
+class Whole(NamedTuple):
+    """The whole sequence: q and dout [B, S, Hq, D], k and v [B, S, Hkv, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def draw(cls, shape: tuple[int, int, int, int, int], dtype: torch.dtype, device: torch.device) -> Whole:
+        """Draw normal numbers, the same on every rank; `shape` is (batch, tokens, query heads, key heads, dim)."""
+        batch, tokens, q_heads, kv_heads, dim = shape
+        source = torch.Generator(device).manual_seed(5)
+        sizes = ((batch, tokens, heads, dim) for heads in (q_heads, kv_heads, kv_heads, q_heads))
+        return cls(*(torch.randn(s, dtype=dtype, device=device, generator=source) for s in sizes))
+
+
+class Gradients(NamedTuple):
+    """The results of a forward and a backward pass."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class OneRank(NamedTuple):
+    """A kernel on the whole sequence: `forward` returns what `backward` needs."""
+
+    name: str
+    forward: Callable[[Whole], Any]
+    backward: Callable[[Whole, Any], Gradients]
 
 
 @dataclass
@@ -53,7 +94,7 @@ class World:
         synchronize(self.device)
         if self.size > 1:
             dist.barrier()
-            synchronize(self.device)
+        synchronize(self.device)
 
     def most(self, number: float) -> float:
         """Return the largest number of all ranks."""
@@ -98,8 +139,7 @@ class Entry:
         return median(self.times.both_s)
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What one process found: times are those of the slowest rank, memory is that of this one."""
 
     kernel: str
@@ -108,22 +148,14 @@ class Measured:
     errors: dict[str, float]
 
 
-class Ready(NamedTuple):
-    """A contender to be timed; `whole` puts its results together (collective), `rank_states` are those of a ring."""
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
-    whole: Callable[[Any, Any], Gradients]
-    rank_states: tuple[Any, ...] = ()
+# A contender to be timed: its passes, what puts their results together (collective), and the rank states of a ring.
+Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], tuple[Any, ...]]
 
 
 def measure(
     world: World, case: Case, able: Mapping[str, Sequence[Contender]], count: int, virtual: bool = False
 ) -> Measured:
-    """Measure the best configuration of every contender in one rank; collective.
-
-    If `virtual`, rings have all ranks in this process, which is `case.ranks` times as much work.
-    """
+    """Measure the best configuration of every contender in one rank, or all ranks of `virtual` rings; collective."""
     shape = (case.batch, case.ranks * case.seq, case.q_heads, case.kv_heads, case.head_dim)
     whole = Whole.draw(shape, case.dtype, world.device)
     kernel = fastest(whole, case.causal, world.most)
@@ -136,16 +168,15 @@ def measure(
         tried, silent = [], {}
         for each in configurations:
             with PeakMemory(world.device) as peak:
-                ready = (_virtual_ready if virtual else _ready)(each, case, whole)
-                saved = ready.forward()
-                grads = ready.backward(saved)
-            peaks[each.name], errors[each.name] = peak.nbytes, largest_error(ready.whole(saved, grads), expected)
+                forward, backward, gather, states = (_virtual_ready if virtual else _ready)(each, case, whole)
+                saved = forward()
+                grads = backward(saved)
+            peaks[each.name], errors[each.name] = peak.nbytes, largest_error(gather(saved, grads), expected)
             del saved, grads
-            tried.append(Entry(each.name, ready.forward, ready.backward))
-            if ready.rank_states:
-                nulls = [NullTransport() for _ in ready.rank_states]
-                within = partial(without_transfers, ready.rank_states, nulls)
-                silent[each.name] = Entry(each.name + SILENT, ready.forward, ready.backward, within=within)
+            tried.append(Entry(each.name, forward, backward))
+            if states:
+                within = partial(without_transfers, states, [NullTransport() for _ in states])
+                silent[each.name] = replace(tried[-1], name=each.name + SILENT, within=within, times=Times())
         best = best_of(tried, lambda entry: entry.take_turn(world))
         entries += [best, *(entry for name, entry in silent.items() if name == best.name)]
     return Measured(kernel.name, rounds(entries, world, count), peaks, errors)
@@ -169,12 +200,8 @@ def rounds(entries: Sequence[Entry], world: World, count: int) -> dict[str, Time
 
 
 def largest_error(found: Gradients, expected: Gradients) -> float:
-    """Return the largest error of out, dq, dk, dv: the 2-norm of the difference over that of what was expected.
-
-    NaN if any of them has one. In float32, which is exact enough to tell errors of any type that is measured.
-    """
-    pairs = zip(found, expected, strict=True)
-    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in pairs]
+    """Return the largest error of out, dq, dk, dv: the 2-norm of the difference over that of what was expected."""
+    errors = [(x.float() - y.float()).norm() / y.float().norm() for x, y in zip(found, expected, strict=True)]
     return float(torch.stack(errors).amax().item())  # unlike Python's `max`, it passes on NaN
 
 
@@ -182,7 +209,7 @@ def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     session = contender.prepare(case, None)
     q, k, v, dout = (session.shard(x) for x in whole)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    return Ready(
+    return (
         lambda: session.attend(*leaves),
         lambda out: torch.autograd.grad(out, leaves, dout),
         lambda out, grads: Gradients(*(session.unshard(x) for x in (out, *grads))),
@@ -207,4 +234,67 @@ def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
         columns = ([queries.out for queries in saved[1]], *zip(*grads, strict=True))
         return Gradients(*map(ring.unshard, columns))
 
-    return Ready(forward, backward, gather, ring.rank_states)
+    return forward, backward, gather, ring.rank_states
+
+
+def fastest(whole: Whole, causal: bool, most: Callable[[float], float]) -> OneRank:
+    """Return the kernel that is quickest in forward and backward on the first few thousand tokens.
+
+    Candidates are the kernels of the package, called as the package calls them, and `scaled_dot_product_attention`
+    with autograd. `most` returns the largest number of all ranks, so that they choose the same. On a GPU so few
+    tokens are a matter of launches: there the whole sequence decides between those that are not far behind.
+    """
+    few, candidates = Whole(*(x[:, :_TRIED_TOKENS].contiguous() for x in whole)), _candidates(whole, causal)
+    took_s = {each: most(_duration_s(each, few)) for each in candidates}
+    if whole.q.is_cuda and whole.q.shape[1] > _TRIED_TOKENS:
+        near = [each for each in candidates if took_s[each] < _NOT_FAR * min(took_s.values())]
+        took_s = {each: most(_duration_s(each, whole)) for each in near}
+    return min(took_s, key=took_s.__getitem__)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work of a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _duration_s(kernel: OneRank, whole: Whole) -> float:
+    durations_s = []
+    for _ in range(3):
+        synchronize(whole.q.device)
+        start = time.perf_counter()
+        kernel.backward(whole, kernel.forward(whole))
+        synchronize(whole.q.device)
+        durations_s.append(time.perf_counter() - start)
+    return min(durations_s)
+
+
+def _candidates(whole: Whole, causal: bool) -> list[OneRank]:
+    q, k = whole.q, whole.k
+    case = KernelCase(q.device.type, q.dtype, q.shape[2], k.shape[2], q.shape[3], k.shape[3])
+    how = How(CAUSAL if causal else FULL, Scores(scale=q.shape[3] ** -0.5))
+    able = [kernel for kernel in KERNELS.values() if kernel.refuse(case) is None]
+    return [_of_package(kernel, how) for kernel in able if kernel.name != ReferenceKernel.name] + [_of_torch(causal)]
+
+
+def _of_package(kernel: Kernel, how: How) -> OneRank:
+    def backward(whole: Whole, saved: tuple[Tensor, Tensor]) -> Gradients:
+        out, lse = saved
+        queries = Queries(whole.q, whole.dout, out.to(whole.q.dtype), lse)
+        return Gradients(out, *kernel.backward(queries, whole.k, whole.v, how)[:3])
+
+    return OneRank(kernel.name, lambda whole: kernel.forward(*whole[:3], how), backward)
+
+
+def _of_torch(causal: bool) -> OneRank:
+    def forward(whole: Whole) -> tuple[Tensor, list[Tensor]]:
+        leaves = [x.detach().requires_grad_() for x in whole[:3]]
+        q, k, v = (x.transpose(1, 2) for x in leaves)
+        out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2), leaves
+
+    def backward(whole: Whole, saved: tuple[Tensor, list[Tensor]]) -> Gradients:
+        out, leaves = saved
+        return Gradients(out.detach(), *torch.autograd.grad(out, leaves, whole.dout))
+
+    return OneRank("scaled_dot_product_attention", forward, backward)

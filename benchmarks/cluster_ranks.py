@@ -33,14 +33,13 @@ class Entry:
 
     contender: Contender
     session: Session
-    times: dict[str, list[float]] = field(default_factory=lambda: {direction: [] for direction in DIRECTIONS})
+    times: dict[str, list[float]] = field(default_factory=dict)
     nic_bytes: dict[str, int] = field(default_factory=dict)
     groups: frozenset[dist.ProcessGroup] = frozenset()  # that it made
 
     def forget_times(self) -> None:
         """Drop the times so far, which were trials."""
-        for times in self.times.values():
-            times.clear()
+        self.times = {direction: [] for direction in DIRECTIONS}
 
     def close(self) -> None:
         """Destroy its groups: each has a thread that wakes up a hundred times a second, though nothing is sent."""
@@ -60,7 +59,9 @@ def measure_in_rank(
     rank: int, case: Case, able: Mapping[str, Sequence[Contender]], slept: Slept | None, rounds: int
 ) -> dict[str, Measured]:
     """Measure the best of every contender's configurations on one case; times are the same on every rank."""
-    _settle_memory()
+    gc.collect()
+    gc.freeze()  # or the collector would look through all imported libraries in the middle of a pass, for 0.1 s
+    keep_freed_memory()
     inputs = _inputs(case)
     entries = {}
     for name, configurations in able.items():
@@ -74,22 +75,11 @@ def measure_in_rank(
     return {name: (entry.contender, entry.times, entry.nic_bytes) for name, entry in entries.items()}
 
 
-def _settle_memory() -> None:
-    """Keep out of the times what no contender causes and GPUs do not have.
-
-    Python's collector would look through all imported libraries in the middle of a pass, for 0.1 s.
-    """
-    gc.collect()
-    gc.freeze()
-    keep_freed_memory()
-
-
 def _defer_transfers() -> None:
     """Let the threads that move data have the processors only when no rank wants them; for all contenders.
 
-    On a cluster copy engines and NICs move data, not the processors that launch kernels; here both share a few
-    processors, and a rank that waits for one before it may begin to sleep holds up all others. The lowest priority
-    would not do: such a thread still finishes its slice, of a millisecond or more.
+    On a cluster copy engines and NICs move data; here a rank that waits for a processor before it may begin to sleep
+    holds up all others. The lowest priority would not do: such a thread still finishes its slice of a millisecond.
     """
     main = threading.get_native_id()
     for thread in map(int, os.listdir("/proc/self/task")):
@@ -104,6 +94,7 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
     for contender in configurations:
         known = _groups()
         entry = Entry(contender, contender.prepare(case, slept))
+        entry.forget_times()
         _take_turn(entry, inputs)  # which opens its connections
         _take_turn(entry, inputs, count=True)
         entry.forget_times()

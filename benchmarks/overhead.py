@@ -1,18 +1,14 @@
 """What the package's own Python costs per visit: posting, merging, bookkeeping.
 
 Tensors are tiny, the kernel returns constants, and messages cost next to nothing: all ranks in one process with plain
-copies between them, or two processes on gloo. What is left is the package. A step is `--layers` forward passes and
-then as many backward ones, the last layer first.
+copies between them, or two processes on gloo. A step is `--layers` forward passes and then as many backward ones.
 
-`own_s` is the time without what torch.distributed takes to post and to wait, that is, for the other process and for
-gloo, which takes hundreds of microseconds to post; `wall_s` is all of it. On gloo a pass also has the autograd
-function and the consistency check of every call; in one process it has neither. So what a visit takes on gloo,
-`visit_s`, is told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
-A process that has waited finds its caches cold: sleeping 2 ms at every wait doubles the time in one process.
+`own_s` is the time without what torch.distributed takes to post and to wait; `wall_s` is all of it. On gloo a pass
+also has the autograd function and the consistency check of every call. So what a visit takes there, `visit_s`, is
+told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
 
-Growth is shown by the first and the last tenth of all steps, and by the memory that Python holds after them. New
-tensors are counted in one step soon after the start and in the last one. Buffers of the ring are not among them:
-those are made in the first two steps.
+Growth is shown by the first and the last tenth of all steps, by the memory that Python holds after them, and by the
+new tensors of a step soon after the start, when the ring has its buffers, and of the last one.
 """
 
 from __future__ import annotations
@@ -23,11 +19,12 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="attention layers of a step")
     parser.add_argument("--steps", type=int, default=100, help="steps; growth is the last tenth over the first")
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring in one process, two to a node")
-    parser.add_argument("--out", type=Path, help="file of the result; by default one in benchmarks/results")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,14 +74,13 @@ def measure(layers: int, steps: int, ranks: int) -> list[Row]:
             books = _in_process(topology, moving, layers, steps)
             rows += books.rows(f"{ranks} ranks in one process", topology, moving, layers * ranks * ranks)
     for moving in ("kv", "q"):
-        few, many = (_gloo_rows(moving, parts, layers, steps) for parts in (1, _PARTS))
-        rows += [row | _by_visits(row, more) for row, more in zip(few, many, strict=True)]
+        found = []
+        for parts in (1, _PARTS):
+            timeout_s = 60.0 + 0.05 * parts * steps * layers
+            books, _ = run_ranks(_over_gloo, 2, moving, parts, layers, steps, timeout_s=timeout_s)
+            found.append(books.rows("2 processes on gloo", Topology(1, 2), moving, layers * 2 * parts))
+        rows += [few | _by_visits(few, more) for few, more in zip(*found, strict=True)]
     return rows
-
-
-def _gloo_rows(moving: str, parts: int, layers: int, steps: int) -> list[Row]:
-    books = run_ranks(_over_gloo, 2, moving, parts, layers, steps, timeout_s=60.0 + 0.05 * parts * steps * layers)[0]
-    return books.rows("2 processes on gloo", Topology(1, 2), moving, layers * 2 * parts)
 
 
 def _by_visits(few: Row, more: Row) -> Row:
@@ -158,11 +154,11 @@ class Books:
             step(self._counted)
         tracemalloc.start()
         held = []
-        for number in range(max(10, steps // 10) + 1):
-            step(lambda direction: nullcontext())
-            if number in (0, max(10, steps // 10)):
-                gc.collect()
-                held.append(tracemalloc.get_traced_memory()[0])
+        for more in (1, max(10, steps // 10)):
+            for _ in range(more):
+                step(lambda direction: nullcontext())
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         self.python_bytes = held[1] - held[0]
 
@@ -174,9 +170,9 @@ class Books:
             clocks = (self.own_s[direction], self.wall_s[direction])
             own, wall = ([s / visits for s in kept[_COUNTED_STEP - 1 :]] for kept in clocks)
             early, late = ([count / visits for count in counts[direction]] for counts in self.counts)
-            row = {"own_s": median(own), "visit_s": median(own), "call_s": 0.0, "wall_s": median(wall)}
-            row |= {"own_s_min": min(own), "own_s_max": max(own)}
             tenth = max(1, len(own) // 10)
+            row = {"own_s": median(own), "own_s_min": min(own), "own_s_max": max(own), "wall_s": median(wall)}
+            row |= {"visit_s": median(own), "call_s": 0.0}
             row |= {"first_tenth_s": median(own[:tenth]), "last_tenth_s": median(own[-tenth:])}
             row |= {"operations": early[0], "new_tensors": early[1], "new_tensors_late": late[1]}
             row |= {"buffer_bytes": self.buffers[1], "buffer_bytes_late": self.buffers[-1]}
@@ -186,12 +182,12 @@ class Books:
 
     @contextmanager
     def _timed(self, direction: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with _TorchDistributed() as inside:
+        with _torch_distributed() as inside:
+            start = time.perf_counter()
             yield
-        wall_s = time.perf_counter() - start
+            wall_s = time.perf_counter() - start
         self.wall_s[direction].append(wall_s)
-        self.own_s[direction].append(wall_s - inside.wall_s)
+        self.own_s[direction].append(wall_s - sum(inside))
 
     @contextmanager
     def _counted(self, direction: str) -> Iterator[None]:
@@ -200,37 +196,19 @@ class Books:
         self.counts[-1][direction] = (counter.operations, counter.tensors)
 
 
-class _TorchDistributed:
-    """The time that is spent in posting to torch.distributed and in waiting for it."""
+@contextmanager
+def _torch_distributed() -> Iterator[list[float]]:
+    """Collect the seconds of each post to torch.distributed and of each wait for it."""
+    seconds: list[float] = []
 
-    def __init__(self) -> None:
-        self.wall_s = 0.0
-        # As the class has them: what getattr gives would not bind to a group when it is put back.
-        self._originals = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
-
-    def __enter__(self) -> _TorchDistributed:
-        for name, original in self._originals.items():
-            setattr(
-                dist.ProcessGroup, name, lambda *message, post=original: _TimedWork(self.timed(post, *message), self)
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
-
-    def timed(self, call: Callable[..., Any], *arguments: object) -> Any:
-        """Call, and add the time that it takes."""
+    def timed(call: Callable[..., Any], *arguments: object) -> Any:
         start = time.perf_counter()
         found = call(*arguments)
-        self.wall_s += time.perf_counter() - start
+        seconds.append(time.perf_counter() - start)
         return found
 
+    def post(call: Callable[..., dist.Work]) -> Callable[..., SimpleNamespace]:
+        return lambda *message: SimpleNamespace(wait=partial(timed, timed(call, *message).wait))
 
-@dataclass
-class _TimedWork:
-    work: dist.Work
-    clock: _TorchDistributed
-
-    def wait(self, *timeout: object) -> None:
-        self.clock.timed(self.work.wait, *timeout)
+    with mock.patch.multiple(dist.ProcessGroup, **{n: post(vars(dist.ProcessGroup)[n]) for n in ("send", "recv")}):
+        yield seconds

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -20,7 +22,7 @@ from burst_plugin.attention import backward_program, forward_program
 from burst_plugin.comm.buffers import LABEL_BYTES, BufferPool
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.transport import Message, Pending, Transport, Waited
+from burst_plugin.comm.transport import Message, Pending, Transport
 from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.ring.choices import prepare
 from burst_plugin.ring.executor import lockstep
@@ -36,26 +38,21 @@ class StubKernel:
     name = "stub"
     features = frozenset({"windows"})
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[torch.Size, torch.Size], tuple[Tensor, Tensor, Grads]] = {}
-
     def refuse(self, case: Case) -> str | None:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        return self._of(q, k)[:2]
+        return _constants(q.shape, k.shape, q.dtype)[:2]
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        return self._of(queries.q, k)[2]
+        return _constants(queries.q.shape, k.shape, k.dtype)[2]
 
-    def _of(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Grads]:
-        key = (q.shape, k.shape)
-        if key not in self._made:
-            wide = torch.promote_types(q.dtype, torch.float32)
-            lse = torch.zeros(q.shape[0], q.shape[2], q.shape[1], dtype=wide)
-            grads = Grads(*(torch.ones(x.shape, dtype=wide) for x in (q, k, k)))
-            self._made[key] = (torch.ones(q.shape, dtype=wide), lse, grads)
-        return self._made[key]
+
+@cache
+def _constants(q: torch.Size, k: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Grads]:
+    wide = torch.promote_types(dtype, torch.float32)
+    grads = Grads(*(torch.ones(shape, dtype=wide) for shape in (q, k, k)))
+    return torch.ones(q, dtype=wide), torch.zeros(q[0], q[2], q[1], dtype=wide), grads
 
 
 class CountedTensors(TorchDispatchMode):
@@ -77,21 +74,12 @@ def _memory(tree: Any) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-class _Nothing(NamedTuple):
-    messages: Sequence[Message]
-
-    def wait(self, waited: Waited | None = None) -> None:
-        if waited is not None:
-            waited(self.messages)
-
-
 class NullTransport(Transport):
     """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.
 
-    A received message holds this rank's own last one of the same size and kind, or 0, so that kernels work on numbers
-    like those of a real block: bits of another type would be full of numbers that take a CPU ten times as long. On
-    CPUs it gets the label of this rank's last one, which is that of the pass in every schedule in which a rank sends
-    before it receives.
+    A received message holds this rank's own first one of the same size and kind, or 0: bits of another type would be
+    full of numbers that take a CPU ten times as long. On CPUs it gets the label of this rank's last one, which is
+    that of the pass in every schedule in which a rank sends before it receives.
     """
 
     def __init__(self) -> None:
@@ -111,7 +99,7 @@ class NullTransport(Transport):
             message.data.zero_() if same is None else message.data.copy_(same)
             if self._label is not None:
                 message.data[-LABEL_BYTES:] = self._label
-        return [_Nothing((*recvs, *sends))]
+        return [SimpleNamespace(wait=lambda waited=None: waited and waited((*recvs, *sends)))]
 
 
 @contextmanager
@@ -136,10 +124,8 @@ class InProcessRing:
         self._tokens, self._number = Tokens(qkv[0].shape[1]), 0
         self._layout = self.rank_states[0].route_table.layout(self._tokens)
         self.inputs = [Inputs(*each) for each in zip(*map(self.shards, qkv), strict=True)]
-        self._calls = [
-            prepare(rank_state, inputs, Request(mask), {})
-            for rank_state, inputs in zip(self.rank_states, self.inputs, strict=True)
-        ]
+        each_rank = zip(self.rank_states, self.inputs, strict=True)
+        self._calls = [prepare(rank_state, inputs, Request(mask), {}) for rank_state, inputs in each_rank]
 
     def shards(self, whole: Tensor) -> list[Tensor]:
         """Return every rank's part of a whole sequence."""
@@ -154,8 +140,8 @@ class InProcessRing:
         """Run a forward pass; returns what identifies it, and every rank's results."""
         self._number += 1
         call_id = CallId(self._number)
-        each = zip(self._calls, self.inputs, strict=True)
-        return call_id, lockstep([forward_program(call, call_id, inputs) for call, inputs in each])
+        programs = (forward_program(call, call_id, x) for call, x in zip(self._calls, self.inputs, strict=True))
+        return call_id, lockstep(list(programs))
 
     def backward(self, call_id: CallId, queries: Sequence[Queries]) -> list[Any]:
         """Run the backward pass of a call on every rank's q, dout, out and lse; returns every rank's gradients."""

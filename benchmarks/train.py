@@ -19,20 +19,19 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import RefusedError
-from benchmarks.memory import check_ranks
 from benchmarks.report.files import Recording, Row, default_path, under_torchrun
-from benchmarks.train_ranks import EVERY_EXAMPLE, VOCABULARY, WARM_UP, Example, Job, Trained, prepare, run_rank
-from tests.support.processes import LINGER_S, launch, values
-from tests.support.ranks import RankError, launcher_environment, run_ranks
+from benchmarks.train_ranks import EVERY_EXAMPLE, WARM_UP, Example, Job, Trained, prepare, run_rank
+from tests.support.processes import LINGER_S, launch
+from tests.support.ranks import RankError, run_ranks
 
 _TIMEOUT_S = 1800.0
-_LIBRARIES_BYTES = 5e8
 _SIZES = {  # of an option: on CPUs, on GPUs, and what it is
     "seq": (2048, 16384, "tokens in a sequence without context parallelism"),
     "steps": (2, 10, "optimizer steps that are timed, per repeat"),
@@ -46,18 +45,15 @@ Train = Callable[[Example, Job], list[Trained]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    devices = ("auto", "cpu", "cuda")
-    parser.add_argument("--device", choices=devices, default="auto", help="auto: GPUs if there are any")
-    ranks_help = "processes; 0: one per GPU, or 2 on CPUs; under torchrun those that it started"
-    parser.add_argument("--ranks", type=int, metavar="N", default=0, help=ranks_help)
+    add, names = parser.add_argument, [example.name.lower() for example in EVERY_EXAMPLE]
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
+    add("--ranks", type=int, metavar="N", default=0, help="0: one per GPU, 2 on CPUs, or those of torchrun")
     for name, (cpu, cuda, words) in _SIZES.items():
-        options = {"metavar": "N", "default": argparse.SUPPRESS}
         words += f" (default: {cpu} on CPUs, {cuda} on GPUs)"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=words, **options)
-    parser.add_argument("--repeats", type=int, metavar="N", default=3, help="how often all is run, by turns")
-    names = [example.name.lower() for example in EVERY_EXAMPLE]
-    parser.add_argument("--examples", nargs="+", choices=names, default=names, help="which examples to run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
+        add(f"--{name.replace('_', '-')}", type=int, metavar="N", default=argparse.SUPPRESS, help=words)
+    add("--repeats", type=int, metavar="N", default=3, help="how often all is run, by turns")
+    add("--examples", nargs="+", choices=names, default=names, help="which examples to run")
+    add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -66,19 +62,12 @@ def run(options: argparse.Namespace) -> int:
     first, on_gpu = jobs[0], jobs[0].device == "cuda"
     examples = [example for example in EVERY_EXAMPLE if example.name.lower() in options.examples]
     there = [example for example in examples if example.absent() is None]
-    if not on_gpu:
-        parameters = 12 * first.layers * first.hidden**2 + 2 * VOCABULARY * first.hidden
-        activations = 4 * first.seq * (20 * first.layers * first.hidden + 4 * VOCABULARY)
-        rank_bytes = int(20 * parameters + activations + _LIBRARIES_BYTES)  # with gradients and Adam's moments
-        check_ranks(first.ranks // first.nodes, rank_bytes, "--ranks, --seq, --hidden or --layers")
     prepare(first.device)
     if not on_gpu:  # once, before forking; where there are GPUs, a fork must not find them in use
         for module in (module for example in there for module in example.modules):
             importlib.import_module(module)
-    train, leads = _forked, True
-    if under_torchrun():
-        torchrun = Torchrun(f"{', '.join(example.name for example in there)}, {jobs}")
-        train, leads = torchrun.train, torchrun.rank == 0
+    torchrun = Torchrun(f"{', '.join(e.name for e in there)}, {jobs}") if under_torchrun() else None
+    train, leads = (_forked, True) if torchrun is None else (torchrun.train, torchrun.rank == 0)
     settings = {"repeats": options.repeats, "steps": first.steps, "device": first.device, **first.shape}
     out = options.out or default_path("train" if first.nodes == 1 else f"train-{first.nodes}-nodes", on_gpu)
     recording = Recording("train", {**settings, "nodes": first.nodes}, out if leads else None, on_gpu)
@@ -92,11 +81,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """Return what is trained: without and with context parallelism, and with it on longer sequences.
-
-    Raises:
-        RefusedError: for sizes that do not go together, or more ranks on a machine than GPUs.
-    """
+    """Return what is trained: without and with context parallelism, and with it on longer sequences."""
     nodes, started = 1, 0
     if under_torchrun():
         started, per_node = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -107,15 +92,16 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             raise RefusedError(f"--ranks {options.ranks}: torchrun started {started}; leave --ranks out")
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
     if options.device == "cuda" and gpus == 0:
-        raise RefusedError("--device cuda: torch sees no GPU here. Take --device cpu.")
+        raise RefusedError("--device cuda: torch sees no GPU here. Use --device cpu.")
     ranks = started or options.ranks or gpus or 2
     given = {name: getattr(options, name, usual[gpus > 0]) for name, usual in _SIZES.items()}
     for name, value in {**given, "ranks": ranks, "repeats": options.repeats}.items():
         if value < 1:
             raise RefusedError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
     if gpus and ranks > gpus * nodes:
-        needed = f"{ranks // nodes} ranks need a GPU each; {gpus} fit"
-        raise RefusedError(f"{needed}. Lower --ranks, or take --device cpu.")
+        raise RefusedError(
+            f"{ranks // nodes} ranks need a GPU each; {gpus} fit. Lower --ranks, or take --device cpu."
+        )
     if given["hidden"] % (2 * given["heads"]) or given["heads"] % given["kv_heads"]:
         heads = f"2 x --heads {given['heads']}, and that of --kv-heads {given['kv_heads']}"
         raise RefusedError(f"--hidden {given['hidden']} has to be a multiple of {heads}")
@@ -128,12 +114,9 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 
 
 def measure(
-    examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[..., None]
+    examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[[str], None]
 ) -> list[Row]:
-    """Return the rows of all trainings, which take turns, so that a slow minute hits all of them.
-
-    Every training has new processes, to which the one before leaves nothing.
-    """
+    """Return the rows of all trainings, which take turns and each have new processes."""
     found: dict[tuple[Example, Job], list[list[Trained]]] = {(e, job): [] for e in examples for job in jobs}
     for repeat in range(1, repeats + 1):
         for (example, job), each in found.items():
@@ -151,18 +134,17 @@ def _forked(example: Example, job: Job) -> list[Trained]:
     if job.device == "cpu":
         return run_ranks(run_rank, job.ranks, example, job, timeout_s=_TIMEOUT_S)
 
-    def enter(rank: int, directory: Path) -> None:
-        os.environ.update(launcher_environment(rank, job.ranks, job.ranks))
-        _join(rank, job, dist.FileStore(str(directory / "store"), job.ranks))  # type: ignore[attr-defined]
+    def on_gpu(rank: int) -> Trained:
+        _join(rank, job, dist.FileStore(store, job.ranks))  # type: ignore[attr-defined]
+        return run_rank(rank, example, job)
 
-    return values(launch(run_rank, job.ranks, (example, job), enter, timeout_s=_TIMEOUT_S))
+    with TemporaryDirectory() as directory:
+        store = f"{directory}/store"
+        return run_ranks(on_gpu, job.ranks, init=False, timeout_s=_TIMEOUT_S)
 
 
 class Torchrun:
-    """A process that torchrun started, perhaps on one of several nodes: it forks one rank of each training.
-
-    It is itself in no process group and uses no GPU.
-    """
+    """A process that torchrun started on one of several nodes: it forks a rank of each training and uses no GPU."""
 
     def __init__(self, plan: str) -> None:
         """Raise RefusedError unless `plan`, what will be trained in which order, is that of the first rank."""
@@ -173,10 +155,8 @@ class Torchrun:
             self._store.set("bench train", plan)
         first = self._store.get("bench train").decode()
         if first != plan:
-            raise RefusedError(
-                f"rank {self.rank} would train {plan}, and rank 0 {first}: have the same packages everywhere, and "
-                "give all the same options"
-            )
+            advice = "have the same packages everywhere, and give all the same options"
+            raise RefusedError(f"rank {self.rank} would train {plan}, and rank 0 {first}: {advice}")
 
     def train(self, example: Example, job: Job) -> list[Trained]:
         """Train; returns what all ranks measured, and raises RankError if this one's fails."""
@@ -223,22 +203,14 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
     first, steps = [rank.seen for rank in repeats[0]], len(repeats[0][0].steps_s)
     flops = 6 * first[0].parameters + 6 * job.layers * job.hidden * job.seq
     peaks = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
-    shape = ("ranks", "context_parallel_size", "seq", "tokens_per_step")
-    return {
-        "example": example.name,
-        **{name: getattr(job, name) for name in shape},
-        "parameters": first[0].parameters,
-        "kernel": first[0].kernel,
-        "ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps),
-        "tokens_per_s": median(rates),
-        "tokens_per_s_min": min(rates),
-        "tokens_per_s_max": max(rates),
-        "mfu": None if peak is None else median(rates) * flops / (job.ranks * peak),
-        "peak_flops_per_s": peak,
-        "peak_bytes": int(median(map(max, peaks))) if all(peaks) else None,  # of any rank, in the median repeat
-        "repeats": len(repeats),
-        "steps": steps,
-    }
+    found: Row = {"example": example.name}
+    found |= {name: getattr(job, name) for name in ("ranks", "context_parallel_size", "seq", "tokens_per_step")}
+    found |= {"parameters": first[0].parameters, "kernel": first[0].kernel}
+    found |= {"ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps)}
+    found |= {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}
+    found |= {"mfu": None if peak is None else median(rates) * flops / (job.ranks * peak), "peak_flops_per_s": peak}
+    found |= {"peak_bytes": int(median(map(max, peaks))) if all(peaks) else None}  # of any rank, in the median repeat
+    return found | {"repeats": len(repeats), "steps": steps}
 
 
 def _line(row: Row) -> str:

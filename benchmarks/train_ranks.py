@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.memory import PeakMemory, keep_freed_memory
 from benchmarks.report.files import ROOT, cpus
+from burst_plugin import ContextParallel, burst_attention
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
@@ -38,17 +39,14 @@ _PEAK_TFLOPS_PER_S = (
 
 @dataclass(frozen=True)
 class Job:
-    """One training of a GPT: `ranks` ranks, of which `context_parallel_size` share a sequence of `seq` tokens.
-
-    sequences: of a step, on all ranks; steps: those that are timed; device: "cpu" or "cuda"; nodes: machines.
-    """
+    """One training of a GPT: `ranks` ranks, of which `context_parallel_size` share a sequence of `seq` tokens."""
 
     ranks: int
     context_parallel_size: int
     seq: int
-    sequences: int
-    steps: int
-    device: str
+    sequences: int  # of a step, on all ranks
+    steps: int  # that are timed
+    device: str  # "cpu" or "cuda"
     nodes: int
     layers: int
     hidden: int
@@ -62,19 +60,17 @@ class Job:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens of a step, on all ranks."""
         return self.seq * self.sequences
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes of the model, as the examples name them."""
         return {name: getattr(self, name) for name in ("layers", "hidden", "heads", "kv_heads")}
 
 
 class Seen(NamedTuple):
-    """Parameters without the table of input embeddings, the kernel of attention, and bytes that its ring has sent."""
+    """What one rank knows of its training."""
 
-    parameters: int
+    parameters: int  # without the table of input embeddings
     kernel: str
     ring_bytes: int
 
@@ -90,29 +86,22 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A training example: the packages that it needs, the modules that take time to import, and its rank's work.
-
-    `train(job, step_ended)` trains WARM_UP + job.steps steps and calls `step_ended` after each.
-    """
+    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps."""
 
     name: str
-    packages: tuple[str, ...]
-    modules: tuple[str, ...]
+    packages: tuple[str, ...]  # that it needs
+    modules: tuple[str, ...]  # that take time to import
     train: Callable[[Job, Callable[[], None]], Seen]
 
     def absent(self) -> str | None:
         """Return why it cannot run here, or None if it can."""
-        missing = [name for name in self.packages if not _is_installed(name)]
+        missing = list(self.packages)
+        for name in self.packages:
+            with contextlib.suppress(ModuleNotFoundError):  # of what it is a part of
+                found = importlib.util.find_spec(name)
+                if found is not None and found.origin is not None:  # not just a folder, such as that of an example
+                    missing.remove(name)
         return f"not installed: {', '.join(missing)}" if missing else None
-
-
-def _is_installed(name: str) -> bool:
-    """Return whether there is a package, and not just a folder of that name, such as that of an example."""
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of what it is a part of
-        return False
-    return found is not None and found.origin is not None
 
 
 def prepare(device: str) -> None:
@@ -132,14 +121,14 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
     for module in example.modules:
         importlib.import_module(module)
     on_gpu, ends = job.device == "cuda", []
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def step_ended() -> None:
         if on_gpu:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), PeakMemory(device) as peak:
+    peak = PeakMemory(torch.device(job.device))
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak:
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
     flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
@@ -154,14 +143,11 @@ def gpu_peak_flops_per_s(name: str) -> float | None:
 
 def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.4) -> float:
     """Return what a float32 matrix product reaches with this process's threads: the best of some."""
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    torch.mm(a, b)  # the first one also sets the library up, which may take longer than all that follow
-    quickest_s, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        started = time.perf_counter()
+    a, b, ends = torch.randn(size, size), torch.randn(size, size), [time.perf_counter()]
+    while len(ends) < 3 or ends[-1] - ends[1] < seconds:  # the first product also sets the library up
         torch.mm(a, b)
-        quickest_s = min(quickest_s, time.perf_counter() - started)
-    return 2 * size**3 / quickest_s
+        ends.append(time.perf_counter())
+    return 2 * size**3 / min(stop - start for start, stop in pairwise(ends))
 
 
 def _parameters(model: nn.Module) -> int:
@@ -174,10 +160,9 @@ def _seen(parameters: int, context: Any) -> Seen:
 
 
 def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
-    """Train the quickstart's model by its step.
+    """Train the quickstart's model by its step; without context parallelism attention is the same kernel on one rank.
 
-    Without context parallelism attention is the same kernel on one rank: Megatron's own writes out every score, which
-    would not compare.
+    Megatron's own writes out every score, which would not compare.
     """
     if job.device == "cpu":
         from burst_plugin.megatron import cpu
@@ -213,14 +198,10 @@ class _OneRank(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from burst_plugin import ContextParallel
-
         self.context = ContextParallel(hierarchy=[1])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return causal attention [S, B, H · D] of q, k and v [S, B, H, D]."""
-        from burst_plugin import burst_attention
-
         out = burst_attention(*(x.transpose(0, 1) for x in (query, key, value)), self.context)
         return out.transpose(0, 1).flatten(2)
 

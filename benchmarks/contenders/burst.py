@@ -36,13 +36,9 @@ class Burst(Contender):
         if not self.several:
             return ()
         degrees = [n for n in Topology(case.nodes, case.ranks_per_node).ulysses_degrees if n > 1]
-        return (
-            replace(self, name=f"{self.name}, kv back", strategy=replace(self.strategy, backward="kv")),
-            *(
-                replace(self, name=f"{self.name}, Ulysses of {n}", strategy=replace(self.strategy, ulysses_degree=n))
-                for n in degrees
-            ),
-        )
+        options = {"kv back": {"backward": "kv"}} | {f"Ulysses of {n}": {"ulysses_degree": n} for n in degrees}
+        strategies = {name: replace(self.strategy, **each) for name, each in options.items()}  # type: ignore[arg-type]
+        return tuple(Burst(f"{self.name}, {name}", each, self.several) for name, each in strategies.items())
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         kernel = AUTO if slept is None else sleeping(case, slept)

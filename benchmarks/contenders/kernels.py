@@ -1,15 +1,22 @@
-"""The kernel under every contender: PyTorch's for CPUs, as this package calls it, or one that only takes its time.
+"""The kernel under every contender, and a stand-in for the package `flash_attn`, which needs a GPU, that calls it.
 
-Calls of GPU packages in other libraries reach the very kernel object that `burst` uses, the fastest one for this
-processor. So whatever differs between contenders is their own.
+It is PyTorch's for CPUs or one that only takes its time, the very kernel object that `burst` uses, so that whatever
+differs between contenders is their own. Libraries bind the functions (of release 2.8) once, when they are imported:
+there is one stand-in per process, and a session sets its kernel before either pass.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from itertools import accumulate
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from benchmarks.contenders.protocol import Case, Slept
 from burst_plugin.kernels import Case as KernelCase
@@ -18,6 +25,23 @@ from burst_plugin.kernels.varlen import backward_looped, forward_looped
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 from tests.support.emulated_gpu import SleepingKernel, zeros
+
+NAME = "flash_attn"
+_QKV = ("q", "k", "v")
+_ENDS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+_BUFFERS = ("dout", *_QKV, "out", "softmax_lse", "dq", "dk", "dv")
+_WHOLE = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes")
+_PASS = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap", "alibi_slopes")
+# Arguments in flash_attn's order, as far as libraries pass them by position.
+_ARGUMENTS = {
+    "flash_attn_func": (*_QKV, *_WHOLE),
+    "flash_attn_varlen_func": (*_QKV, *_ENDS, *_WHOLE),
+    "_flash_attn_forward": (*_QKV, *_PASS),
+    "_flash_attn_backward": (*_BUFFERS, *_PASS),
+    "_flash_attn_varlen_forward": (*_QKV, *_ENDS, *_PASS),
+    "_flash_attn_varlen_backward": (*_BUFFERS, *_ENDS, *_PASS),
+}
+Given = dict[str, Any]
 
 
 def sleeping(case: Case, slept: Slept, grads: torch.dtype | None = None) -> SleepingKernel:
@@ -91,3 +115,91 @@ def _padded(x: Tensor, rows: Tensor, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = int(rows[-1]) + 1
     return x.new_zeros(shape).index_copy(dim, rows, x)
+
+
+class StandIn(ModuleType):
+    """`flash_attn` and, being its own submodule, `flash_attn.flash_attn_interface`."""
+
+    kernel: Kernel
+    operators: torch.library.Library | None = None  # PyTorch's operators of that name, where they are replaced, too
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.__version__ = "2.8.3"
+        self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(NAME, None, is_package=True)
+        self.flash_attn_interface = self
+        works = {"func": _differentiable, "forward": _forward, "backward": _backward}
+        for name in _ARGUMENTS:
+            setattr(self, name, _function(self, name, works[name.rpartition("_")[2]]))
+
+
+def install() -> StandIn:
+    """Return the stand-in of this process, which `import flash_attn` gives from now on."""
+    found = sys.modules.get(NAME)
+    if not isinstance(found, StandIn):
+        found = sys.modules[NAME] = sys.modules[f"{NAME}.flash_attn_interface"] = StandIn()
+    return found
+
+
+def _function(module: StandIn, name: str, work: Callable[[StandIn, Given], Any]) -> Callable[..., Any]:
+    """Return the function of that name; a plain one, since libraries look into it."""
+
+    def function(*by_position: Any, **by_name: Any) -> Any:
+        given = dict(zip(_ARGUMENTS[name], by_position, strict=False)) | by_name
+        sides = (given.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        windows = any(size != -1 for size in (*given.get("window_size", ()), *sides))
+        if windows or given.get("dropout_p") or given.get("softcap") or given.get("alibi_slopes") is not None:
+            raise NotImplementedError("the stand-in for flash_attn has no dropout, windows, softcap or alibi")
+        return work(module, given)
+
+    return function
+
+
+def _read(given: Given, *names: str) -> tuple[Any, ...]:
+    """Return the tile, and the tensors of these names with a batch of 1 where there are sequences."""
+    packed = "cu_seqlens_q" in given
+    ends = (given["cu_seqlens_q"], given["cu_seqlens_k"]) if packed else None
+    how = tile(given.get("softmax_scale"), given.get("causal", False), given["q"].shape[-1], ends)
+    return how, *(given[name].unsqueeze(0) if packed else given[name] for name in names)
+
+
+def _differentiable(module: StandIn, given: Given) -> Tensor:
+    how, q, k, v = _read(given, *_QKV)
+    out: Tensor = _Attention.apply(module, q, k, v, how)  # type: ignore[no-untyped-call]
+    return out if how.lengths is None else out.squeeze(0)
+
+
+def _forward(module: StandIn, given: Given) -> tuple[Tensor, Tensor, None, None]:
+    how, q, k, v = _read(given, *_QKV)
+    out, lse = forward(module.kernel, q, k, v, how)
+    if how.lengths is not None:
+        return typed(module.kernel, out[0], q.dtype), lse[0], None, None
+    return out, lse, None, None  # out as wide as it was computed: callers sum it up in float32
+
+
+def _backward(module: StandIn, given: Given) -> None:
+    how, q, k, v, *saved, dq, dk, dv = _read(given, *_QKV, "dout", "out", "softmax_lse", "dq", "dk", "dv")
+    grads = backward(module.kernel, Queries(q, *saved), k, v, how)
+    for buffer, grad in zip((dq, dk, dv), grads[:3], strict=True):
+        write(module.kernel, grad, buffer)
+
+
+class _Attention(torch.autograd.Function):
+    """Attention on one rank, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, module: StandIn, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        out, lse = forward(module.kernel, q, k, v, how)
+        out = typed(module.kernel, out, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.module, ctx.how = module, how
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        kernel = ctx.module.kernel
+        grads = backward(kernel, Queries(q, dout, out, lse), k, v, ctx.how)
+        return (None, *(typed(kernel, grad, q.dtype) for grad in grads[:3]), None)

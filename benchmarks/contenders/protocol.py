@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Case:
     """Attention over nodes * ranks_per_node ranks: q [batch, seq, q_heads, head_dim] on each, k and v with kv_heads.
 
-    `seq` is tokens per rank. `documents` are the lengths of packed documents, which are causal and attend to
-    themselves alone.
+    `seq` is tokens per rank. `documents` are the lengths of packed documents, which are causal.
     """
 
     nodes: int
@@ -42,35 +41,26 @@ class Case:
     batch: int = 1
     documents: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        if self.documents and not self.causal:
-            raise ValueError("packed documents are causal here; other libraries have no others")
-
     @property
     def ranks(self) -> int:
-        """Number of ranks, of all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
     def cu_seqlens(self) -> tuple[int, ...]:
-        """Starts of the documents, and the end of the last one."""
         return (0, *accumulate(self.documents))
 
     @property
     def mask(self) -> Mask:
-        """The mask, as the package names it."""
         whole = Causal() if self.causal else Full()
         return whole & Documents(self.cu_seqlens) if self.documents else whole
 
     @property
     def shapes(self) -> Shapes:
-        """A rank's shapes, as the package names them."""
-        dim = self.head_dim
-        return Shapes(self.batch, self.seq, self.seq, self.q_heads, self.kv_heads, dim, dim, self.dtype)
+        heads, dims = (self.q_heads, self.kv_heads), (self.head_dim, self.head_dim)
+        return Shapes(self.batch, self.seq, self.seq, *heads, *dims, self.dtype)
 
 
-@dataclass(frozen=True)
-class Slept:
+class Slept(NamedTuple):
     """Seconds that one full visit takes where compute is slept: all query heads, seq queries on seq keys, no mask."""
 
     forward_s: float
@@ -79,16 +69,12 @@ class Slept:
 
 @dataclass(frozen=True)
 class Session:
-    """A contender in one rank, ready to attend on the rows `rows` [S], int64, of the sequence.
-
-    `enter` makes this session's what a library keeps per process (its kernel, its switches); it is called before
-    either pass, since sessions take turns. `cp` is the context of this project's own contenders.
-    """
+    """A contender in one rank, ready to attend on the rows `rows` [S], int64, of the sequence."""
 
     rows: Tensor
     call: Attend
-    enter: Callable[[], None] | None = None
-    cp: ContextParallel | None = None
+    enter: Callable[[], None] | None = None  # makes its own what a library keeps per process, before either pass
+    cp: ContextParallel | None = None  # of this project's contenders
 
     def shard(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of [B, ranks * S, H, D], contiguous."""
@@ -104,12 +90,11 @@ class Session:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of local rows [B, S, H, D] on the whole sequence; both passes are collective."""
-        if self.enter is None:
-            return self.call(q, k, v)
         enter = self.enter
-        enter()
+        if enter is not None:
+            enter()
         out = self.call(q, k, v)
-        if out.requires_grad:
+        if enter is not None and out.requires_grad:
             out.register_hook(lambda _: enter())  # type: ignore[no-untyped-call]
         return out
 
@@ -144,14 +129,12 @@ class Contender:
 def best_of(configurations: Sequence[Any], take_turn: Callable[[Any], None]) -> Any:
     """Return the fastest of a contender's configurations by their `typical_s` after a few turns, which alternate."""
     tried = list(configurations)
-    for _ in range(TRIALS if len(tried) > 1 else 1):
-        for each in tried:
+    for turn in range(TRIALS):
+        for each in tried if turn == 0 or len(tried) > 1 else ():
             take_turn(each)
-        best_s = min(each.typical_s for each in tried)
-        tried = [each for each in tried if each.typical_s <= _HOPELESS * best_s]
-        if len(tried) == 1:
-            break
-    return min(tried, key=lambda each: each.typical_s)
+        best = min(tried, key=lambda each: each.typical_s)
+        tried = [each for each in tried if each.typical_s <= _HOPELESS * best.typical_s]
+    return best
 
 
 def layout_rows(name: str, case: Case, *, by_document: bool = False) -> Tensor:
@@ -161,10 +144,7 @@ def layout_rows(name: str, case: Case, *, by_document: bool = False) -> Tensor:
 
 
 def import_problem(module: str, load: Callable[[], object]) -> str | None:
-    """Return why a package is not available: it is not installed, or `load` fails; None if it is.
-
-    `load` is tried in a process of its own, since it may put stand-ins in place.
-    """
+    """Return why a package is not installed, or `load` fails in a process of its own; None if it is available."""
     if importlib.util.find_spec(module) is None:
         return f"{module} is not installed; the extra `bench` has it"
     threads = torch.get_num_threads()

@@ -17,9 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import flash_attn_stand_in
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for
+from benchmarks.contenders.kernels import StandIn, install, kernel_for
 from benchmarks.contenders.protocol import Attend, Case, Contender, Session, Slept, import_problem, layout_rows
 
 _PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
@@ -83,10 +81,7 @@ def _of_one_row(function: Callable[..., Tensor], **lengths: object) -> Attend:
 
 
 def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:
-    """Return why ring-flash-attn's rings, which yunchang has too, cannot do this case; None if they can.
-
-    `joined` ranks have their tokens on one place of the ring.
-    """
+    """Return why its rings, which yunchang has too, cannot do this case; `joined` ranks share a place of the ring."""
     if ring_ranks < 2:
         return "its ring of one rank sends to itself, which gloo does not do"
     if case.dtype.itemsize > 2:
@@ -107,5 +102,5 @@ def _package() -> tuple[ModuleType, StandIn]:
     for name in ("substitute_hf_flash_attn", "update_ring_flash_attn_params"):
         setattr(adapters, name, None)
     sys.modules.setdefault("ring_flash_attn.adapters", adapters)
-    stand_in = flash_attn_stand_in.install()
+    stand_in = install()
     return importlib.import_module("ring_flash_attn"), stand_in

@@ -1,14 +1,14 @@
 """PyTorch's own context parallelism: `torch.distributed.tensor.experimental`, by its module interface.
 
 It dispatches on PyTorch's fused attention operators for GPUs. `aten::_scaled_dot_product_flash_attention` has no
-implementation for CPUs, so one is registered that calls the kernel of this process. Its older interface,
-`context_parallel(...)`, patches functions for the duration of a step; it runs the same ring.
+implementation for CPUs, so one is registered that calls the kernel of this process.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,14 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.contenders import flash_attn_stand_in
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for, tile, typed
+from benchmarks.contenders.kernels import StandIn, install, kernel_for, tile, typed
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept, layout_rows
 from burst_plugin.kernels import Queries
 
 _SEQ_DIM = 2  # of [B, H, S, D]
-_USED = ("_ContextParallel", "_cp_options", "_enable_context_parallel_dispatcher", "set_rotate_method")
 
 
 @dataclass(frozen=True)
@@ -38,10 +35,10 @@ class TorchContextParallel(Contender):
 
     def absent(self) -> str | None:
         try:
-            missing = [name for name in _USED if not hasattr(_interface(), name)]
-        except ImportError as error:
-            missing = [str(error)]
-        return f"this PyTorch ({torch.__version__}) lacks {', '.join(missing)}" if missing else None
+            _interface()
+        except (ImportError, AttributeError) as error:
+            return f"this PyTorch ({torch.__version__}) has another interface: {error}"
+        return None
 
     def refuse(self, case: Case) -> str | None:
         if case.documents:
@@ -54,12 +51,11 @@ class TorchContextParallel(Contender):
         return (replace(self, name=f"{self.name}, alltoall", rotate="alltoall"),)
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
-        interface, stand_in, kernel = _interface(), _install(), kernel_for(case, slept)
-        layer = _Attention(case.causal)
+        style, options, enable, set_rotate_method = _interface()
+        stand_in, kernel, layer = _install(), kernel_for(case, slept), _Attention(case.causal)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        style = interface._ContextParallel
         style(_SEQ_DIM, style.AttentionType.SDPA)._apply(layer, mesh)
-        interface._enable_context_parallel_dispatcher()
+        enable()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out: Tensor = layer(*(x.transpose(1, 2) for x in (q, k, v)))
@@ -67,8 +63,8 @@ class TorchContextParallel(Contender):
 
         def enter() -> None:
             stand_in.kernel = kernel
-            interface.set_rotate_method(self.rotate)
-            interface._cp_options.enable_load_balance = case.causal
+            set_rotate_method(self.rotate)
+            options.enable_load_balance = case.causal
 
         return Session(layout_rows("zigzag" if case.causal else "contiguous", case), attend, enter)
 
@@ -85,15 +81,16 @@ class _Attention(torch.nn.Module):
         return out
 
 
-def _interface() -> Any:
+def _interface() -> tuple[Any, ...]:
     from torch.distributed.tensor.experimental import _attention
 
-    return _attention
+    names = ("_ContextParallel", "_cp_options", "_enable_context_parallel_dispatcher", "set_rotate_method")
+    return attrgetter(*names)(_attention)  # type: ignore[no-any-return]
 
 
 def _install() -> StandIn:
     """Return the stand-in of this process, also as PyTorch's operator; the registration lives as long as it does."""
-    stand_in = flash_attn_stand_in.install()
+    stand_in = install()
     if stand_in.operators is None:
         operators: Any = torch.library.Library("aten", "IMPL", "CPU")  # type: ignore[no-untyped-call]
         operators.impl("_scaled_dot_product_flash_attention", partial(_forward, stand_in))
@@ -102,17 +99,9 @@ def _install() -> StandIn:
     return stand_in
 
 
-def _forward(
-    stand_in: StandIn,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[object, ...]:
+def _forward(stand_in: StandIn, *given: Any, scale: float | None = None) -> tuple[object, ...]:
+    """Attend; `given` are the operator's q, k, v and, unless left out, dropout and whether it is causal."""
+    q, k, v, is_causal = *given[:3], given[4] if len(given) > 4 else False
     how = tile(scale, is_causal, q.shape[3])
     found, lse = stand_in.kernel.forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), how)
     state = torch.zeros((), dtype=torch.int64)  # of the random numbers, of which there are none

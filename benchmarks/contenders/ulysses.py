@@ -1,9 +1,8 @@
 """DeepSpeed-Ulysses: all-to-alls swap the sequence for the heads, so that each rank attends with some whole heads.
 
 The package is as published, with both of its layers: `DistributedAttention`, and where there are fewer key/value
-heads than ranks `UlyssesSPAttentionHF`, which sends each of them to several. The local attention is
-`flash_attn_func`, of packed documents `flash_attn_varlen_func`, here stand-ins. The shared-memory collectives, which
-it would compile, are left out: there is no all-to-all among them.
+heads than ranks `UlyssesSPAttentionHF`, which sends each of them to several. The local attention is flash_attn's, of
+which there is a stand-in.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import flash_attn_stand_in
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for
+from benchmarks.contenders.kernels import StandIn, install, kernel_for
 from benchmarks.contenders.protocol import Attend, Case, Contender, Session, Slept, layout_rows
 from burst_plugin.deepspeed import cpu
 
@@ -34,8 +31,7 @@ class Ulysses(Contender):
     name: str = "Ulysses"
 
     def absent(self) -> str | None:
-        """See `Contender.absent`. Imports DeepSpeed, so that ranks forked from here need not."""
-        try:
+        try:  # here, so that ranks forked from here need not
             _imported("deepspeed.sequence.layer")
             _imported("deepspeed.runtime.sequence_parallel.ulysses_sp")
         except Exception as error:  # whatever an import may raise
@@ -48,7 +44,7 @@ class Ulysses(Contender):
         return None
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
-        stand_in, kernel = flash_attn_stand_in.install(), kernel_for(case, slept)
+        stand_in, kernel = install(), kernel_for(case, slept)
         _imported("deepspeed").init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         layer = _replicating if case.kv_heads < case.ranks else _distributed
         rows = layout_rows("contiguous", case)
@@ -72,16 +68,10 @@ def _replicating(case: Case, local: Attend, rows: Tensor) -> Attend:
     def transposed(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, **_: object) -> tuple[Tensor, None]:
         return local(*(x.transpose(1, 2) for x in (q, k, v))), None
 
+    sizes = {"batch_size": case.batch, "local_seq_length": case.seq, "global_seq_length": case.seq * case.ranks}
+    sizes |= {"attn_head_count": case.q_heads, "kv_head_count": case.kv_heads, "attn_head_size": case.head_dim}
     layer = _imported("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
-        transposed,
-        batch_size=case.batch,
-        attn_head_count=case.q_heads,
-        attn_head_size=case.head_dim,
-        kv_head_count=case.kv_heads,
-        num_hidden_layers=1,
-        process_group=dist.group.WORLD,
-        local_seq_length=case.seq,
-        global_seq_length=case.seq * case.ranks,
+        transposed, **sizes, num_hidden_layers=1, process_group=dist.group.WORLD
     )
     module = SimpleNamespace(training=True)  # of transformers; the layer notes query heads per key head in it
     position_ids = rows.expand(case.batch, -1).contiguous()

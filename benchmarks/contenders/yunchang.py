@@ -1,7 +1,4 @@
-"""USP, of the package yunchang: Ulysses within groups of ranks, and ring-flash-attn's ring between the groups.
-
-The package is as published; `flash_attn`, which it imports, is a stand-in.
-"""
+"""USP, of the package yunchang as published: Ulysses within groups of ranks, ring-flash-attn's ring between them."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import flash_attn_stand_in
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for
+from benchmarks.contenders.kernels import StandIn, install, kernel_for
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept, import_problem
 from benchmarks.contenders.ring_flash_attn import refuse_ring
 
@@ -25,8 +20,7 @@ from benchmarks.contenders.ring_flash_attn import refuse_ring
 class USP(Contender):
     """`LongContextAttention`, or `UlyssesAttention` where one group has all ranks and no ring is left.
 
-    `ulysses_degree` is the number of ranks of a group, which are consecutive; None is as many of a node's as the
-    heads allow: then the all-to-alls stay inside nodes and the ring runs between them.
+    `ulysses_degree` is the number of ranks of a group; None is as many of a node's as the heads allow.
     """
 
     name: str = "USP"
@@ -52,8 +46,7 @@ class USP(Contender):
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         yunchang, stand_in = _package()
-        ulysses, ring = self._sizes(case)
-        rank = dist.get_rank()
+        (ulysses, ring), rank = self._sizes(case), dist.get_rank()
         yunchang.set_seq_parallel_pg(ulysses, ring, rank, case.ranks, use_ulysses_low=True)
         kind = "zigzag" if case.causal and ring > 1 else "basic"
         whole = torch.arange(case.ranks * case.seq).unsqueeze(0)
@@ -72,5 +65,5 @@ class USP(Contender):
 
 
 def _package() -> tuple[Any, StandIn]:
-    stand_in = flash_attn_stand_in.install()
+    stand_in = install()
     return importlib.import_module("yunchang"), stand_in

@@ -58,18 +58,15 @@ class Case:
 
     @property
     def topology(self) -> str:
-        """Nodes × ranks per node."""
         return f"{self.what['nodes']}×{self.what['ranks_per_node']}"
 
     @property
     def rate(self) -> str:
-        """Rate of a NIC."""
         rate_mbit = self.what["rate_mbit"]
         return "no limit" if rate_mbit is None else f"{rate_mbit:g} mbit"
 
     @property
     def heads(self) -> str:
-        """Query heads / key-value heads."""
         return f"{self.what['q_heads']}/{self.what['kv_heads']}"
 
     @property

@@ -1,9 +1,6 @@
 """Result files: rows as JSON, with the machine, the versions, the commit and the load that they were measured under.
 
-recording = Recording("cluster", settings, path)
-for setting in ...:
-    recording.measure(lambda: rows_of(setting))  # in FILE.so-far from now on
-recording.save()  # in FILE
+While a benchmark runs, its rows are in FILE.so-far; at the end they are in FILE.
 """
 
 from __future__ import annotations
@@ -35,18 +32,12 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Load:
-    """What else ran during a measurement.
+    """What else ran during a measurement."""
 
-    Attributes:
-        before, after: load averages of the last minute; `after` contains the benchmark's own ranks.
-        others: share of the CPUs' time that other programs used.
-        stolen: share that the hypervisor gave to other machines.
-    """
-
-    before: float = 0.0
-    after: float = 0.0
-    others: float = 0.0
-    stolen: float = 0.0
+    before: float = 0.0  # load average of the last minute
+    after: float = 0.0  # the same, which contains the benchmark's own ranks
+    others: float = 0.0  # share of the CPUs' time that other programs used
+    stolen: float = 0.0  # share that the hypervisor gave to other machines
 
     @property
     def busy(self) -> bool:
@@ -55,18 +46,15 @@ class Load:
 
     def in_words(self) -> str:
         """Return what a reader of such figures has to know."""
-        return (
-            f"measured on a busy machine: {self.others:.0%} of its CPUs' time went to other programs, "
-            f"{self.stolen:.0%} to other virtual machines"
-        )
+        others = f"{self.others:.0%} of its CPUs' time went to other programs"
+        return f"measured on a busy machine: {others}, {self.stolen:.0%} to other virtual machines"
 
 
 class Watch:
     """Measures, as a context manager, what other programs did to the CPUs meanwhile; see `load` afterwards.
 
-    The CPU time of this process and of its children, running or waited for, is subtracted from that of the whole
-    machine. Neither includes interrupts, in which the packets of the emulated links are moved. The load average
-    would not do as a criterion: it lags by a minute and counts the benchmark's own ranks.
+    Neither the machine's time nor this program's, which is subtracted, includes interrupts, in which emulated packets
+    move. The load average would not do as a criterion: it lags by a minute and counts the benchmark's own ranks.
     """
 
     load: Load
@@ -83,10 +71,7 @@ class Watch:
 
 
 def read_clock() -> tuple[float, float, float, float]:
-    """Return CPU seconds of all processes, of this program, and taken by a hypervisor; wall-clock seconds times CPUs.
-
-    Of the CPUs that this process may use. Its own time includes torchrun's ranks.
-    """
+    """Return CPU seconds of all processes, of this program and of the hypervisor, and the wall clock times CPUs."""
     mine, top = cpus(), psutil.Process()
     if under_torchrun():
         top = top.parent() or top
@@ -110,13 +95,11 @@ def cpus() -> set[int]:
 
 
 def machine(on_gpu: bool = False) -> dict[str, Any]:
-    """Return the CPU, its usable cores, memory and kernel and, if they are used, the GPUs with their driver.
-
-    Asking torch for GPUs would make a CUDA context, after which no rank can be forked.
-    """
+    """Return the CPU, its usable cores, memory and kernel and, if they are used, the GPUs with their driver."""
     found = None
     with suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    # Asking torch for GPUs would make a CUDA context, after which no rank can be forked.
     smi = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader") if on_gpu else None
     gpus = [line.rsplit(", ", 1) for line in (smi or "").splitlines()]
     return {
@@ -158,10 +141,9 @@ def commit() -> str:
 def _said(*command: str) -> str | None:
     """Return what a command prints, or None if it fails."""
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 @dataclass(frozen=True)
@@ -181,15 +163,12 @@ class Result:
 
 @dataclass
 class Recording:
-    """A run of a benchmark. `rows` are those measured so far, each with its `commit` and `load`.
-
-    `out` is the file of the result; None saves nothing. `on_gpu` says whether GPUs compute.
-    """
+    """A run of a benchmark. `rows` are those measured so far, each with its `commit` and `load`."""
 
     benchmark: str
     settings: Mapping[str, Any]
-    out: Path | None
-    on_gpu: bool = False
+    out: Path | None  # file of the result; None saves nothing
+    on_gpu: bool = False  # whether GPUs compute
     rows: list[Row] = field(default_factory=list)
 
     def measure(self, measure: Callable[[], list[Row]]) -> list[Row]:
@@ -204,37 +183,31 @@ class Recording:
 
     def save(self) -> None:
         """Write FILE, say where it is, and warn if the machine was busy."""
-        written = self._write()
-        if self.out is not None and written is not None:
-            written.replace(self.out)
+        load = self._write()
+        if self.out is not None:
+            self._so_far.replace(self.out)
             print(f"Results: {os.path.relpath(self.out)}")
-            if self._load.busy:
-                print(f"BUSY MACHINE: {self._load.in_words()}. Run it again when the machine is idle.")
+            if load.busy:
+                print(f"BUSY MACHINE: {load.in_words()}. Run it again when the machine is idle.")
 
     @property
-    def _load(self) -> Load:
-        """The heaviest load of any row."""
-        loads = [Load(**row["load"]) for row in self.rows if "load" in row]
-        return max(loads, key=lambda load: load.others + load.stolen, default=Load())
+    def _so_far(self) -> Path:
+        assert self.out is not None
+        return self.out.with_name(f"{self.out.name}.so-far")
 
-    def _write(self) -> Path | None:
-        """Write FILE.so-far, which appears whole or not at all."""
+    def _write(self) -> Load:
+        """Write FILE.so-far; returns the heaviest load of any row."""
+        loads = [Load(**row["load"]) for row in self.rows if "load" in row]
+        load = max(loads, key=lambda load: load.others + load.stolen, default=Load())
         if self.out is None:
-            return None
+            return load
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         where = (commit(), date, machine(self.on_gpu), versions())
-        load, settings = self._load, dict(self.settings)
-        result = Result(self.benchmark, *where, asdict(load), load.busy, settings, self.rows)
+        result = Result(self.benchmark, *where, asdict(load), load.busy, dict(self.settings), self.rows)
         text = json.dumps(asdict(result), indent=1, allow_nan=False)
-        path = self.out.with_name(f"{self.out.name}.so-far")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text + "\n")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        return path
+        self._so_far.parent.mkdir(parents=True, exist_ok=True)
+        self._so_far.write_text(text + "\n")
+        return load
 
 
 def default_path(name: str, on_gpu: bool = False) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from benchmarks import RefusedError
 from benchmarks.report import Case, absent, busy, cases, contenders, machine, measured, ranks
-from benchmarks.report.files import RESULTS, ROOT, Result, Row, load
+from benchmarks.report.files import RESULTS, ROOT, Result, load
 
 # Okabe and Ito's, which colour-blind readers can tell apart; for contenders in the order of the file.
 COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#999999", "#F0E442")
@@ -39,6 +39,8 @@ def run(options: argparse.Namespace) -> int:
         except (OSError, ValueError) as error:
             raise RefusedError(f"{path} cannot be read: {error}") from None
         if result.benchmark in _PAINTERS:
+            if not any(map(measured, result.rows)):
+                raise RefusedError(f"{path} has no case that was measured")
             picture = options.out / f"{path.stem}.png"
             figure = _PAINTERS[result.benchmark](result)
             figure.savefig(picture, dpi=_DPI, pil_kwargs={"optimize": True})
@@ -52,13 +54,9 @@ def run(options: argparse.Namespace) -> int:
 def draw_cluster(result: Result) -> Any:
     """Draw bars of time over the bound; a panel for each topology (rows) and rate (columns)."""
     every = [case for group in cases(result) for case in group]
-    if not every:
-        raise RefusedError("the result has no case that was measured")
-    topologies = list(dict.fromkeys(case.topology for case in every))
-    rates = list(dict.fromkeys(case.rate for case in every))
+    topologies, rates = (list(dict.fromkeys(getattr(case, name) for case in every)) for name in ("topology", "rate"))
     names = contenders(every)
-    height = 1.5 + 2.35 * len(topologies)
-    figure, axes = _panels(len(topologies), len(rates), height, sharey="row")
+    figure, axes = _panels(len(topologies), len(rates), 1.5 + 2.35 * len(topologies), sharey="row")
     for row, topology in enumerate(topologies):
         for column, rate in enumerate(rates):
             axis = axes[row][column]
@@ -95,16 +93,13 @@ def _bars(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
 def draw_attention(result: Result) -> Any:
     """Draw the share of the kernel's rate over the length; a line per contender, a panel per kind of case."""
     panels = cases(result, "ranks", "dtype", "causal", "q_heads", "kv_heads")
-    if not panels:
-        raise RefusedError("the result has no case that was measured")
     names = contenders([case for group in panels for case in group])
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     figure, axes = _panels(rows, columns, 1.3 + 3.3 * rows, sharey=True)
-    flat = [axis for line in axes for axis in line]
-    for axis in flat[len(panels) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for number, (axis, group) in enumerate(zip(flat, panels, strict=False), 1):
+    for number, (axis, group) in enumerate(zip(axes.flat, panels, strict=False), 1):
         ends = _lines(axis, group, names)
         what = group[0].what
         mask = "causal" if what["causal"] else "full"
@@ -142,10 +137,7 @@ def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> dict[str, 
 
 
 def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str, str]) -> None:
-    """Write contenders and their last shares right of their lines' ends, each at least a line of text apart.
-
-    Beneath come the colours of `others`, which have no line here, and may have one in another panel.
-    """
+    """Write contenders and their last shares right of their lines, a line of text apart; beneath come `others`."""
     place = axis.get_ylim()[1]
     names = [(share, f"{name}, {share:.0%}", colour) for name, (share, colour) in ends.items()]
     names += [(0.0, f"{name}: ×", colour) for name, colour in others.items()]
@@ -159,22 +151,22 @@ def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str,
 def draw_train(result: Result) -> Any:
     """Draw bars of tokens per second, with MFU and memory written beside them; a panel for each example."""
     rows = list(filter(measured, result.rows))
-    if not rows:
-        raise RefusedError("the result has no training that was measured")
     examples = list(dict.fromkeys(row["example"] for row in rows))
     figure, axes = _panels(len(examples), 1, 1.1 + 1.75 * len(examples), sharex=True)
     for axis, example in zip(axes[:, 0], examples, strict=True):
-        mine = [row for row in rows if row["example"] == example]
+        mine, labels = [row for row in rows if row["example"] == example], []
         for place, row in enumerate(mine):
-            parallel = row["context_parallel_size"] > 1
-            axis.barh(place, row["tokens_per_s"], 0.66, color=COLOURS[0] if parallel else COLOURS[6])
+            size, count = row["context_parallel_size"], row["tokens_per_step"] // row["seq"]
+            sequences = f"{count} sequence{'s' if count > 1 else ''} of {row['seq']:,}"
+            labels.append(f"{sequences},\n{f'each on {size} ranks' if size > 1 else 'one per rank'}")
+            axis.barh(place, row["tokens_per_s"], 0.66, color=COLOURS[0] if size > 1 else COLOURS[6])
             ends = [row["tokens_per_s_min"], row["tokens_per_s_max"]]
             axis.plot(ends, [place, place], color="0.2", linewidth=1)
             mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.0%}"
             memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
             words = f"  {row['tokens_per_s']:,.0f} tokens/s{mfu}{memory}"
             axis.text(max(ends), place, words, va="center", fontsize=9.5)
-        axis.set_yticks(range(len(mine)), list(map(_training, mine)), fontsize=9.5)
+        axis.set_yticks(range(len(mine)), labels, fontsize=9.5)
         axis.invert_yaxis()
         axis.tick_params(axis="y", length=0)
         title = f"{example}, {mine[0]['ranks']} ranks, {mine[0]['tokens_per_step']:,} tokens in a step"
@@ -183,13 +175,6 @@ def draw_train(result: Result) -> Any:
     axes[-1, 0].set_xlabel("tokens/s, all ranks")
     _finish(figure, result, "Training with and without context parallelism", [])
     return figure
-
-
-def _training(row: Row) -> str:
-    count = row["tokens_per_step"] // row["seq"]
-    sequences = f"{count} sequences of {row['seq']:,}" if count > 1 else f"1 sequence of {row['seq']:,}"
-    size = row["context_parallel_size"]
-    return f"{sequences},\n{f'each on {size} ranks' if size > 1 else 'one per rank'}"
 
 
 def _panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any, Any]:
@@ -216,8 +201,4 @@ def _finish(figure: Any, result: Result, title: str, names: Sequence[str]) -> No
         figure.legend(handles=handles, frameon=False, fontsize=10, handlelength=1.2, columnspacing=1.6, **where)
 
 
-_PAINTERS: dict[str, Callable[[Result], Any]] = {
-    "cluster": draw_cluster,
-    "attention": draw_attention,
-    "train": draw_train,
-}
+_PAINTERS = {"cluster": draw_cluster, "attention": draw_attention, "train": draw_train}

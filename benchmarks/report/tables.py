@@ -52,19 +52,16 @@ def update(results: Mapping[Path, Result], page: Path, summary_page: Path, *, ch
 
 
 def tables(results: Mapping[Path, Result], directory: Path) -> str:
-    """Return all tables, by benchmark and by the name of the file, each with its machine beneath.
-
-    A picture comes before its table if `bench draw` has left it in `directory`, that of the page.
-    """
+    """Return all tables by benchmark and file, each beneath its picture in `directory`, if any, above its machine."""
     parts = []
     for name, write in {"cluster": _cluster, "attention": _attention, "train": _train}.items():
         for path, result in ((path, result) for path, result in results.items() if result.benchmark == name):
             picture = f"{path.stem}.png"
             if (directory / picture).exists():
                 parts.append(f"![{name} on {result.machine['cpu']}]({picture})")
-            found = {package: result.versions.get(package) for package in ("python", *PACKAGES)}
-            packages = [f"{package} {version}" for package, version in found.items() if version]
-            parts += [*write(result), _beneath(result, f"; {', '.join(packages)}")]
+            found = [(package, result.versions.get(package)) for package in ("python", *PACKAGES)]
+            packages = "; " + ", ".join(f"{package} {version}" for package, version in found if version)
+            parts += [*write(result), _beneath(result, packages)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
 
 
@@ -78,7 +75,6 @@ def summary(results: Mapping[Path, Result]) -> str:
 
 
 def _cluster(result: Result) -> list[str]:
-    """Write times over the bound, or over the first contender's, by topology, rate and heads."""
     parts = []
     for group in cases(result, "compute", "nic", "latency_ms"):
         names, first = contenders(group), group[0]
@@ -87,7 +83,11 @@ def _cluster(result: Result) -> list[str]:
         body = []
         for case in group:
             yardsticks = " / ".join(_milliseconds(case.yardstick_s(direction)) for direction in case.directions())
-            body.append([case.topology, case.rate, case.heads, yardsticks, *(_ratios(case, name) for name in names)])
+            body.append([case.topology, case.rate, case.heads, yardsticks])
+            for name in names:
+                ratios = [case.ratio(name, direction) for direction in case.directions()]
+                cell = " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+                body[-1].append("refused" if case.refusal(name) else cell)
         meaning = f" The bound is the longer of computing and of sending all bytes of {names[0]} over the link."
         if first.what["documents"]:
             meaning = " The bound is computing, if ranks have even work and wait for nothing."
@@ -98,15 +98,7 @@ def _cluster(result: Result) -> list[str]:
     return parts
 
 
-def _ratios(case: Case, contender: str) -> str:
-    ratios = [case.ratio(contender, direction) for direction in case.directions()]
-    if case.refusal(contender):
-        return "refused"
-    return " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
-
-
 def _cluster_summary(result: Result) -> str:
-    """Sum up by link: the first contender's time over the bound, and the others' over its own."""
     groups = cases(result, "rate_mbit")
     every = [case for group in groups for case in group]
     ours, *others = contenders(every)
@@ -127,7 +119,6 @@ def _cluster_summary(result: Result) -> str:
 
 
 def _both_over(case: Case, contender: str, ours: str) -> float | None:
-    """Return the time of all directions over that of `ours`."""
     theirs, own = ([case.row(name, direction) for direction in case.directions()] for name in (contender, ours))
     if None in theirs or None in own:
         return None
@@ -136,7 +127,6 @@ def _both_over(case: Case, contender: str, ours: str) -> float | None:
 
 
 def _attention(result: Result) -> list[str]:
-    """Write time and share of the kernel's rate, by length; then what rate that is, and the memory."""
     parts = []
     for group in cases(result, "ranks", "dtype", "causal"):
         what, names = group[0].what, contenders(group)
@@ -174,7 +164,6 @@ def _rate_and_memory(row: Row) -> str:
 
 
 def _attention_summary(result: Result) -> str:
-    """Sum up by type: shares of the rate that the kernel has on one rank, without variants of ours."""
     groups = cases(result, "ranks", "dtype", "causal")
     ours, *others = contenders([case for group in groups for case in group])
     names = [ours, *(name for name in others if not name.startswith(ours))]
@@ -193,7 +182,6 @@ def _attention_summary(result: Result) -> str:
 
 
 def _train(result: Result) -> list[str]:
-    """Write tokens per second, MFU and memory of the examples."""
     head = ["example", "ranks", "ranks that share a sequence", "tokens in a sequence", "tokens in a step", "tokens/s"]
     body = []
     for row in filter(measured, result.rows):
@@ -212,7 +200,6 @@ def _train(result: Result) -> list[str]:
 
 
 def _missing(result: Result, group: Sequence[Case], name: Callable[[Case], str]) -> list[str]:
-    """Write a line for each contender that was absent, and one for each reason to refuse a case."""
     lines = [f"- absent, not measured: {contender} ({reason})" for contender, reason in absent(result.rows).items()]
     refused: dict[tuple[str, str], list[Case]] = {}
     for case in group:
@@ -225,13 +212,11 @@ def _missing(result: Result, group: Sequence[Case], name: Callable[[Case], str])
 
 
 def _beneath(result: Result, more: str = "") -> str:
-    """Write where something was measured, and whether anything else ran there."""
     said = busy(result)
     return f"{f'**{said[0].upper()}{said[1:]}.** ' if said else ''}<sub>{machine(result)}{more}</sub>"
 
 
 def _markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Return a table, whose cells may not have bars of their own."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 

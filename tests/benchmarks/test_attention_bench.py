@@ -26,8 +26,10 @@ from benchmarks.attention_ranks import (
     KERNEL_ALONE,
     SILENT,
     Entry,
+    Gradients,
     Measured,
     Times,
+    Whole,
     World,
     largest_error,
     rounds,
@@ -35,7 +37,6 @@ from benchmarks.attention_ranks import (
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.contenders.protocol import TRIALS, best_of
-from benchmarks.one_rank import Gradients, Whole
 from benchmarks.report.files import load
 from benchmarks.stubs import InProcessRing, NullTransport, without_transfers
 from burst_plugin import Causal, Strategy, Topology, VirtualRing
@@ -276,7 +277,7 @@ def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(
     memory = SimpleNamespace(available=2 * 10**9)
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     assert main(["attention", "--ranks", "8", "--seq", "64"]) == 2
-    assert "at most 4 fit" in capsys.readouterr().err
+    assert "8 processes do not fit into memory, at most 4 do" in capsys.readouterr().err
 
 
 def test_peak_memory_is_what_was_held_at_once() -> None:

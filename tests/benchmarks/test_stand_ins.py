@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.contenders import Case, Slept, kernels
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import kernel_for, sleeping, tile
+from benchmarks.contenders.kernels import StandIn, kernel_for, sleeping, tile
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import _backward, _forward
 from benchmarks.contenders.yunchang import USP
