@@ -113,6 +113,7 @@ class Entry:
     backward: Callable[[Any], Any]
     ranks: Sequence[int] | None = None
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    close: Callable[[], None] = lambda: None
     times: Times = field(default_factory=Times)
 
     def take_turn(self, world: World) -> None:
@@ -135,7 +136,6 @@ class Entry:
 
     @property
     def typical_s(self) -> float:
-        """Median of both passes together."""
         return median(self.times.both_s)
 
 
@@ -148,8 +148,8 @@ class Measured(NamedTuple):
     errors: dict[str, float]
 
 
-# A contender to be timed: its passes, what puts their results together (collective), and the rank states of a ring.
-Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], tuple[Any, ...]]
+# A contender to be timed: its passes, what gathers their results, the rank states of a ring, and what closes it.
+Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], Any, Callable[[], None]]
 
 
 def measure(
@@ -168,18 +168,21 @@ def measure(
         tried, silent = [], {}
         for each in configurations:
             with PeakMemory(world.device) as peak:
-                forward, backward, gather, states = (_virtual_ready if virtual else _ready)(each, case, whole)
+                forward, backward, gather, states, close = (_virtual_ready if virtual else _ready)(each, case, whole)
                 saved = forward()
                 grads = backward(saved)
             peaks[each.name], errors[each.name] = peak.nbytes, largest_error(gather(saved, grads), expected)
             del saved, grads
-            tried.append(Entry(each.name, forward, backward))
+            tried.append(Entry(each.name, forward, backward, close=close))
             if states:
                 within = partial(without_transfers, states, [NullTransport() for _ in states])
-                silent[each.name] = replace(tried[-1], name=each.name + SILENT, within=within, times=Times())
+                silent[each.name] = Entry(each.name + SILENT, forward, backward, within=within)
         best = best_of(tried, lambda entry: entry.take_turn(world))
         entries += [best, *(entry for name, entry in silent.items() if name == best.name)]
-    return Measured(kernel.name, rounds(entries, world, count), peaks, errors)
+    times = rounds(entries, world, count)
+    for entry in entries:
+        entry.close()
+    return Measured(kernel.name, times, peaks, errors)
 
 
 def group_rank(rank: int, case: Case, able: Mapping[str, Sequence[Contender]], count: int) -> Measured:
@@ -214,6 +217,7 @@ def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
         lambda out: torch.autograd.grad(out, leaves, dout),
         lambda out, grads: Gradients(*(session.unshard(x) for x in (out, *grads))),
         () if session.cp is None else (session.cp.rank_state,),
+        session.close,
     )
 
 
@@ -234,7 +238,7 @@ def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
         columns = ([queries.out for queries in saved[1]], *zip(*grads, strict=True))
         return Gradients(*map(ring.unshard, columns))
 
-    return forward, backward, gather, ring.rank_states
+    return forward, backward, gather, ring.rank_states, lambda: None
 
 
 def fastest(whole: Whole, causal: bool, most: Callable[[float], float]) -> OneRank:

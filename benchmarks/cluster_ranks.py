@@ -43,12 +43,12 @@ class Entry:
 
     def close(self) -> None:
         """Destroy its groups: each has a thread that wakes up a hundred times a second, though nothing is sent."""
-        for group in self.groups:
+        self.session.close()
+        for group in self.groups & _groups():
             dist.destroy_process_group(group)
 
     @property
     def typical_s(self) -> float:
-        """Sum of the medians of both passes, by which contenders are compared, too."""
         return sum(median(times) for times in self.times.values())
 
 
@@ -103,9 +103,6 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
     if slept is not None:
         _defer_transfers()
     kept = best_of(prepared, lambda entry: _take_turn(entry, inputs))
-    for entry in prepared:
-        if entry is not kept:
-            entry.close()
     kept.forget_times()
     return kept
 

@@ -76,8 +76,7 @@ def measure(layers: int, steps: int, ranks: int) -> list[Row]:
     for moving in ("kv", "q"):
         found = []
         for parts in (1, _PARTS):
-            timeout_s = 60.0 + 0.05 * parts * steps * layers
-            books, _ = run_ranks(_over_gloo, 2, moving, parts, layers, steps, timeout_s=timeout_s)
+            books, _ = run_ranks(_over_gloo, 2, moving, parts, layers, steps, timeout_s=60.0 + 0.2 * steps * layers)
             found.append(books.rows("2 processes on gloo", Topology(1, 2), moving, layers * 2 * parts))
         rows += [few | _by_visits(few, more) for few, more in zip(*found, strict=True)]
     return rows

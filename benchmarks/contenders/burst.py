@@ -18,8 +18,8 @@ from burst_plugin.strategy import AUTO
 class Burst(Contender):
     """`burst_attention` by a strategy, whose kernel and ranks per node are those of the case.
 
-    With `several` the rest is open, as to a user of `burst plan`: how many ranks exchange heads, or, without an
-    exchange, keys and values moving backward; and on described links parts as the planner says.
+    With `several` the rest is open, as to a user of `burst plan`: how many ranks exchange heads or, if none do, what
+    moves backward; and on described links parts as the planner says.
     """
 
     strategy: Strategy = Strategy()  # noqa: RUF009, it is frozen

@@ -98,6 +98,11 @@ class Session:
             out.register_hook(lambda _: enter())  # type: ignore[no-untyped-call]
         return out
 
+    def close(self) -> None:
+        """Close the context of this project's contenders; collective."""
+        if self.cp is not None:
+            self.cp.close()
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -127,13 +132,16 @@ class Contender:
 
 
 def best_of(configurations: Sequence[Any], take_turn: Callable[[Any], None]) -> Any:
-    """Return the fastest of a contender's configurations by their `typical_s` after a few turns, which alternate."""
+    """Return the fastest of a contender's configurations by their `typical_s` after some turns; close the others."""
     tried = list(configurations)
     for turn in range(TRIALS):
         for each in tried if turn == 0 or len(tried) > 1 else ():
             take_turn(each)
         best = min(tried, key=lambda each: each.typical_s)
         tried = [each for each in tried if each.typical_s <= _HOPELESS * best.typical_s]
+    for each in configurations:
+        if each is not best:
+            each.close()
     return best
 
 

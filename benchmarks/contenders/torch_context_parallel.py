@@ -25,13 +25,10 @@ _SEQ_DIM = 2  # of [B, H, S, D]
 
 @dataclass(frozen=True)
 class TorchContextParallel(Contender):
-    """Its ring with the head-tail load balancer where causal, which is zigzag.
-
-    `rotate` is how keys and values move in the forward pass: "allgather", PyTorch's default, or "alltoall", a ring.
-    """
+    """Its ring, with the head-tail load balancer where causal, which is zigzag."""
 
     name: str = "PyTorch context_parallel"
-    rotate: str = "allgather"
+    rotate: str = "allgather"  # keys and values in the forward pass, PyTorch's default; or "alltoall", a ring
 
     def absent(self) -> str | None:
         try:

@@ -1,7 +1,4 @@
-"""What is made of measurements: result files (`files`), tables of the pages (`tables`), pictures (`pictures`).
-
-Here is what tables and pictures share: the rows of a result by case, and figures computed from them.
-"""
+"""What tables and pictures of results share: the rows of a result by case, and figures computed from them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class Load:
 
     @property
     def busy(self) -> bool:
-        """Whether more than `BUSY` of the CPUs' time went elsewhere."""
         return self.others + self.stolen > BUSY
 
     def in_words(self) -> str:

@@ -168,10 +168,13 @@ class Sleeper:
     """A configuration that takes these seconds, one turn after the other, the last ones again and again."""
 
     def __init__(self, *seconds: float) -> None:
-        self.seconds, self.turns = seconds, 0
+        self.seconds, self.turns, self.closed = seconds, 0, False
 
     def take_turn(self) -> None:
         self.turns += 1
+
+    def close(self) -> None:
+        self.closed = True
 
     @property
     def typical_s(self) -> float:
@@ -182,6 +185,7 @@ def test_of_a_contenders_configurations_the_fastest_in_trials_is_timed() -> None
     slower, fastest, hopeless = Sleeper(0.18), Sleeper(0.2, 0.15), Sleeper(0.3)  # one is slow the first time
     assert best_of([slower, fastest, hopeless], Sleeper.take_turn) is fastest
     assert [each.turns for each in (slower, fastest, hopeless)] == [TRIALS, TRIALS, 1]
+    assert [each.closed for each in (slower, fastest, hopeless)] == [True, False, True]
     alone = Sleeper(1.0)
     assert best_of([alone], Sleeper.take_turn) is alone
     assert alone.turns == 1
