@@ -85,11 +85,10 @@ def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:
     if ring_ranks < 2:
         return "its ring of one rank sends to itself, which gloo does not do"
     if case.dtype.itemsize > 2:
-        why = (
-            "its backward pass sums up in `buffer.to(torch.float32)`, which for that type is the buffer itself, and "
+        return (
+            f"its gradients are wrong in {str(case.dtype).removeprefix('torch.')}: its backward pass sums up in "
+            "`buffer.to(torch.float32)`, which is the buffer itself, and writes the part of the next visit into it"
         )
-        why += "writes the part of the next visit into it"
-        return f"its gradients are wrong in {str(case.dtype).removeprefix('torch.')}: {why}"
     if not case.causal and case.dtype is not torch.bfloat16:
         return "its ring for full attention returns dq in bfloat16 whatever the inputs are"
     if case.causal and case.seq * joined % 2:
