@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks import RefusedError, cluster, cluster_ranks
+from benchmarks import RefusedError, cluster
 from benchmarks.cluster import case_of, drawn_documents, lines, rows_of, verdicts
 from benchmarks.contenders import Case, Slept
 from benchmarks.contenders.burst import Burst
@@ -25,7 +20,6 @@ from burst_plugin import Strategy
 from burst_plugin.planning.planner import Links
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
-from tests.support.ranks import run_ranks
 
 SLEPT = Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
@@ -104,51 +98,6 @@ def test_what_takes_no_time_has_no_ratio() -> None:
     rows = measured({"forward": [0.3], "backward": [0.7]})
     (line,) = lines([{**row, "bound_s": 0.0} for row in rows])
     assert "x the bound" not in line
-
-
-def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
-    script = """if True:
-        import os, threading
-        from benchmarks.cluster_ranks import _defer_transfers
-        done = threading.Event()
-        mover = threading.Thread(target=done.wait)
-        mover.start()
-        _defer_transfers()
-        print(*map(os.sched_getscheduler, (threading.get_native_id(), mover.native_id)))
-        done.set()
-    """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    ranks, movers = map(int, found.stdout.split())
-    assert (ranks, movers) == (os.sched_getscheduler(0), os.SCHED_IDLE)
-
-
-def turns_in_rank(_: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Groups of each turn: all there are, and those of the contender whose turn it is; in the end; their threads."""
-    turns = []
-    take_turn = cluster_ranks._take_turn
-
-    def recorded(entry: cluster_ranks.Entry, *arguments: Any, **named: Any) -> None:
-        turns.append((len(cluster_ranks._groups()), len(entry.groups)))
-        take_turn(entry, *arguments, **named)
-
-    case = Case(1, 2, 8, 2, 2, 8, torch.float32, causal=False)
-    able = {"burst": Burst("burst", several=True).configurations(case)}
-    with patch.multiple(cluster_ranks, _take_turn=recorded, interface_bytes=lambda: (0, 0), LEAD_S=0.01):
-        cluster_ranks.measure_in_rank(0, case, able, Slept(0.001, 0.001), rounds=1)
-    gc.collect()
-    return turns, len(cluster_ranks._groups()), sum("gloo_tcp_loop" in name for name in thread_names())
-
-
-def thread_names() -> list[str]:
-    return [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-
-
-def test_process_groups_are_destroyed_with_their_contender() -> None:
-    for turns, groups, threads in run_ranks(turns_in_rank, 2):
-        assert turns[0] == (1, 0), "it begins with the group of all ranks"
-        all_groups, own = turns[-1]
-        assert max(turns)[0] > all_groups == 1 + own, "several were tried, one was left"
-        assert (groups, threads) == (1, 1)
 
 
 def test_where_no_cluster_can_be_emulated_it_says_why(
