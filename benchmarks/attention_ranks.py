@@ -226,19 +226,13 @@ def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     ring = InProcessRing(Topology(case.nodes, case.ranks_per_node), strategy, whole[:3], case.mask)
     douts, dtype = ring.shards(whole.dout), whole.q.dtype
 
-    def forward() -> tuple[Any, list[Queries]]:
-        call_id, done = ring.forward()
-        each = zip(ring.inputs, douts, done, strict=True)
-        return call_id, [Queries(own.q, dout, found.out.to(dtype), found.lse) for own, dout, found in each]
+    def backward(done: tuple[list[Tensor], Any]) -> list[Any]:
+        return [tuple(x.to(dtype) for x in grads[:3]) for grads in ring.backward(done[1], douts)]
 
-    def backward(saved: tuple[Any, list[Queries]]) -> list[Any]:
-        return [tuple(x.to(dtype) for x in grads[:3]) for grads in ring.backward(*saved)]
+    def gather(done: tuple[list[Tensor], Any], grads: list[Any]) -> Gradients:
+        return Gradients(*map(ring.unshard, ([out.to(dtype) for out in done[0]], *zip(*grads, strict=True))))
 
-    def gather(saved: tuple[Any, list[Queries]], grads: list[Any]) -> Gradients:
-        columns = ([queries.out for queries in saved[1]], *zip(*grads, strict=True))
-        return Gradients(*map(ring.unshard, columns))
-
-    return forward, backward, gather, ring.rank_states, lambda: None
+    return ring.forward, backward, gather, ring.rank_states, lambda: None
 
 
 def fastest(whole: Whole, causal: bool, most: Callable[[float], float]) -> OneRank:

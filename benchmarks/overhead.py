@@ -33,7 +33,6 @@ from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path
 from benchmarks.stubs import CountedTensors, InProcessRing, StubKernel
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
-from burst_plugin.kernels import Queries
 from burst_plugin.types import DIRECTIONS
 from tests.support.ranks import run_ranks
 
@@ -105,11 +104,11 @@ def _in_process(topology: Topology, moving: str, layers: int, steps: int) -> Boo
     """Run steps of all ranks in this process, without the autograd function and the consistency check."""
     qkv = [torch.randn(1, topology.ranks * _TOKENS, _HEADS, _DIM) for _ in range(3)]
     ring = InProcessRing(topology, Strategy(backward=moving, kernel=StubKernel()), qkv, Causal())
+    douts = [x.q for x in ring.inputs]
 
     def layer() -> Callable[[], object]:
-        call_id, done = ring.forward()
-        queries = [Queries(x.q, x.q, found.out, found.lse) for x, found in zip(ring.inputs, done, strict=True)]
-        return partial(ring.backward, call_id, queries)
+        _, saved = ring.forward()
+        return partial(ring.backward, saved, douts)
 
     return Books(layer, ring.buffer_bytes, layers, steps)
 

@@ -27,7 +27,7 @@ from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.ring.choices import prepare
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Outputs, Request
+from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Traffic
 
@@ -136,17 +136,21 @@ class InProcessRing:
         """Return the whole sequence."""
         return self._layout.unshard(list(parts), 1, self._tokens)
 
-    def forward(self) -> tuple[CallId, list[Outputs]]:
-        """Run a forward pass; returns what identifies it, and every rank's results."""
+    def forward(self) -> tuple[list[Tensor], Any]:
+        """Run a forward pass; returns every rank's out, and what the backward pass needs."""
         self._number += 1
         call_id = CallId(self._number)
         programs = (forward_program(call, call_id, x) for call, x in zip(self._calls, self.inputs, strict=True))
-        return call_id, lockstep(list(programs))
+        done = lockstep(list(programs))
+        return [found.out for found in done], (call_id, done)
 
-    def backward(self, call_id: CallId, queries: Sequence[Queries]) -> list[Any]:
-        """Run the backward pass of a call on every rank's q, dout, out and lse; returns every rank's gradients."""
-        each = zip(self._calls, self.inputs, queries, strict=True)
-        return lockstep([backward_program(call, call_id, inputs, mine) for call, inputs, mine in each])
+    def backward(self, saved: Any, douts: Sequence[Tensor]) -> list[Any]:
+        """Run the backward pass of a forward one on every rank's dout; returns every rank's gradients."""
+        programs, (call_id, done) = [], saved
+        for call, x, found, dout in zip(self._calls, self.inputs, done, douts, strict=True):
+            queries = Queries(x.q, dout, found.out.to(x.q.dtype), found.lse)
+            programs.append(backward_program(call, call_id, x, queries))
+        return lockstep(programs)
 
     def buffer_bytes(self) -> int:
         """Return the bytes of all buffers."""
