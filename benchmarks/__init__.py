@@ -1,1 +1,5 @@
-"""Measurements, and the machinery that they share with the tests."""
+"""Measurements of burst_plugin and of other libraries for context parallelism."""
+
+
+class RefusedError(Exception):
+    """Raised for what cannot be done on this machine; the text tells the user what to change."""

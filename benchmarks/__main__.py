@@ -8,48 +8,43 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from benchmarks.limits import RefusedError
+from benchmarks import RefusedError
 
 # Each is a module of this package with `add_arguments(parser)` and `run(options) -> int`, imported when it is called.
-COMMANDS = (
-    ("cluster", "an emulated cluster of network namespaces: rings and peers against the bound of compute and links"),
-    ("attention", "forward and backward of the distributed attention: rate, share of one rank's kernel, memory"),
-    ("overhead", "what the package's own Python costs per visit"),
-    ("train", "tokens/s, MFU and peak memory of the training examples, with and without context parallelism"),
-    ("draw", "pictures of the results"),
-    ("table", "the tables of the results, in docs/performance.md and README.md"),
-)
+COMMANDS = {
+    "cluster": ("cluster", "an emulated cluster of network namespaces: rings and other libraries against a bound"),
+    "attention": ("attention", "forward and backward of the distributed attention: rate, share of a kernel, memory"),
+    "overhead": ("overhead", "what the package's own Python costs per visit"),
+    "train": ("train", "tokens/s, MFU and memory of the training examples, with and without context parallelism"),
+    "draw": ("report.pictures", "pictures of the results"),
+    "table": ("report.tables", "the tables of the results, in docs/performance.md and docs/peers.md"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status: 2 for what cannot be done here, 130 if it was interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, so that processes and files are cleaned up
+    parser = argparse.ArgumentParser(prog="bench", description="Measurements of burst_plugin and other libraries.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    called = next((word for word in arguments if not word.startswith("-")), "")
+    for name, (path, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        if name == called:
+            module = importlib.import_module(f"benchmarks.{path}")
+            command.description = (module.__doc__ or summary).split("\n\n")[0]
+            module.add_arguments(command)
+            command.set_defaults(run_command=module.run)
     try:
-        parser, command = _parser(arguments)
         options = parser.parse_args(arguments)
-        status: int = command.run(options)  # type: ignore[attr-defined]
-        return status
+        run = vars(options).pop("run_command")
+        return int(run(options))
     except RefusedError as refusal:
         print(f"bench: {refusal}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("bench: stopped; processes have been ended", file=sys.stderr)
         return 130
-
-
-def _parser(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, object]:
-    """The parser of all commands, with the options of the one that is called, and that one's module."""
-    parser = argparse.ArgumentParser(prog="bench", description="Measurements of burst_plugin and of its peers.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    called, module = next((word for word in arguments if not word.startswith("-")), ""), None
-    for name, summary in COMMANDS:
-        options = commands.add_parser(name, help=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        if name == called:
-            module = importlib.import_module(f"benchmarks.{name}")
-            options.description = (module.__doc__ or summary).split("\n\n")[0]
-            module.add_arguments(options)
-    return parser, module
 
 
 if __name__ == "__main__":

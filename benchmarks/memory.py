@@ -1,4 +1,4 @@
-"""Memory of this process: how much some work needs at its peak, and what the C library does with what is freed."""
+"""Memory of this process: how much some work needs at its peak, and what the C library does with freed memory."""
 
 from __future__ import annotations
 
@@ -6,78 +6,59 @@ import ctypes
 import gc
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
-__all__ = ["PeakMemory", "keep_freed_memory"]
-
-_SELF = Path("/proc/self")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, as the quickstart does by environment variables.
+    """Have glibc keep freed memory, as the quickstart does by environment variables.
 
-    It would hand large tensors back to the system each time and clear their pages again, which costs longer
-    sequences, with larger tensors, more; GPUs have nothing of the kind.
+    It would return large tensors to the system each time and clear their pages again; GPUs do nothing of the kind.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-        mallopt(_M_MMAP_MAX, 0)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # only in glibc
+    mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    mallopt(_M_MMAP_MAX, 0)
 
 
 class PeakMemory:
-    """As a context manager; `nbytes` afterwards is the growth, None where the system does not say.
+    """A context manager; its `nbytes` afterwards is the growth at the peak, None where the system does not tell.
 
-    On GPUs it is what torch allocated; on CPUs what of this process was resident, but for mapped files (Linux alone
-    tells the peak of a while; memory that was freed is given back to the system first, so that it counts again).
+    On GPUs it is what torch allocated; on CPUs resident memory without mapped files, on Linux alone. Freed memory is
+    returned to the system first, so that it counts again.
     """
 
+    nbytes: int | None = None
+
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.nbytes: int | None = None
+        self._on_gpu = device.type == "cuda"
+        self._before: int | None = None
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before: int | None = torch.cuda.memory_allocated(self._device)
-        else:
-            self._before = _resident_bytes("VmRSS") - _resident_bytes("RssFile") if _reset_peak() else None
+        if self._on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        elif sys.platform == "linux":
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
+                self._before = _resident_bytes("VmRSS")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._before is None:
-            return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            peak = torch.cuda.max_memory_allocated(self._device)
-        else:
-            peak = _resident_bytes("VmHWM") - _resident_bytes("RssFile")  # libraries are mapped once and stay
-        self.nbytes = peak - self._before
-
-
-def _reset_peak() -> bool:
-    """Give free memory back, and have the kernel forget the peak so far; False where that cannot be done."""
-    if sys.platform != "linux":
-        return False
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-    try:
-        (_SELF / "clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-    except OSError:
-        return False
-    return True
+    def __exit__(self, *_: object) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        if self._before is not None:
+            peak = torch.cuda.max_memory_allocated() if self._on_gpu else _resident_bytes("VmHWM")
+            self.nbytes = peak - self._before
 
 
 def _resident_bytes(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", (_SELF / "status").read_text(), re.MULTILINE)
-    assert found is not None  # Linux always says
-    return int(found[1]) * 1024
+    """Read a size of this process from Linux, without mapped libraries, which stay."""
+    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
+    return (int(found[field]) - int(found["RssFile"])) * 1024

@@ -1,18 +1,14 @@
 """What the package's own Python costs per visit: posting, merging, bookkeeping.
 
 Tensors are tiny, the kernel returns constants, and messages cost next to nothing: all ranks in one process with plain
-copies between them, or two processes on gloo. What is left is the package. A step is `--layers` forward passes and
-then as many backward ones, the last layer first.
+copies between them, or two processes on gloo. A step is `--layers` forward passes and then as many backward ones.
 
-`own_s` is the time without what torch.distributed takes to post and to wait, that is, for the other process and for
-gloo, which takes hundreds of microseconds to post; `wall_s` is all of it. On gloo a pass also has the autograd
-function and the consistency of all ranks before every call; in one process it has neither. So what a visit takes on
-gloo, `visit_s`, is told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a
-call. A process that has waited finds its caches cold: sleeping 2 ms at every wait doubles the time in one process.
+`own_s` is the time without what torch.distributed takes to post and to wait; `wall_s` is all of it. On gloo a pass
+also has the autograd function and the consistency check of every call. So what a visit takes there, `visit_s`, is
+told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
 
-Growth is shown by the first and the last tenth of all steps, and by the memory that Python holds after them. New
-tensors are counted in one step soon after the start and in the last one. Buffers of the ring are not among them:
-those are made in the first two steps.
+Growth is shown by the first and the last tenth of all steps, by the memory that Python holds after them, and by the
+new tensors of a step soon after the start, when the ring has its buffers, and of the last one.
 """
 
 from __future__ import annotations
@@ -22,86 +18,77 @@ import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.limits import RefusedError
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import values
-from benchmarks.results import Watch, save
-from benchmarks.tiny import ConstantKernel, CountedTensors
-from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
-from burst_plugin.comm.call_identity import CallId
-from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.ring.attention_pass import backward_program, forward_program
-from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.request import Inputs, Request
+from benchmarks import RefusedError
+from benchmarks.report.files import Recording, Row, default_path
+from benchmarks.stubs import CountedTensors, InProcessRing, StubKernel
+from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
 from burst_plugin.types import DIRECTIONS
+from tests.support.ranks import run_ranks
 
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo
-_SHAPE = (1, 4, _PARTS, 8)  # of a rank's q, k and v: [batch, tokens, heads, head dim]
+_TOKENS, _HEADS, _DIM = 4, _PARTS, 8  # of a rank's q, k and v
 _COUNTED_STEP = 3  # the first step after those in which buffers are made
+
+Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns what runs its backward pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_argument("--layers", type=int, default=8, help="attention layers of a step")
     parser.add_argument("--steps", type=int, default=100, help="steps; growth is the last tenth over the first")
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring in one process, two to a node")
-    parser.add_argument("--out", type=Path, help="file of the result; by default one in benchmarks/results")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and save one row per transport, schedule, moving and direction; 1 if any misses the goal."""
+    """Measure, print, save; returns 1 if any transport, schedule, moving side or direction misses the goal."""
     if options.layers < 1 or options.steps < 10 or options.ranks < 2 or options.ranks % 2:
         raise RefusedError("expected --layers of at least 1, --steps of at least 10, and --ranks even")
     torch.set_num_threads(1)
-    with Watch() as watch:
-        rows = measure(options.layers, options.steps, options.ranks)
-    for row in rows:
-        print(_line(row))
     settings = {name: getattr(options, name) for name in ("layers", "steps", "ranks")}
-    save("overhead", settings, rows, watch.load, options.out)
+    recording = Recording("overhead", settings, options.out or default_path("overhead"))
+    rows = recording.measure(partial(measure, **settings))
+    print(*map(_line, rows), sep="\n")
+    recording.save()
     return 0 if all(row["visit_s"] < GOAL_S for row in rows) else 1
 
 
-def measure(layers: int, steps: int, ranks: int) -> list[dict[str, Any]]:
-    """All rows; times are per visit, medians over steps, in seconds."""
+def measure(layers: int, steps: int, ranks: int) -> list[Row]:
+    """Return all rows; times are per visit, medians over steps, in seconds."""
     rows = []
     for topology in (Topology(1, ranks), Topology(ranks // 2, 2)):
         for moving in ("kv", "q"):
-            strategy = Strategy(backward=moving)
-            books = Books(_in_process(topology, strategy), layers).keep(steps)
-            rows += books.rows(f"{topology.ranks} ranks in one process", topology, moving, ranks * ranks)
+            books = _in_process(topology, moving, layers, steps)
+            rows += books.rows(f"{ranks} ranks in one process", topology, moving, layers * ranks * ranks)
     for moving in ("kv", "q"):
-        few, many = (_gloo_rows(moving, parts, layers, steps) for parts in (1, _PARTS))
-        rows += [row | _by_visits(row, more) for row, more in zip(few, many, strict=True)]
+        found = []
+        for parts in (1, _PARTS):
+            books, _ = run_ranks(_over_gloo, 2, moving, parts, layers, steps, timeout_s=60.0 + 0.2 * steps * layers)
+            found.append(books.rows("2 processes on gloo", Topology(1, 2), moving, layers * 2 * parts))
+        rows += [few | _by_visits(few, more) for few, more in zip(*found, strict=True)]
     return rows
 
 
-def _gloo_rows(moving: str, parts: int, layers: int, steps: int) -> list[dict[str, Any]]:
-    arguments = (moving, parts, layers, steps)
-    outcomes = launch_local(_over_gloo, 2, *arguments, timeout_s=60.0 + 0.05 * parts * steps * layers)
-    return values(outcomes)[0].rows("2 processes on gloo", Topology(1, 2), moving, 2 * parts)
-
-
-def _by_visits(few: dict[str, Any], many: dict[str, Any]) -> dict[str, float]:
-    """A call's time as that of its visits and the rest, from calls of 2 and of 2 * `_PARTS` visits."""
-    calls = (few["own_s"] * 2, many["own_s"] * 2 * _PARTS)
+def _by_visits(few: Row, more: Row) -> Row:
+    """Return a call's time as that of its visits and the rest, from calls of 2 and of 2 * `_PARTS` visits."""
+    calls = (few["own_s"] * 2, more["own_s"] * 2 * _PARTS)
     visit_s = (calls[1] - calls[0]) / (2 * _PARTS - 2)
     return {"visit_s": visit_s, "call_s": calls[0] - 2 * visit_s}
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: Row) -> str:
     us = {name: f"{row[name] * 1e6:.0f}" for name in row if name.endswith("_s") or "_s_" in name}
     rest = f" and {us['call_s']} per call" if row["call_s"] else ""
     return (
@@ -113,191 +100,113 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns what runs its backward pass
-
-
-@dataclass
-class Loop:
-    """Something to measure: a layer, and the bytes of all buffers of its ring."""
-
-    layer: Layer
-    buffer_bytes: Callable[[], int]
-
-
-@dataclass
-class Books:
-    """What the steps of a `Loop` took. Lists have one entry per step; `counts` are of one step, early and late."""
-
-    loop: Loop | None
-    layers: int
-    wall_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DIRECTIONS})
-    own_s: dict[str, list[float]] = field(default_factory=lambda: {d: [] for d in DIRECTIONS})
-    buffers: list[int] = field(default_factory=list)
-    counts: list[dict[str, tuple[int, int]]] = field(default_factory=list)  # (operations, new tensors)
-    python_bytes: int = 0  # what Python holds at the end, over what it held after step 3
-
-    def keep(self, steps: int) -> Books:
-        """Run the steps, the counted ones apart from the timed ones."""
-        for _ in range(_COUNTED_STEP - 1):
-            self._step(self._timed)
-        self.counts.append(self._counted_step())
-        for _ in range(steps):
-            self._step(self._timed)
-        self.counts.append(self._counted_step())
-        self.python_bytes = self._python_growth(max(10, steps // 10))
-        self.loop = None  # which cannot leave its process
-        return self
-
-    def rows(self, transport: str, topology: Topology, moving: str, visits: int) -> list[dict[str, Any]]:
-        """One row per direction; `visits` are those of one call, of all ranks in the process."""
-        return [self._row(d, visits) | _named(transport, topology, moving, d) for d in DIRECTIONS]
-
-    def _row(self, direction: str, visits: int) -> dict[str, Any]:
-        per_step = visits * self.layers
-        clocks = (self.own_s, self.wall_s)
-        own, wall = ([s / per_step for s in kept[direction][_COUNTED_STEP - 1 :]] for kept in clocks)
-        tenth = max(1, len(own) // 10)
-        early, late = (count[direction] for count in self.counts)
-        return {
-            "own_s": median(own),
-            "visit_s": median(own),
-            "call_s": 0.0,
-            "own_s_min": min(own),
-            "own_s_max": max(own),
-            "first_tenth_s": median(own[:tenth]),
-            "last_tenth_s": median(own[-tenth:]),
-            "wall_s": median(wall),
-            "operations": early[0] / per_step,
-            "new_tensors": early[1] / per_step,
-            "new_tensors_late": late[1] / per_step,
-            "buffer_bytes": self.buffers[1],
-            "buffer_bytes_late": self.buffers[-1],
-            "python_bytes_grown": self.python_bytes,
-        }
-
-    def _step(self, clocked: Callable[[str], Any]) -> None:
-        assert self.loop is not None
-        with clocked("forward"):
-            backwards = [self.loop.layer() for _ in range(self.layers)]
-        with clocked("backward"):
-            while backwards:
-                backwards.pop()()
-        self.buffers.append(self.loop.buffer_bytes())
-
-    @contextmanager
-    def _timed(self, direction: str) -> Iterator[None]:
-        start = time.perf_counter()
-        with _TorchDistributed() as inside:
-            yield
-        wall_s = time.perf_counter() - start
-        self.wall_s[direction].append(wall_s)
-        self.own_s[direction].append(wall_s - inside.wall_s)
-
-    def _counted_step(self) -> dict[str, tuple[int, int]]:
-        found: dict[str, tuple[int, int]] = {}
-
-        @contextmanager
-        def counted(direction: str) -> Iterator[None]:
-            with CountedTensors() as counter:
-                yield
-            found[direction] = (counter.operations, counter.tensors)
-
-        self._step(counted)
-        return found
-
-    def _python_growth(self, steps: int) -> int:
-        """Bytes that Python holds more after `steps` steps."""
-        tracemalloc.start()
-        try:
-            sizes = []
-            for step in range(steps + 1):
-                self._step(lambda direction: nullcontext())
-                if step in (0, steps):
-                    gc.collect()
-                    sizes.append(tracemalloc.get_traced_memory()[0])
-        finally:
-            tracemalloc.stop()
-        return sizes[1] - sizes[0]
-
-
-class _TorchDistributed:
-    """The time that is spent in posting to torch.distributed and waiting for it."""
-
-    def __init__(self) -> None:
-        self.wall_s = 0.0
-        # As the class has them: what getattr gives would not bind to a group when it is put back.
-        self._originals = {name: vars(dist.ProcessGroup)[name] for name in ("send", "recv")}
-
-    def __enter__(self) -> _TorchDistributed:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, self._timed(original))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, original in self._originals.items():
-            setattr(dist.ProcessGroup, name, original)
-
-    def _timed(self, original: Callable[..., dist.Work]) -> Callable[..., _TimedWork]:
-        def post(*message: object) -> _TimedWork:
-            start = time.perf_counter()
-            work = original(*message)
-            self.wall_s += time.perf_counter() - start
-            return _TimedWork(work, self)
-
-        return post
-
-
-@dataclass
-class _TimedWork:
-    work: dist.Work
-    clock: _TorchDistributed
-
-    def wait(self, *timeout: timedelta) -> None:
-        start = time.perf_counter()
-        self.work.wait(*timeout)
-        self.clock.wall_s += time.perf_counter() - start
-
-
-def _named(transport: str, topology: Topology, moving: str, direction: str) -> dict[str, Any]:
-    return {
-        "transport": transport,
-        "nodes": topology.nodes,
-        "ranks_per_node": topology.ranks_per_node,
-        "moving": moving if direction == "backward" else "kv",
-        "direction": direction,
-    }
-
-
-def _in_process(topology: Topology, strategy: Strategy) -> Loop:
-    """All ranks take turns; the autograd function and the consistency between ranks are left out."""
-    strategy = replace(strategy, kernel=ConstantKernel())
-    ring = VirtualRing(topology, strategy, network=CopyNetwork(topology.ranks, torch.device("cpu")))
-    each = [Inputs(*(torch.randn(_SHAPE) for _ in range(3))) for _ in ring.rank_states]
-    plans = [make_plan(state, mine, Request(), {}) for state, mine in zip(ring.rank_states, each, strict=True)]
-    number = 0
+def _in_process(topology: Topology, moving: str, layers: int, steps: int) -> Books:
+    """Run steps of all ranks in this process, without the autograd function and the consistency check."""
+    qkv = [torch.randn(1, topology.ranks * _TOKENS, _HEADS, _DIM) for _ in range(3)]
+    ring = InProcessRing(topology, Strategy(backward=moving, kernel=StubKernel()), qkv, Causal())
+    douts = [x.q for x in ring.inputs]
 
     def layer() -> Callable[[], object]:
-        nonlocal number
-        number += 1
-        mine = CallId(number)
-        done = lockstep([forward_program(plan, mine, x) for plan, x in zip(plans, each, strict=True)])
-        saved = [(plan, saved) for plan, (_, saved) in zip(plans, done, strict=True)]
-        return lambda: lockstep([backward_program(plan, mine, kept.given.q, kept) for plan, kept in saved])
+        _, saved = ring.forward()
+        return partial(ring.backward, saved, douts)
 
-    pools = [member.transport.pool for member in ring.rank_states]
-    return Loop(layer, lambda: sum(pool.allocated_bytes for pool in pools))
+    return Books(layer, ring.buffer_bytes, layers, steps)
 
 
 def _over_gloo(rank: int, moving: str, parts: int, layers: int, steps: int) -> Books:
-    """One of two processes; everything that a call does, autograd and the consistency of every call included."""
-    strategy = Strategy(backward=moving, parts=parts, kernel=ConstantKernel())
-    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
-    q, k, v = (torch.randn(_SHAPE, requires_grad=True) for _ in range(3))
-    burst_attention(q, k, v, cp)
-    dout = torch.ones(_SHAPE)
+    """Run steps of one of two processes, with everything that a call does."""
+    strategy = Strategy(backward=moving, parts=parts, kernel=StubKernel())
+    cp, shape = ContextParallel(dist.group.WORLD, strategy=strategy), (1, _TOKENS, _HEADS, _DIM)
+    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    dout = torch.ones(shape)
 
     def layer() -> Callable[[], object]:
         out = burst_attention(q, k, v, cp)
-        return lambda: torch.autograd.grad(out, (q, k, v), dout)
+        return partial(torch.autograd.grad, out, (q, k, v), dout)
 
-    return Books(Loop(layer, cp.allocated_bytes), layers).keep(steps)
+    return Books(layer, cp.allocated_bytes, layers, steps)
+
+
+class Books:
+    """What steps of some layers took, one entry per step; `counts` are of one step, early and late."""
+
+    def __init__(self, layer: Layer, buffer_bytes: Callable[[], int], layers: int, steps: int) -> None:
+        """Run the steps, the counted ones apart from the timed ones."""
+        self.wall_s: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+        self.own_s: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+        self.counts: list[dict[str, tuple[int, int]]] = []  # operations, new tensors
+        self.buffers: list[int] = []
+
+        def step(clocked: Callable[[str], AbstractContextManager[object]]) -> None:
+            with clocked("forward"):
+                backwards = [layer() for _ in range(layers)]
+            with clocked("backward"):
+                while backwards:
+                    backwards.pop()()
+            self.buffers.append(buffer_bytes())
+
+        for timed in (_COUNTED_STEP - 1, steps):
+            for _ in range(timed):
+                step(self._timed)
+            self.counts.append({})
+            step(self._counted)
+        tracemalloc.start()
+        held = []
+        for more in (1, max(10, steps // 10)):
+            for _ in range(more):
+                step(lambda direction: nullcontext())
+            gc.collect()
+            held.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        self.python_bytes = held[1] - held[0]
+
+    def rows(self, transport: str, topology: Topology, moving: str, visits: int) -> list[Row]:
+        """Return one row per direction; `visits` are those of one step, of all ranks in the process."""
+        where = {"transport": transport, "nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node}
+        rows = []
+        for direction in DIRECTIONS:
+            clocks = (self.own_s[direction], self.wall_s[direction])
+            own, wall = ([s / visits for s in kept[_COUNTED_STEP - 1 :]] for kept in clocks)
+            early, late = ([count / visits for count in counts[direction]] for counts in self.counts)
+            tenth = max(1, len(own) // 10)
+            row = {"own_s": median(own), "own_s_min": min(own), "own_s_max": max(own), "wall_s": median(wall)}
+            row |= {"visit_s": median(own), "call_s": 0.0}
+            row |= {"first_tenth_s": median(own[:tenth]), "last_tenth_s": median(own[-tenth:])}
+            row |= {"operations": early[0], "new_tensors": early[1], "new_tensors_late": late[1]}
+            row |= {"buffer_bytes": self.buffers[1], "buffer_bytes_late": self.buffers[-1]}
+            row |= {"python_bytes_grown": self.python_bytes, "moving": moving if direction == "backward" else "kv"}
+            rows.append(row | where | {"direction": direction})
+        return rows
+
+    @contextmanager
+    def _timed(self, direction: str) -> Iterator[None]:
+        with _torch_distributed() as inside:
+            start = time.perf_counter()
+            yield
+            wall_s = time.perf_counter() - start
+        self.wall_s[direction].append(wall_s)
+        self.own_s[direction].append(wall_s - sum(inside))
+
+    @contextmanager
+    def _counted(self, direction: str) -> Iterator[None]:
+        with CountedTensors() as counter:
+            yield
+        self.counts[-1][direction] = (counter.operations, counter.tensors)
+
+
+@contextmanager
+def _torch_distributed() -> Iterator[list[float]]:
+    """Collect the seconds of each post to torch.distributed and of each wait for it."""
+    seconds: list[float] = []
+
+    def timed(call: Callable[..., Any], *arguments: object) -> Any:
+        start = time.perf_counter()
+        found = call(*arguments)
+        seconds.append(time.perf_counter() - start)
+        return found
+
+    def post(call: Callable[..., dist.Work]) -> Callable[..., SimpleNamespace]:
+        return lambda *message: SimpleNamespace(wait=partial(timed, timed(call, *message).wait))
+
+    with mock.patch.multiple(dist.ProcessGroup, **{n: post(vars(dist.ProcessGroup)[n]) for n in ("send", "recv")}):
+        yield seconds

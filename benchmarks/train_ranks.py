@@ -1,88 +1,82 @@
-"""What every rank of `bench train` does: train an example, and measure time and memory."""
+"""What every rank of `bench train` does: train an example on made-up tokens, and measure time and memory."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
+import importlib.util
+import json
 import logging
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from benchmarks.flops import cpu_peak_flops_per_s, gpu_peak_flops_per_s
 from benchmarks.memory import PeakMemory, keep_freed_memory
-from benchmarks.results import ROOT, cpus
+from benchmarks.report.files import ROOT, cpus
+from burst_plugin import ContextParallel, burst_attention
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
+VOCABULARY = 1024  # of the DeepSpeed example
+# bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
+_PEAK_TFLOPS_PER_S = (
+    *(("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200 NVL", 835), ("H200", 989), ("H100 PCIe", 756)),
+    *(("H100 NVL", 835), ("H100", 989), ("H800", 989), ("H20", 148), ("A100", 312), ("A800", 312), ("L40S", 362)),
+    *(("L40", 181), ("L4", 121), ("A10G", 70), ("A10", 125), ("RTX 4090", 165), ("RTX 3090", 71)),
+)
 
 
 @dataclass(frozen=True)
-class Model:
-    """A GPT's shape, the same in every example."""
+class Job:
+    """One training of a GPT: `ranks` ranks, of which `context_parallel_size` share a sequence of `seq` tokens."""
 
+    ranks: int
+    context_parallel_size: int
+    seq: int
+    sequences: int  # of a step, on all ranks
+    steps: int  # that are timed
+    device: str  # "cpu" or "cuda"
+    nodes: int
     layers: int
     hidden: int
     heads: int
     kv_heads: int
 
-
-@dataclass(frozen=True)
-class Job:
-    """One training: `ranks` ranks, of which `context_parallel_size` share a sequence of `seq` tokens.
-
-    sequences: of a step, on all ranks; steps: those that are timed; device: "cpu" or "cuda"; nodes: machines.
-    """
-
-    ranks: int
-    context_parallel_size: int
-    seq: int
-    sequences: int
-    steps: int
-    device: str
-    model: Model
-    nodes: int = 1
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.ranks // self.nodes
-
     @property
     def microbatches(self) -> int:
-        """Sequences that a rank works on, or takes part in, one after the other, in a step."""
+        """Number of sequences of a step that a rank works on, or takes part in, one after the other."""
         return self.sequences * self.context_parallel_size // self.ranks
 
     @property
     def tokens_per_step(self) -> int:
         return self.seq * self.sequences
 
+    @property
+    def shape(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("layers", "hidden", "heads", "kv_heads")}
 
-@dataclass(frozen=True)
-class Seen:
-    """What a rank knows of its training: parameters, without the table of input embeddings, and of attention the
-    kernel and how many bytes its ring has sent."""
 
-    parameters: int
+class Seen(NamedTuple):
+    """What one rank knows of its training."""
+
+    parameters: int  # without the table of input embeddings
     kernel: str
     ring_bytes: int
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What one rank measured.
-
-    steps_s: by step; peak_bytes: beyond what it held before the model was built; peak_flops_per_s: of its device,
-    measured on CPUs. None is what is not known.
-    """
+class Trained(NamedTuple):
+    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do."""
 
     steps_s: list[float]
     peak_bytes: int | None
@@ -92,74 +86,174 @@ class Trained:
 
 @dataclass(frozen=True)
 class Example:
-    """A training example: the packages that it needs, the modules that take time to import, and its rank's work.
-
-    `train(job, step_ended)` trains WARM_UP + job.steps steps and calls `step_ended` after each.
-    """
+    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps."""
 
     name: str
-    packages: tuple[str, ...]
-    modules: tuple[str, ...]
+    packages: tuple[str, ...]  # that it needs
+    modules: tuple[str, ...]  # that take time to import
     train: Callable[[Job, Callable[[], None]], Seen]
 
     def absent(self) -> str | None:
-        """Why it cannot run here."""
-        missing = [name for name in self.packages if not _is_installed(name)]
+        """Return why it cannot run here, or None if it can."""
+        missing = list(self.packages)
+        for name in self.packages:
+            with contextlib.suppress(ModuleNotFoundError):  # of what it is a part of
+                found = importlib.util.find_spec(name)
+                if found is not None and found.origin is not None:  # not just a folder, such as that of an example
+                    missing.remove(name)
         return f"not installed: {', '.join(missing)}" if missing else None
 
 
-def _is_installed(name: str) -> bool:
-    """Not just a folder of that name, such as that of an example."""
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of what it is a part of
-        return False
-    return found is not None and found.origin is not None
-
-
-def run_rank(rank: int, example: Example, job: Job) -> Trained:
-    """Train, in a process that has joined its group, and measure."""
-    torch.set_num_threads(max(1, len(cpus()) // job.ranks_per_node))
-    for module in example.modules:
-        importlib.import_module(module)
-    ends = []
-
-    def step_ended() -> None:
-        if job.device == "cuda":
-            torch.cuda.synchronize()
-        ends.append(time.perf_counter())
-
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), PeakMemory(_device(job)) as peak:
-        seen = example.train(job, step_ended)
-    steps_s = [stop - start for start, stop in pairwise(ends)]
-    dist.barrier()  # all multiply at once, as they trained
-    gpu = torch.cuda.get_device_name() if job.device == "cuda" else None
-    peak_flops_per_s = cpu_peak_flops_per_s() if gpu is None else gpu_peak_flops_per_s(gpu)
-    return Trained(steps_s, peak.nbytes, peak_flops_per_s, seen)
-
-
-def _device(job: Job) -> torch.device:
-    return torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
-
-
 def prepare(device: str) -> None:
-    """Before the ranks are forked: quiet libraries, where the examples are, memory kept."""
+    """Quiet libraries, find the examples and keep freed memory, before ranks are forked."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     os.environ.update(DS_LOG_LEVEL="error", CUDA_DEVICE_MAX_CONNECTIONS="1")
-    for folder in (EXAMPLES, EXAMPLES / "deepspeed"):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    sys.path += [str(EXAMPLES), str(EXAMPLES / "deepspeed")]
     if device == "cpu":
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
         keep_freed_memory()
 
 
-def ring_bytes(context: Any) -> int:
-    """What this rank has sent around the ring."""
-    return sum(sum(kinds.values()) for kinds in context.traffic().values())
+def run_rank(rank: int, example: Example, job: Job) -> Trained:
+    """Train, in a process that has joined its group, and measure."""
+    torch.set_num_threads(max(1, len(cpus()) * job.nodes // job.ranks))
+    for module in example.modules:
+        importlib.import_module(module)
+    on_gpu, ends = job.device == "cuda", []
+
+    def step_ended() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+
+    peak = PeakMemory(torch.device(job.device))
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak:
+        seen = example.train(job, step_ended)
+    dist.barrier()  # all multiply at once, as they trained
+    flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
+    return Trained([stop - start for start, stop in pairwise(ends)], peak.nbytes, flops_per_s, seen)
 
 
-def multiplying(model: nn.Module) -> int:
-    """The number of parameters, without the table of input embeddings, which is only looked up in."""
+def gpu_peak_flops_per_s(name: str) -> float | None:
+    """Return the most that a GPU of this name does in bfloat16; None if it is not known."""
+    words = set(re.split(r"[^a-z0-9]+", name.lower()))
+    return next((1e12 * peak for known, peak in _PEAK_TFLOPS_PER_S if set(known.lower().split()) <= words), None)
+
+
+def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.4) -> float:
+    """Return what a float32 matrix product reaches with this process's threads: the best of some."""
+    a, b, ends = torch.randn(size, size), torch.randn(size, size), [time.perf_counter()]
+    while len(ends) < 3 or ends[-1] - ends[1] < seconds:  # the first product also sets the library up
+        torch.mm(a, b)
+        ends.append(time.perf_counter())
+    return 2 * size**3 / min(stop - start for start, stop in pairwise(ends))
+
+
+def _parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
+
+
+def _seen(parameters: int, context: Any) -> Seen:
+    sent = sum(sum(kinds.values()) for kinds in context.traffic().values())
+    return Seen(parameters, context.describe()["kernel"], sent)
+
+
+def train_megatron(job: Job, step_ended: Callable[[], None]) -> Seen:
+    """Train the quickstart's model by its step; without context parallelism attention is the same kernel on one rank.
+
+    Megatron's own writes out every score, which would not compare.
+    """
+    if job.device == "cpu":
+        from burst_plugin.megatron import cpu
+
+        cpu.enable(force=True)
+    import quickstart_train as example
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from quickstart_settings import Settings
+
+    sizes = {**job.shape, "ranks": job.ranks, "nodes": job.nodes, "device": job.device, "steps": job.steps}
+    rest = {"learning_rate": 1e-4, "seed": 1, "backward": "auto", "data": "", "out": "", "reference": False}
+    settings = Settings(seq_length=job.seq, **sizes, **rest)
+    ring = example.use_burst(settings) if job.context_parallel_size > 1 else None
+    model = example.build_model(settings, "reference" if ring is None else "burst")
+    alone = _OneRank()
+    if ring is None:
+        for layer in model.modules():
+            if hasattr(layer, "core_attention"):
+                layer.core_attention = alone
+    bf16 = job.device == "cuda"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    options = OptimizerConfig(optimizer="adam", lr=1e-4, clip_grad=1.0, bf16=bf16, params_dtype=dtype)
+    optimizer = get_megatron_optimizer(options, [model])
+    batches = _batches(job.seq)
+    for _ in range(WARM_UP + job.steps):
+        example.train_step(settings, model, optimizer, batches, job.microbatches)
+        step_ended()
+    return _seen(_parameters(model), alone.context if ring is None else ring.contexts()[0])
+
+
+class _OneRank(nn.Module):
+    """Megatron's core attention by burst attention's kernel, without a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = ContextParallel(hierarchy=[1])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return causal attention [S, B, H · D] of q, k and v [S, B, H, D]."""
+        out = burst_attention(*(x.transpose(0, 1) for x in (query, key, value)), self.context)
+        return out.transpose(0, 1).flatten(2)
+
+
+def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
+    """Yield batches of one sequence as Megatron's GPT dataset gives them, of tokens drawn at random."""
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        tokens = torch.randint(256, (1, seq + 1), generator=generator)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": torch.ones(1, seq)}
+        yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
+
+
+def train_deepspeed(job: Job, step_ended: Callable[[], None]) -> Seen:
+    """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`."""
+    import deepspeed
+
+    import burst_plugin.deepspeed
+    from burst_plugin.deepspeed import cpu
+
+    if job.device == "cpu":
+        cpu.enable()
+    example = importlib.import_module("train")
+    burst_plugin.deepspeed.install()
+    config = json.loads((EXAMPLES / "deepspeed" / "ds_config.json").read_text())
+    config["burst_attention"]["enabled"] = job.context_parallel_size > 1
+    config["gradient_accumulation_steps"] = job.microbatches
+    if job.device == "cuda":
+        config["bf16"] = {"enabled": True}
+    model = example.build_model(argparse.Namespace(vocabulary=VOCABULARY, seq_length=job.seq, **job.shape))
+    parameters, count = _parameters(model), (WARM_UP + job.steps) * job.sequences
+    samples = torch.randint(VOCABULARY, (count, job.seq), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in samples]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=data, config=config
+    )
+    example.train(engine, noted(loader, job.microbatches, step_ended))
+    if job.context_parallel_size == 1:
+        return Seen(parameters, model.config._attn_implementation, 0)
+    return _seen(parameters, burst_plugin.deepspeed.context(engine))
+
+
+def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], None]) -> Iterator[Any]:
+    """Yield the batches of a loader, and call `step_ended` whenever all of a step have been worked on."""
+    for number, batch in enumerate(loader, 1):
+        yield batch
+        if number % microbatches == 0:
+            step_ended()
+
+
+_MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugin.megatron")
+_DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
+MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
+DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
+EVERY_EXAMPLE = (MEGATRON, DEEPSPEED)

@@ -1,8 +1,4 @@
-"""Ways of distributing attention, side by side: this project's and its peers'.
-
-A peer is its package as published on PyPI, at its best configuration. What it needs of GPU packages is a stand-in,
-put into `sys.modules` by `prepare`, in a rank's own process only.
-"""
+"""Ways of distributing attention: this project's, and other libraries' packages as published on PyPI."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""`bench attention` and `bench overhead`, tiny: what rows say, what is refused, and that they can fail."""
+"""`bench attention`, tiny: what rows say, what is refused, and that it can fail."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import isnan
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,27 +18,27 @@ import torch
 
 pytest.importorskip("psutil", reason="psutil is not installed")
 
-from benchmarks import attention, attention_ranks, limits, overhead, results
+from benchmarks import attention, attention_ranks
 from benchmarks.__main__ import main
-from benchmarks.attention_claims import verdicts
-from benchmarks.attention_ranks import SILENT, Measured, _largest_error
-from benchmarks.attention_rounds import KERNEL, KERNEL_ALONE, Entry, OneProcess, Times, rounds
-from benchmarks.attention_rows import Found, attention_flops
+from benchmarks.attention import attention_flops, row_of, verdicts
+from benchmarks.attention_ranks import (
+    KERNEL,
+    KERNEL_ALONE,
+    SILENT,
+    Entry,
+    Gradients,
+    Measured,
+    Times,
+    World,
+    largest_error,
+    rounds,
+)
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
-from benchmarks.one_rank import Gradients, Whole
-from benchmarks.results import load
-from benchmarks.silent import SilentTransport
-from benchmarks.trials import TRIALS
-from burst_plugin import Strategy, Topology, VirtualRing
-from burst_plugin.comm.call_identity import CallId
+from benchmarks.contenders.protocol import TRIALS, best_of
+from benchmarks.report.files import load
+from benchmarks.stubs import NullTransport
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.transport import Channel, Message
-from burst_plugin.ring.attention_pass import forward_program
-from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.request import Inputs, Request
-from burst_plugin.topology import Link, Traffic
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -118,50 +118,17 @@ def test_peers_are_not_looked_for_where_gpus_are_in_use(monkeypatch: pytest.Monk
     assert "refused" in attention._reason(Forking("peer"), case, on)
 
 
-def test_an_interrupted_run_goes_on_where_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured: list[int] = []
-    measure = attention._measure
-
-    def interrupted(case: Case, *rest: Any) -> list[dict[str, Any]]:
-        measured.append(case.ranks * case.seq)
-        if len(measured) == 2:
-            raise KeyboardInterrupt
-        return measure(case, *rest)
-
-    out = tmp_path / "attention.json"
-    ring = ("attention", "--on", "virtual", "--heads", "2", "--head-dim", "8", "--rounds", "1", "--out", str(out))
-    monkeypatch.setattr(attention, "_measure", interrupted)
-    monkeypatch.setattr(results, "BUSY", 2.0)
-    assert main([*ring, "--seq", "32", "64"]) == 130
-    assert "--resume goes on with it" in capsys.readouterr().err
-    assert main([*ring, "--seq", "32", "--resume", "--no-save"]) == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"attention.json.so-far"}
-    assert main([*ring, "--seq", "32", "64", "128", "--resume"]) == 0
-    assert measured == [32, 64, 64, 128], "32 was there"
-    assert [row["seq"] for row in load(out).rows] == [32, 64, 128]
-    assert {path.name for path in tmp_path.iterdir()} == {"attention.json"}
-    measured.clear()
-    assert main([*ring, "--seq", "32", "64"]) == 130
-    capsys.readouterr()
-    assert main([*ring, "--seq", "64", "--mask", "full", "--resume"]) == 2
-    assert "attention.json.so-far is of other options (mask), or of an earlier version" in capsys.readouterr().err
-
-
-def test_ranks_of_torchrun_do_not_decide_for_themselves_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    parser = argparse.ArgumentParser()
-    attention.add_arguments(parser)
-    for asked in (["--patience", "1"], ["--resume"]):
-        with pytest.raises(limits.RefusedError, match="--resume and --patience are not for torchrun"):
-            attention.run(parser.parse_args(["--on", "torchrun", *asked]))
+@pytest.mark.parametrize("option", ["--contenders", "--dtype"])
+def test_unknown_names_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["attention", option, "brust"])
+    assert f"argument {option}: invalid choice: 'brust'" in capsys.readouterr().err
 
 
 def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a transport that carries nothing, as exposed communication is measured."""
-    monkeypatch.setattr(CopyNetwork, "transports", lambda network: [SilentTransport() for _ in range(network.ranks)])
-    found = attention_ranks.virtual_rank(CASE, {"burst": [Burst("burst")]}, 1)
+    monkeypatch.setattr(CopyNetwork, "transports", lambda network: [NullTransport() for _ in range(network.ranks)])
+    found = attention_ranks.measure(World(CPU), CASE, {"burst": [Burst("burst")]}, 1, virtual=True)
     assert found.errors["burst"] > 0.1
 
 
@@ -169,51 +136,55 @@ def test_flops_are_those_of_the_pairs_that_attend() -> None:
     tokens = 64
     pairs = sum(1 for i in range(tokens) for j in range(tokens) if j <= i)
     products = 2 * 2 * 4 * 8  # two matrix products of 2 operations per multiplication, 4 heads of 8
-    assert attention_flops(CASE)["forward"] == products * pairs
-    assert attention_flops(replace(CASE, causal=False))["forward"] == products * tokens * tokens
-    flops = attention_flops(replace(CASE, batch=3))
-    assert flops["forward"] == 3 * products * pairs
-    assert (flops["backward"], flops["both"]) == (2.5 * flops["forward"], 3.5 * flops["forward"])
+    assert attention_flops(CASE) == products * pairs
+    assert attention_flops(replace(CASE, causal=False)) == products * tokens * tokens
+    assert attention_flops(replace(CASE, batch=3)) == 3 * products * pairs
 
 
 def test_the_slowest_rank_counts_and_the_first_round_does_not() -> None:
-    class Other(OneProcess):
+    class Other(World):
         def most(self, number: float) -> float:
             return max(number, 1.0)
 
     calls: list[str] = []
     entries = [Entry(name, lambda n=name: calls.append(n), lambda saved: None) for name in "ab"]
-    found = rounds(entries, Other(), CPU, 3)
+    found = rounds(entries, Other(CPU), 3)
     turns = ["".join(calls[start : start + 2]) for start in range(0, 8, 2)]
     assert all(sorted(turn) == ["a", "b"] for turn in turns), "interleaved"
     assert len(set(turns)) == 2, "in one order and in another"
     assert found["a"].both_s == [1.0] * 3
-    own = rounds([Entry("slow", lambda: time.sleep(0.02), lambda saved: time.sleep(0.04))], OneProcess(), CPU, 1)[
-        "slow"
-    ]
+    slow = Entry("slow", lambda: time.sleep(0.02), lambda saved: time.sleep(0.04))
+    own = rounds([slow], World(CPU), 1)["slow"]
     assert own.forward_s[0] >= 0.02
     assert own.backward_s[0] >= 0.04
     assert own.both_s[0] >= 0.06
 
 
+class Sleeper:
+    """A configuration that takes these seconds, one turn after the other, the last ones again and again."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.turns, self.closed = seconds, 0, False
+
+    def take_turn(self) -> None:
+        self.turns += 1
+
+    def close(self) -> None:
+        self.closed = True
+
+    @property
+    def typical_s(self) -> float:
+        return median(self.seconds[min(turn, len(self.seconds) - 1)] for turn in range(self.turns))
+
+
 def test_of_a_contenders_configurations_the_fastest_in_trials_is_timed() -> None:
-    calls: list[str] = []
-
-    def entry(name: str, contender: str, seconds: float, configuration: str = "") -> Entry:
-        def forward() -> None:
-            calls.append(name)
-            time.sleep(0.2 if name == "a2" and calls.count("a2") == 1 else seconds)  # it is slow the first time
-
-        return Entry(name, forward, lambda saved: None, contender=contender, configuration=configuration or name)
-
-    entries = [Entry("kernel", lambda: calls.append("kernel"), lambda saved: None)]
-    entries += [entry("a1", "a", 0.18), entry("a2", "a", 0.15), entry("a2, silent", "a", 0.0, "a2")]
-    entries += [entry("a1, silent", "a", 0.0, "a1"), entry("a3", "a", 0.3), entry("b", "b", 0.05)]
-    found = rounds(entries, OneProcess(), CPU, 2)
-    assert set(found) == {"kernel", "a2", "a2, silent", "b"}
-    once = {"kernel": 3, "a2, silent": 3, "a1, silent": 1, "a3": 1, "b": 3}
-    assert Counter(calls) == {**once, "a1": TRIALS, "a2": TRIALS + 2}
-    assert all(len(times.both_s) == 2 for times in found.values())
+    slower, fastest, hopeless = Sleeper(0.18), Sleeper(0.2, 0.15), Sleeper(0.3)  # one is slow the first time
+    assert best_of([slower, fastest, hopeless], Sleeper.take_turn) is fastest
+    assert [each.turns for each in (slower, fastest, hopeless)] == [TRIALS, TRIALS, 1]
+    assert [each.closed for each in (slower, fastest, hopeless)] == [True, False, True]
+    alone = Sleeper(1.0)
+    assert best_of([alone], Sleeper.take_turn) is alone
+    assert alone.turns == 1
 
 
 @pytest.mark.parametrize(("virtual", "share"), [(False, 0.75), (True, 1.5)])
@@ -226,14 +197,15 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
     every = [
         Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.01), (7, 0.0))
     ]
-    row = Found(CASE, every, virtual).row("contender", ["slower", "ring"])
+    row = row_of(CASE, every, virtual, "contender", ["slower", "ring"])
     assert row["configuration"] == "ring", "the only one that was kept"
     assert (row["kernel_share"], row["kernel_share_max"]) == (share, share)
     assert row["kernel_share_min"] == pytest.approx(share * 2 / 3)
     assert (row["both_s"], row["forward_s"], row["backward_s"]) == (3.0, 0.75, 2.25)
     assert (row["kernel_s"], row["kernel_alone_s"]) == (3.0, 1.0)
     assert row["exposed_s"] == pytest.approx(0.5)
-    assert row["flops_per_s"] == attention_flops(CASE)["both"] / 3.0
+    assert row["flops_per_s"] == 3.5 * attention_flops(CASE) / 3.0
+    assert row["backward_flops_per_s"] == 2.5 * attention_flops(CASE) / 2.25
     assert (row["peak_bytes"], row["error"]) == (7, 0.01)
     assert row["rounds_s"] == [4.0, 2.0, 3.0]
 
@@ -267,7 +239,7 @@ def test_a_peer_is_faster_if_it_is_so_in_more_rounds_than_by_chance(peer_s: list
 def test_times_of_wrong_results_are_no_times(error: float) -> None:
     one = Times([1.0], [1.0], [2.0])
     every = [Measured("it", {"ring": one, KERNEL: one}, {"ring": 1}, {"ring": each}) for each in (0.0, error, 0.0)]
-    row = Found(CASE, every, False).row("contender", ["ring"])
+    row = row_of(CASE, every, False, "contender", ["ring"])
     assert row["refused"] == f"what it computed is wrong: relative error {error:.1e}"
     assert "both_s" not in row
     assert json.loads(json.dumps(row, allow_nan=False)) == row, "it can be saved"
@@ -277,16 +249,14 @@ def test_a_nan_counts_whatever_is_beside_it() -> None:
     right, wrong = torch.ones(2), torch.tensor([1.0, float("nan")])
     for place in range(4):
         found = [wrong if n == place else right for n in range(4)]
-        assert isnan(_largest_error(Gradients(*found), Gradients(*[right] * 4)))
+        assert isnan(largest_error(Gradients(*found), Gradients(*[right] * 4)))
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--contenders", "brust"), "--contenders brust: unknown; there are: burst, "),
-        (("--dtype", "float8"), "--dtype float8: unknown; there are: float32, bfloat16, float16"),
         (("--kv-heads", "3"), "--heads 4 is not a multiple of --kv-heads 3"),
-        (("--seq", "63"), "--seq 63 does not deal out evenly to 2 ranks; use 64"),
+        (("--seq", "63"), "--seq 63 does not divide over 2 ranks; use 64"),
         (("--ranks", "4", "--ranks-per-node", "3"), "--ranks-per-node 3 does not divide 4 ranks"),
         (("--rounds", "0"), "have to be 1 or more"),
     ],
@@ -304,9 +274,10 @@ def test_bad_options_are_named(
 def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "available_bytes", lambda: 2 * 10**9)
+    memory = SimpleNamespace(available=2 * 10**9)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     assert main(["attention", "--ranks", "8", "--seq", "64"]) == 2
-    assert "at most 4 fit" in capsys.readouterr().err
+    assert "8 processes do not fit into memory, at most 4 do" in capsys.readouterr().err
 
 
 def test_peak_memory_is_what_was_held_at_once() -> None:
@@ -321,105 +292,3 @@ def test_peak_memory_is_what_was_held_at_once() -> None:
     if done.stdout.strip() == "None":
         pytest.skip("this system does not tell the peak of a while")
     assert 30 * 2**20 < int(done.stdout) < 60 * 2**20
-
-
-# --------------------------------------------------------------------------------------- the network of plain copies
-
-
-@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring", "direct"])
-@pytest.mark.parametrize("moving", ["q", "kv"])
-def test_plain_copies_carry_what_the_hostile_network_does(schedule: str, moving: str) -> None:
-    topology, strategy = Topology(2, 2), Strategy(schedule=schedule, forward=moving, backward=moving)
-    q, k, v, dout = Whole.draw((1, 64, 4, 2, 8), torch.float32, CPU)
-    found = []
-    for network in (None, CopyNetwork(topology.ranks, CPU)):
-        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        ring = VirtualRing(topology, strategy, network=network)
-        for _ in range(2):  # the second time in buffers that were used before
-            out, _ = ring.attention(*leaves)
-            grads = torch.autograd.grad(out, leaves, dout)
-        assert ring.traffic(1) == ring.expected_traffic(1)
-        found.append((out, *grads))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
-
-
-def test_plain_copies_say_what_was_never_sent() -> None:
-    first, second = CopyNetwork(2, CPU).transports()
-    channel = Channel(Traffic.GATHER, Link.INTRA)
-    (pending,) = second.post([], [Message(0, channel, second.pool.lease(8, CPU).data)])
-    with pytest.raises(RuntimeError, match="deadlock: rank 0 -> rank 1: never sent"):
-        pending.wait()
-    first.post([Message(1, channel, first.pool.lease(8, CPU).data.fill_(7))], [])
-    pending.wait()
-
-
-def test_plain_copies_arrive_in_the_order_in_which_they_were_sent() -> None:
-    first, second = CopyNetwork(2, CPU).transports()
-    channel = Channel(Traffic.GATHER, Link.INTRA)
-    sent, received = ([end.pool.lease(8, CPU).data for _ in range(3)] for end in (first, second))
-    for number, buffer in enumerate(sent):
-        first.post([Message(1, channel, buffer.fill_(number))], [])
-    for buffer in received:
-        second.post([], [Message(0, channel, buffer)])
-    assert [buffer.tolist() for buffer in received] == [[number] * 8 for number in range(3)]
-
-
-def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
-    ring = VirtualRing(Topology(1, 2))
-    inputs = [Inputs(*(torch.randn(1, 8, 2, 4) for _ in range(3))) for _ in ring.rank_states]
-    loud = [rank_state.transport for rank_state in ring.rank_states]
-    for rank_state in ring.rank_states:
-        rank_state.transport = SilentTransport()
-    plans = [make_plan(m, x, Request(), {}) for m, x in zip(ring.rank_states, inputs, strict=True)]
-    for number in (1, 2):
-        done = lockstep([forward_program(plan, CallId(number), x) for plan, x in zip(plans, inputs, strict=True)])
-        assert all(bool(found.out.isfinite().all()) for found, _ in done)
-    assert not any(transport.sent_bytes for transport in loud)
-
-
-def test_silence_does_not_read_sums_as_operands() -> None:
-    """Buffers of one size go from hand to hand; float32 bits read as bfloat16 are slow numbers, and NaN."""
-    transport, channels = SilentTransport(), {kind: Channel(kind, Link.INTRA) for kind in Traffic}
-
-    def exchange(kind: Traffic, value: int | None) -> list[int]:
-        buffer = transport.pool.lease(32, CPU)
-        mine = [] if value is None else [Message(1, channels[kind], torch.full((32,), value, dtype=torch.uint8))]
-        transport.post(mine, [Message(1, channels[kind], buffer.data)])
-        transport.pool.release(buffer)
-        return buffer.data[:16].unique().tolist()
-
-    assert exchange(Traffic.REDUCE, 7) == [7]
-    assert exchange(Traffic.GATHER, 8) == [8], "another kind"
-    assert exchange(Traffic.GATHER, 9) == [8], "there already"
-    assert exchange(Traffic.REDUCE, None) == [0], "nothing alike to take"
-
-
-# -------------------------------------------------------------------------------------------------------- overhead
-
-
-def rows_of_overhead() -> list[dict[str, Any]]:
-    return overhead.measure(layers=2, steps=10, ranks=4)
-
-
-def test_what_a_visit_takes_is_told_from_calls_with_more_of_them() -> None:
-    """2 visits of 100 us and 600 us beside them, then 8 visits."""
-    found = overhead._by_visits({"own_s": 400e-6}, {"own_s": 175e-6})
-    assert found["visit_s"] == pytest.approx(100e-6)
-    assert found["call_s"] == pytest.approx(600e-6)
-
-
-def test_overhead_is_small_and_does_not_grow() -> None:
-    """Ten times the goal, of the fastest step: what a busy machine does not reach, and a sleep in the ring does."""
-    rows = rows_of_overhead()
-    assert {(row["transport"], row["direction"]) for row in rows} == {
-        (where, direction)
-        for where in ("4 ranks in one process", "2 processes on gloo")
-        for direction in ("forward", "backward")
-    }
-    for row in rows:
-        assert 0 < row["own_s_min"] < 10 * overhead.GOAL_S, row
-        assert row["own_s_min"] <= row["own_s"] <= row["own_s_max"]
-        assert row["visit_s"] == row["own_s"] or row["call_s"]
-        assert row["new_tensors"] == row["new_tensors_late"]
-        assert row["buffer_bytes"] == row["buffer_bytes_late"] > 0
-        assert row["python_bytes_grown"] < 200_000, "10 steps of 2 layers"

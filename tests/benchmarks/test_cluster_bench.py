@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from benchmarks import cluster, cluster_ranks, results
-from benchmarks.cluster import case_of, drawn_documents, model, parts_of, rows_of, settings
-from benchmarks.cluster_ranks import Setting, Work, measure_in_rank
-from benchmarks.cluster_report import table_of, verdicts
+from benchmarks import RefusedError, cluster
+from benchmarks.cluster import case_of, drawn_documents, lines, rows_of, verdicts
 from benchmarks.contenders import Case, Slept
-from benchmarks.limits import RefusedError
-from benchmarks.netns import EmulatedCluster
-from benchmarks.results import load
+from benchmarks.contenders.burst import Burst
+from benchmarks.contenders.ring_flash_attn import RingFlashAttn
+from benchmarks.report import files
+from benchmarks.report.files import load
 from burst_plugin import Strategy
 from burst_plugin.planning.planner import Links
 from burst_plugin.types import DIRECTIONS
-from tests.support.ranks import run_ranks
+from tests.support.netns import EmulatedCluster
 
-SETTING, SLEPT = Setting(2, 4, 100.0), Slept(0.030, 0.075)
+SLEPT = Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
+BASE = {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 100.0, "nic": "rank", "latency_ms": 0.0, "contender": "burst"}
+BASE |= {"q_heads": 16, "kv_heads": 16, "seq": 256, "causal": False, "compute": "slept"}
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -39,7 +35,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 def test_a_block_of_keys_and_values_is_1_mib() -> None:
     for heads in ("16/16", "16/4"):
-        case = case_of(SETTING, heads, options())
+        case = case_of("2x4", heads, options())
         assert 2 * case.seq * case.kv_heads * case.head_dim * case.dtype.itemsize == 1 << 20
 
 
@@ -58,7 +54,7 @@ def test_a_block_of_keys_and_values_is_1_mib() -> None:
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
     asked = options(*arguments)
     with pytest.raises(RefusedError, match=message):
-        [case_of(setting, heads, asked) for setting in settings(asked) for heads in asked.heads]
+        [case_of(topology, heads, asked) for topology in asked.topologies for heads in asked.heads]
 
 
 @pytest.mark.parametrize(("ranks", "seq", "mean"), [(8, 2048, 2048), (16, 512, 700), (8, 64, 16), (8, 64, 10**6)])
@@ -79,18 +75,15 @@ def test_documents_are_of_the_length_that_is_asked_for_and_long_tailed() -> None
 
 def test_packed_documents_are_bounded_by_their_work_dealt_out_evenly() -> None:
     """And have no price, since planning does not know them."""
-    case = case_of(SETTING, "16/4", options("--documents", "512"))
+    case = case_of("2x4", "16/4", options("--documents", "512"))
     assert case.causal
     assert sum(case.documents) == 8 * 1024
-    assert parts_of(SETTING, (case,), SLEPT) == {}
-    found = {"contender": "burst", "configuration": "burst", "strategy": Strategy()}
-    found |= {"times": {"forward": [0.02], "backward": [0.05]}, "nic_bytes": dict.fromkeys(DIRECTIONS, 1)}
-    forward, backward, both = rows_of(SETTING, SLEPT, case, LINKS, found)
+    found = (Burst("burst"), {"forward": [0.02], "backward": [0.05]}, dict.fromkeys(DIRECTIONS, 1))
+    forward, backward, both = rows_of(BASE, case, SLEPT, LINKS, found)
     pairs = sum(length**2 / 2 for length in case.documents)
     assert forward["bound_s"] == pytest.approx(0.030 * pairs / 1024**2 / 8)
     assert backward["bound_s"] == pytest.approx(0.075 * pairs / 1024**2 / 8)
     assert both["bound_s"] == pytest.approx(forward["bound_s"] + backward["bound_s"])
-    assert forward["documents"] == len(case.documents)
     assert "model_s" not in both
     assert list(verdicts([forward, backward, both])) == []
 
@@ -103,60 +96,8 @@ def test_packed_documents_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_takes_no_time_has_no_ratio() -> None:
     rows = measured({"forward": [0.3], "backward": [0.7]})
-    assert table_of("", [{**row, "bound_s": 0.0} for row in rows]).row_count == 1
-
-
-def test_threads_that_move_data_give_way_to_what_ranks_do() -> None:
-    script = """if True:
-        import os, threading
-        from benchmarks.cluster_ranks import _defer_transfers
-        done = threading.Event()
-        mover = threading.Thread(target=done.wait)
-        mover.start()
-        _defer_transfers()
-        print(*map(os.sched_getscheduler, (threading.get_native_id(), mover.native_id)))
-        done.set()
-    """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    ranks, movers = map(int, found.stdout.split())
-    assert (ranks, movers) == (os.sched_getscheduler(0), os.SCHED_IDLE)
-
-
-def turns_in_rank(_: int) -> tuple[list[tuple[int, int]], int, int]:
-    """Groups of each turn: all there are, and those of the contender whose turn it is; in the end; their threads."""
-    turns = []
-    take_turn = cluster_ranks._take_turn
-
-    def recorded(entry: cluster_ranks.Entry, *arguments: Any, **named: Any) -> None:
-        turns.append((len(cluster_ranks._groups()), len(entry.groups)))
-        take_turn(entry, *arguments, **named)
-
-    case = Case(1, 2, 8, 2, 2, 8, torch.float32, causal=False)
-    work = Work((case, case), Slept(0.001, 0.001), ("burst",), {}, rounds=1, timeout_s=30.0, parts={})
-    with patch.multiple(cluster_ranks, _take_turn=recorded, interface_bytes=lambda: (0, 0), LEAD_S=0.01):
-        measure_in_rank(0, Setting(1, 2, 1000.0), work)
-    return turns, len(cluster_ranks._groups()), sum("gloo_tcp_loop" in name for name in thread_names())
-
-
-def thread_names() -> list[str]:
-    return [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-
-
-def test_process_groups_are_destroyed_with_their_contender() -> None:
-    for turns, groups, threads in run_ranks(turns_in_rank, 2):
-        assert sum(all_groups == 1 for all_groups, _ in turns) == 2, "each case begins with the group of all ranks"
-        all_groups, own = turns[-1]
-        assert max(turns)[0] > all_groups == 1 + own, "several were tried, one was left"
-        assert (groups, threads) == (1, 1)
-
-
-def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.limits.available_bytes", lambda: 5 * cluster.RANK_BYTES)
-    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
-    with pytest.raises(RefusedError, match=r"at most 4 fit. Lower --topologies"):
-        cluster.run(options("--topologies", "2x4"))
-    with pytest.raises(RefusedError, match=r"at most 1 fit. Lower --topologies or --seq"):
-        cluster.run(options("--topologies", "2x1", "--heads", "16/16", "--seq", str(1 << 14)))
+    (line,) = lines([{**row, "bound_s": 0.0} for row in rows])
+    assert "x the bound" not in line
 
 
 def test_where_no_cluster_can_be_emulated_it_says_why(
@@ -169,14 +110,10 @@ def test_where_no_cluster_can_be_emulated_it_says_why(
 
 def measured(times: dict[str, list[float]], contender: str = "burst", **strategy: Any) -> list[dict[str, Any]]:
     case = Case(2, 4, 256, 16, 16, 64, torch.bfloat16, causal=False)
-    found = {
-        "contender": contender,
-        "configuration": contender,
-        "times": times,
-        "nic_bytes": {"forward": 1 << 20, "backward": 2 << 20},
-        "strategy": Strategy(**strategy) if contender.startswith("burst") else None,
-    }
-    return rows_of(SETTING, SLEPT, case, LINKS, found)
+    of_ours = Burst(contender, Strategy(**strategy))
+    configuration = of_ours if contender.startswith("burst") else RingFlashAttn(contender)
+    found = (configuration, times, {"forward": 1 << 20, "backward": 2 << 20})
+    return rows_of(BASE | {"contender": contender}, case, SLEPT, LINKS, found)
 
 
 def test_rows_have_medians_bounds_and_the_price_of_the_schedule() -> None:
@@ -193,37 +130,59 @@ def test_rows_have_medians_bounds_and_the_price_of_the_schedule() -> None:
 def test_the_price_is_that_of_the_strategy() -> None:
     case = Case(4, 2, 256, 16, 16, 64, torch.bfloat16, causal=False)
     hop_s = (1 << 20) / 12e6
+
+    def model_s(strategy: Strategy) -> float:
+        return cluster.bounds_of(case, SLEPT, LINKS, Burst("burst", strategy))["model_s"]["forward"]
+
     for parts in (1, 4):
-        found = model(case, Strategy(parts=parts), "forward", SLEPT, LINKS)
-        assert found.time_s == pytest.approx(3 * hop_s + 2 * 0.030 / parts, rel=1e-3)
-    flat = model(case, Strategy(schedule="flat_ring"), "forward", SLEPT, LINKS)
-    assert flat.time_s == pytest.approx(7 * hop_s + 0.030, rel=1e-3)
-    halved = model(Case(4, 2, 256, 16, 16, 64, torch.bfloat16, causal=True), Strategy(), "forward", SLEPT, LINKS)
-    assert halved.compute_s == pytest.approx(8 * 0.015)
+        assert model_s(Strategy(parts=parts)) == pytest.approx(3 * hop_s + 2 * 0.030 / parts, rel=1e-3)
+    assert model_s(Strategy(schedule="flat_ring")) == pytest.approx(7 * hop_s + 0.030, rel=1e-3)
+    assert cluster.bounds_of(case, SLEPT, LINKS, RingFlashAttn()) == {}
 
 
-def test_claims_are_judged_by_the_worst_figure() -> None:
+def test_parts_are_those_that_the_planner_says() -> None:
+    """At 100 mbit on 4x2 links are busier than compute, so that several parts are faster; other strategies stay."""
+    case = case_of("4x2", "16/16", options())
+    found = {
+        each.name: each
+        for each in cluster.planned(Burst("burst", several=True).configurations(case), case, SLEPT, LINKS)
+    }
+    assert set(found) == {
+        "burst",
+        "burst, kv back",
+        "burst, Ulysses of 2",
+        "burst, Ulysses of 4",
+        "burst, Ulysses of 8",
+    }
+    assert found["burst"].strategy.parts_of("forward") > 1
+    assert found["burst, Ulysses of 2"].strategy.ulysses_degree == 2
+    flat = (Burst("burst flat ring", Strategy(schedule="flat_ring")),)
+    assert cluster.planned(flat, case, SLEPT, LINKS) == flat
+
+
+def test_verdicts_are_the_worst_figures() -> None:
     good = measured({"forward": [0.250], "backward": [0.66]})
-    flat = measured({"forward": [0.675], "backward": [1.3]}, "burst flat ring", schedule="flat_ring")
+    flat = measured({"forward": [0.1], "backward": [0.1]}, "burst flat ring", schedule="flat_ring")
     peer = measured({"forward": [0.66], "backward": [1.5]}, "ring-flash-attn")
     faster = measured({"forward": [0.2], "backward": [1.5]}, "USP")
-    lines = list(verdicts([*good, *flat, *peer, *faster]))
-    assert any(line.startswith("FAIL time / bound <= 1.08: at most 1.100, 2x4, 100 mbit") for line in lines)
-    assert any(line.startswith("ok   time / model <= 1.1: at most 1.100") for line in lines)
-    assert any(line.startswith("ok   burst flat ring / burst = 2.70") for line in lines)
-    assert any(line.startswith("ok   ring-flash-attn / burst = 2.64") for line in lines)
-    assert [line for line in lines if "USP" in line] == [
-        "FAIL USP is faster: 0.800 of burst, 2x4, 100 mbit, heads 16/16, forward"
+    assert list(verdicts([*good, *flat, *peer, *faster])) == [
+        "time / bound: at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
+        "time / model: at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
+        "time of others / burst: at least 0.800, USP, 2x4, 100 mbit, heads 16/16, forward",
     ]
+    far = [{**row, "latency_ms": 1.0} for row in good]
+    assert list(verdicts([*far, *flat])) == [], "neither bound nor model knows of latency"
 
 
 def test_absent_and_refused_contenders_are_listed_as_such() -> None:
-    case = Case(2, 4, 256, 16, 16, 64, torch.bfloat16, causal=False)
     rows = measured({"forward": [0.1], "backward": [0.2]})
-    rows += rows_of(SETTING, SLEPT, case, LINKS, {"contender": "USP", "absent": "yunchang is not installed"})
-    assert rows[-1]["absent"] == "yunchang is not installed"
-    assert "time_s" not in rows[-1]
-    assert table_of("", rows).row_count == 2
+    rows += [BASE | {"contender": "USP", "absent": "yunchang is not installed"}]
+    rows += [BASE | {"contender": "Ulysses", "refused": "too few heads"}]
+    ours, absent, refused = lines(rows)
+    assert ours.startswith("2x4, 100 mbit, heads 16/16  burst")
+    assert "100 + 200 ms, 1.00 x burst" in ours
+    assert absent.endswith("absent: yunchang is not installed")
+    assert refused.endswith("refused: too few heads")
     assert not any("USP" in line for line in verdicts(rows))
 
 
@@ -231,24 +190,21 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
     """And leaves the last whole result alone."""
     rates: list[float] = []
 
-    def measure(setting: Setting, work: object) -> list[dict[str, Any]]:
-        rates.append(setting.rate_mbit)
+    def measure(case: Case, rate_mbit: float, *_: object) -> list[dict[str, Any]]:
+        rates.append(rate_mbit)
         if len(rates) == 2:
             raise KeyboardInterrupt
-        return [{**row, **asdict(setting)} for row in measured({"forward": [0.3], "backward": [0.7]})]
+        return [{**row, "rate_mbit": rate_mbit} for row in measured({"forward": [0.3], "backward": [0.7]})]
 
     out = tmp_path / "cluster.json"
-    asked = options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out))
+    asked = options("--topologies", "2x4", "--heads", "16/16", "--rates", "100", "200", "--out", str(out))
     monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
     monkeypatch.setattr(cluster, "measure", measure)
-    monkeypatch.setattr(results, "BUSY", 2.0)
     with pytest.raises(KeyboardInterrupt):
         cluster.run(asked)
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json.so-far"}
     assert len(load(tmp_path / "cluster.json.so-far").rows) == 3
-    rates[:] = [0.0, 0.0]
-    assert cluster.run(options("--topologies", "2x4", "--rates", "100", "200", "--out", str(out), "--resume")) == 0
-    assert rates[2:] == [200.0], "100 was there"
+    assert cluster.run(asked) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json"}
     assert [row["rate_mbit"] for row in load(out).rows] == [100.0] * 3 + [200.0] * 3
 
@@ -259,34 +215,24 @@ class Loads:
     stolen: list[float]
 
     def __enter__(self) -> Loads:
-        self.load = results.Load(0.0, 0.0, 0.0, Loads.stolen.pop(0))
+        self.load = files.Load(stolen=Loads.stolen.pop(0))
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
-def test_a_cluster_is_measured_again_until_the_machine_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    times = iter([0.5, 0.3, 0.4, 0.7, 0.6])
+def test_rows_have_the_load_of_their_own_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
-    monkeypatch.setattr(results, "Watch", Loads)
-    monkeypatch.setattr(
-        cluster,
-        "measure",
-        lambda setting, work: [
-            {**row, **asdict(setting)} for row in measured({"forward": [next(times)], "backward": [0.7]})
-        ],
-    )
+    monkeypatch.setattr(files, "Watch", Loads)
+    monkeypatch.setattr(cluster, "measure", lambda *_: measured({"forward": [0.3], "backward": [0.7]}))
     out = tmp_path / "cluster.json"
-    asked = ["--topologies", "2x4", "--rates", "100", "200", "--out", str(out), "--patience", "2"]
-    Loads.stolen = [0.2, 0.01, 0.3, 0.1, 0.2]
+    asked = ["--topologies", "2x4", "--heads", "16/16", "--rates", "100", "200", "--out", str(out)]
+    Loads.stolen = [0.01, 0.1]
     assert cluster.run(options(*asked)) == 0
     found = load(out)
-    assert [row["time_s"] for row in found.rows if row["direction"] == "forward"] == [0.3, 0.7]
     assert [row["load"]["stolen"] for row in found.rows] == [0.01] * 3 + [0.1] * 3
-    assert found.busy
+    assert (found.busy, found.load["stolen"]) == (True, 0.1), "the heaviest"
 
 
 @pytest.mark.netns

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
-from benchmarks.contenders.emulated_device import EmulatedDevice
 from benchmarks.contenders.torch_context_parallel import TorchContextParallel
 from burst_plugin.types import DIRECTIONS
+from tests.support.emulated_gpu import EmulatedDevice
 from tests.support.ranks import RankError, run_ranks
 from tests.support.reference import Problem, Result, errors, reference
 from tests.support.speed import slowness

@@ -1,14 +1,15 @@
-"""What is common to the benchmarks: the command line, the files, the load, and what is made of the files."""
+"""What is common to the benchmarks: result files, the load of the machine, and the command line."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,9 @@ import pytest
 pytest.importorskip("psutil", reason="psutil is not installed")
 pytest.importorskip("matplotlib", reason="matplotlib is not installed")
 
-from benchmarks import draw, figures, limits, results, table, timeline
 from benchmarks.__main__ import COMMANDS, main
-from benchmarks.results import Clock, Load, Watch
-from benchmarks.summary import summary
+from benchmarks.report import files
+from benchmarks.report.files import Load, Recording, Watch
 
 ROOT = Path(__file__).parents[2]
 IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
@@ -29,119 +29,124 @@ IDLE = Load(before=0.1, after=1.5, others=0.01, stolen=0.0)
 # -------------------------------------------------------------------------------------------------------------- load
 
 
-def watched(*, others_s: float = 0.0, own_s: float = 0.0, stolen_s: float = 0.0) -> Load:
+def watched(
+    monkeypatch: pytest.MonkeyPatch, others_s: float = 0.0, own_s: float = 0.0, stolen_s: float = 0.0
+) -> Load:
     """The load after 10 s on 2 CPUs in which so much CPU time was used."""
-    clocks = iter([Clock(100, 40, 3, 1000), Clock(100 + others_s + own_s, 40 + own_s, 3 + stolen_s, 1020)])
-    with Watch(lambda: next(clocks)) as watch:
+    clocks = iter([(100, 40, 3, 1000), (100 + others_s + own_s, 40 + own_s, 3 + stolen_s, 1020)])
+    monkeypatch.setattr(files, "read_clock", lambda: next(clocks))
+    with Watch() as watch:
         pass
     return watch.load
 
 
-def test_other_programs_make_a_machine_busy_and_own_ranks_do_not() -> None:
-    assert not watched(own_s=20.0).busy
-    assert watched(own_s=20.0).warning() is None
-    assert watched(others_s=0.8, own_s=10.0) == Load(
-        before=watched().before, after=watched().after, others=0.04, stolen=0.0
-    )
-    assert not watched(others_s=0.8).busy
-    assert watched(others_s=1.2).busy
-    assert watched(stolen_s=1.2).busy
-    assert watched(others_s=0.6, stolen_s=0.6).busy
-    assert "31% of the CPUs' time" in str(watched(others_s=6.2).warning())
+def test_other_programs_make_a_machine_busy_and_own_ranks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = partial(watched, monkeypatch)
+    assert not load(own_s=20.0).busy
+    assert (load(others_s=0.8, own_s=10.0).others, load(others_s=0.8, own_s=10.0).stolen) == (0.04, 0.0)
+    assert not load(others_s=0.8).busy
+    assert load(others_s=1.2).busy
+    assert load(stolen_s=1.2).busy
+    assert load(others_s=0.6, stolen_s=0.6).busy
+    assert "31% of its CPUs' time" in load(others_s=6.2).in_words()
 
 
 def test_the_time_of_own_processes_is_own_time() -> None:
     """Of a child that was waited for, of a grandchild, and of one that still runs."""
     spin = "import time\nwhile time.process_time() < 0.3: pass\n"
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}])"
-    before = results._read_clock()
+    before = files.read_clock()
     subprocess.run([sys.executable, "-c", nested], check=True)
     running = subprocess.Popen([sys.executable, "-c", spin + "print(flush=True); input()"], stdin=-1, stdout=-1)
     with running:
         assert running.stdout is not None
         running.stdout.readline()
-        after = results._read_clock()
+        after = files.read_clock()
         running.communicate(b"\n")
-    assert after.own_s - before.own_s >= 0.6
-    assert after.everybody_s - before.everybody_s >= 0.5
-    assert after.capacity_s > before.capacity_s
+    all_s, own_s, _, capacity_s = (y - x for x, y in zip(before, after, strict=True))
+    assert own_s >= 0.6
+    assert all_s >= 0.5
+    assert capacity_s > 0
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
+def save(path: Path, name: str = "train", rows: Sequence[dict[str, Any]] = (), load: Load = IDLE) -> Path:
+    """A result, as if it had been measured under that load."""
+    rows = [{**row, "load": vars(load)} for row in rows]
+    Recording(name, {"repeats": 3}, path, rows=rows).save()
+    return path
+
+
 def test_what_is_saved_is_loaded_with_all_that_it_was_measured_under(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"contender": "burst", "time_s": 0.5}]
-    path = results.save("cluster", {"repeats": 3}, rows, IDLE, tmp_path / "new" / "one.json")
+    path = tmp_path / "new" / "one.json"
+    recording = Recording("cluster", {"repeats": 3}, path)
+    assert recording.measure(lambda: [{"contender": "burst", "time_s": 0.5}]) == recording.rows
+    assert [each.name for each in path.parent.iterdir()] == ["one.json.so-far"]
+    recording.save()
     assert list(path.parent.iterdir()) == [path]
-    result = results.load(path)
-    assert (result.benchmark, result.settings, result.rows) == ("cluster", {"repeats": 3}, rows)
-    assert result.load == {"before": 0.1, "after": 1.5, "others": 0.01, "stolen": 0.0}
-    assert not result.busy
-    assert "BUSY" not in capsys.readouterr().out
+    result = files.load(path)
+    assert (result.benchmark, result.settings, result.rows) == ("cluster", {"repeats": 3}, recording.rows)
+    (row,) = result.rows
+    assert (row["contender"], row["time_s"], row["commit"], row["load"]) == ("burst", 0.5, result.commit, result.load)
+    assert set(result.load) == {"before", "after", "others", "stolen"}
     assert set(result.machine) == {"cpu", "cores", "memory_bytes", "os", "gpu", "gpu_driver"}
     assert result.machine["cores"] >= 1
     assert re.fullmatch(r"[A-Za-z]+ [0-9.]+", result.machine["os"])
     assert result.machine["memory_bytes"] > 1e8
     assert result.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert set(results.PACKAGES) < set(result.versions)
+    assert set(files.PACKAGES) < set(result.versions)
     assert re.fullmatch(r"[0-9a-f]{10}(-dirty)?|unknown", result.commit)
-    assert results.load_all(path.parent) == {path: result}
+    assert str(path.name) in capsys.readouterr().out
 
 
 def test_a_run_on_a_busy_machine_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = results.save("train", {}, [], Load(0.0, 0.0, others=0.2, stolen=0.0), tmp_path / "busy.json")
-    assert results.load(path).busy
-    assert "BUSY MACHINE" in capsys.readouterr().out
+    for load, busy in ((Load(others=0.2), True), (IDLE, False)):
+        path = save(tmp_path / "one.json", rows=[{"time_s": 1.0}], load=load)
+        assert files.load(path).busy == busy
+        assert ("BUSY MACHINE" in capsys.readouterr().out) == busy
 
 
 def test_a_result_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    path = results.save("train", {}, [], IDLE, tmp_path / "one.json")
+    path = save(tmp_path / "one.json")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            results.save("train", {}, [{"time_s": 1.0}], IDLE, path)
+            save(path, rows=[{"time_s": 1.0}])
     with pytest.raises(ValueError, match="JSON"):
-        results.save("train", {}, [{"time_s": float("nan")}], IDLE, path)
-    assert results.load(path).rows == []
-    assert list(tmp_path.iterdir()) == [path]
+        save(path, rows=[{"time_s": float("nan")}])
+    assert files.load(path).rows == []
     path.write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"one.json is not a result of a benchmark"):
-        results.load(path)
+        files.load(path)
+
+
+def test_the_results_of_this_repository_are_readable() -> None:
+    found = [files.load(path) for path in files.RESULTS.glob("*.json")]
+    assert {result.benchmark for result in found} == {"cluster", "attention", "train"}
+    assert all(result.rows for result in found)
 
 
 def test_files_are_named_after_the_machine() -> None:
     cpu = {"gpu": [], "cpu": "Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz", "cores": 2}
-    assert results._machine_name(cpu) == "intel-xeon-platinum-8481c-2-cores"
-    assert results._machine_name({**cpu, "gpu": ["NVIDIA H200"] * 8}) == "8x-nvidia-h200"
+    assert files.machine_name(cpu) == "intel-xeon-platinum-8481c-2-cores"
+    assert files.machine_name({**cpu, "gpu": ["NVIDIA H200"] * 8}) == "8x-nvidia-h200"
 
 
 # ------------------------------------------------------------------------------------------------------- command line
 
 
-def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits() -> None:
-    assert limits.ranks_that_fit(10**9, room_bytes=10**10) == 9
-    assert limits.ranks_that_fit(1 << 20) >= 1
-    limits.check_ranks(9, 10**9, "--ranks", room_bytes=10**10)
-    said = (
-        r"16 ranks of about 1 GB each need 16 GB; 10 GB are available, in which at most 9 fit. Lower --ranks or --seq"
-    )
-    with pytest.raises(limits.RefusedError, match=said):
-        limits.check_ranks(16, 10**9, "--ranks or --seq", room_bytes=10**10)
-    with pytest.raises(limits.RefusedError, match="at most 0 fit"):
-        limits.check_ranks(1, 10**18, "--seq")
-
-
 def test_help_lists_all_commands_and_imports_none(capsys: pytest.CaptureFixture[str]) -> None:
     code = "import sys; from benchmarks.__main__ import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert re.findall(r"^    ([a-z]+)", done.stdout, re.MULTILINE) == [name for name, _ in COMMANDS]
-    assert not {"torch", "matplotlib", "benchmarks.draw", "benchmarks.train"} & set(done.stdout.split())
+    assert re.findall(r"^    ([a-z]+)", done.stdout, re.MULTILINE) == list(COMMANDS)
+    assert not {"torch", "matplotlib", "benchmarks.report.pictures", "benchmarks.train"} & set(done.stdout.split())
     with pytest.raises(SystemExit):
         main(["tabel"])
     assert "invalid choice: 'tabel'" in capsys.readouterr().err
@@ -150,9 +155,10 @@ def test_help_lists_all_commands_and_imports_none(capsys: pytest.CaptureFixture[
 STUCK = """
 import signal, sys, time
 from pathlib import Path
-from benchmarks import __main__ as command, results
-from benchmarks.netns import EmulatedCluster
-from benchmarks.ranks import launch
+from benchmarks import __main__ as command
+from benchmarks.report.files import Recording
+from tests.support.netns import EmulatedCluster
+from tests.support.processes import launch
 
 def stuck(rank):
     Path(sys.argv[1], f"rank{rank}").touch()
@@ -161,13 +167,17 @@ def stuck(rank):
 class Stuck:
     def add_arguments(parser): pass
     def run(options):
-        with results.Watch() as watch:
-            if EmulatedCluster.unavailable() is None:
-                with EmulatedCluster(1, 2) as cluster:
-                    cluster.run(stuck)
-            else:
-                launch(stuck, 2, (), lambda rank, directory: None, timeout_s=60)
-        results.save("stuck", {}, [], watch.load, Path(sys.argv[1], "result.json"))
+        recording = Recording("stuck", {}, Path(sys.argv[1], "result.json"))
+        recording.measure(measure)
+        recording.save()
+
+def measure():
+    if EmulatedCluster.unavailable() is None:
+        with EmulatedCluster(1, 2) as cluster:
+            cluster.run(stuck)
+    else:
+        launch(stuck, 2, (), lambda rank, directory: None, timeout_s=60)
+    return []
 
 sys.modules["benchmarks.train"] = Stuck
 sys.exit(command.main(["train"]))
@@ -203,244 +213,3 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path: Path, number: signal.
     assert list(private.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.killpg(bench.pid, 0)
-
-
-def made_up(name: str, rows: list[dict[str, Any]], **changes: Any) -> results.Result:
-    """A result of a benchmark that nobody ran."""
-    machine = {"cpu": "Abacus", "cores": 2, "memory_bytes": 16 * 10**9, "os": "Linux 1.0"}
-    fixed: dict[str, Any] = {
-        "commit": "0123456789",
-        "date": "2026-01-02 03:04 UTC",
-        "machine": {**machine, "gpu": [], "gpu_driver": None},
-        "versions": {"python": "3.11.0", "torch": "2.13.0", "yunchang": None},
-        "load": {"before": 0.0, "after": 0.0, "others": 0.0, "stolen": 0.0},
-        "busy": False,
-        "settings": {},
-    }
-    return results.Result(benchmark=name, rows=rows, **{**fixed, **changes})
-
-
-def cluster_row(contender: str, direction: str, time_s: float, **changes: Any) -> dict[str, Any]:
-    case = {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 100, "nic": "rank", "q_heads": 16, "kv_heads": 4}
-    times = {"time_s": time_s, "time_s_min": time_s * 0.9, "time_s_max": time_s * 1.2, "bound_s": 0.24, "repeats": 3}
-    return {**case, "compute": "slept", "contender": contender, "direction": direction, **times, **changes}
-
-
-CLUSTER = [
-    cluster_row("burst", "forward", 0.252),
-    cluster_row("burst", "backward", 0.7, bound_s=0.56),
-    cluster_row("flat", "forward", 0.6, bound_s=0.6),
-    cluster_row("flat", "backward", 1.4, bound_s=0.6),
-    *(
-        {**cluster_row("Ulysses", way, 0), "time_s": None, "refused": "4 heads, 8 ranks"}
-        for way in ("forward", "backward")
-    ),
-    {"contender": "USP", "absent": "yunchang is not installed"},
-]
-ATTENTION = [
-    {"ranks": 2, "seq": seq, "q_heads": 8, "kv_heads": 8, "head_dim": 64, "dtype": "float32", "causal": True}
-    | {"contender": contender, "both_s": both_s, "kernel_share": kernel_s / 2 / both_s}
-    | {"flops_per_s": 1e14 if contender == "burst" else 5e12, "peak_bytes": 2e9 if contender == "burst" else None}
-    for seq, kernel_s in ((8192, 1.0), (16384, 4.0))
-    for contender, both_s in (("burst", kernel_s / 1.92), ("flat", kernel_s / 1.6))
-]
-TRAIN = [
-    {"example": "Megatron", "ranks": 2, "context_parallel_size": size, "seq": 1024, "tokens_per_step": 2048}
-    | {"tokens_per_s": 1234.5, "tokens_per_s_min": 1200, "tokens_per_s_max": 1300, "mfu": mfu}
-    | {"peak_bytes": 5e8 / size}
-    for size, mfu in ((1, 0.5), (2, None))
-]
-TRAIN.append({"example": "DeepSpeed", "absent": "not installed: deepspeed"})
-
-
-def test_figures_from_made_up_rows() -> None:
-    (case,) = figures.alike(figures.cluster_cases(made_up("cluster", CLUSTER)), "compute")[0]
-    assert case.directions() == ["forward", "backward"]
-    assert (case.yardstick(), case.yardstick_s("backward")) == ("bound", 0.56)
-    assert case.ratio("burst", "forward") == pytest.approx(1.05)
-    assert case.ratio("flat", "backward") == pytest.approx(2.5)  # over the case's bound, not its own
-    assert case.ratio("Ulysses", "forward") is None
-    unbound = [{name: value for name, value in row.items() if name != "bound_s"} for row in CLUSTER]
-    (case,) = figures.alike(figures.cluster_cases(made_up("cluster", unbound)), "compute")[0]
-    assert (case.yardstick(), case.yardstick_s("backward"), case.ratio("flat", "backward")) == ("burst", 0.7, 2.0)
-    assert figures.contenders(CLUSTER) == ["burst", "flat", "Ulysses"]
-    assert figures.absent(CLUSTER) == {"USP": "yunchang is not installed"}
-    assert list(figures.refused([case])) == [("Ulysses", "4 heads, 8 ranks")]
-    assert (figures.topology(case), figures.rate(case), figures.heads(case)) == ("2×4", "100 mbit", "16/4")
-
-
-# ------------------------------------------------------------------------------------------------------------- table
-
-
-def test_tables_have_every_figure_with_its_machine_and_commit(tmp_path: Path) -> None:
-    every = [made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", CLUSTER)]
-    text = table.tables({Path(f"{result.benchmark}.json"): result for result in every}, tmp_path)
-    lines = text.splitlines()
-    assert "| 2×4 | 100 mbit | 16/4 | 240 / 560 | 1.05 / 1.25 | 2.50 / 2.50 | refused |" in lines
-    assert "- absent, not measured: USP (yunchang is not installed)" in lines
-    assert "- refused by Ulysses: 2×4, 16/4 heads (4 heads, 8 ranks)" in lines
-    assert "| 16,384 | 8/8 | 2,083 ms, 96% | 2,500 ms, 80% |" in lines
-    assert "| 16,384 | 8/8 | 100 TFLOP/s, 2,000 MB | 5,000 GFLOP/s |" in lines
-    assert "| Megatron | 2 | 1 | 1,024 | 2,048 | 1,234 | 50.0% | 500 MB |" in lines
-    assert "| Megatron | 2 | 2 | 1,024 | 2,048 | 1,234 | – | 250 MB |" in lines
-    where = "Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC; python 3.11.0, torch 2.13.0"
-    assert "- absent, not measured: DeepSpeed (not installed: deepspeed)" in lines
-    assert lines.count(f"<sub>{where}</sub>") == 3
-    assert text.index("Emulated cluster") < text.index("Attention,") < text.index("Training:")
-    widths = [line.count(" | ") for line in lines if line.startswith("|")]
-    assert set(widths) == {6, 3, 7}
-
-
-def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
-    more = [
-        *(cluster_row("burst", way, 0.3, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
-        *(cluster_row("flat", way, 0.45, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
-        *(cluster_row("Ulysses", way, 0.36, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
-        *(cluster_row("burst", way, 0.4, rate_mbit=None, bound_s=0.25) for way in ("forward", "backward")),
-    ]
-    every = [made_up("train", TRAIN), made_up("attention", ATTENTION), made_up("cluster", [*CLUSTER, *more])]
-    lines = summary({Path(f"{result.benchmark}.json"): result for result in every}).splitlines()
-    assert lines[0].startswith("Emulated cluster (2×4, 4×4 nodes×ranks; 16/4 heads; a NIC per rank, compute slept): ")
-    assert "| link | burst / bound | flat | Ulysses |" in lines
-    assert "| 100 mbit | 1.05 to 1.25 (1.20) | 1.50 to 2.10 (1.80) | 1.20, 1 refused |" in lines
-    assert "| no limit | 1.60 | refused | refused |" in lines
-    assert "| 2 ranks | float32 | 8,192 to 16,384 | 96% | 80% |" in lines
-    assert lines.count("<sub>Abacus, 2 cores, 16 GB, Linux 1.0; commit 0123456789; 2026-01-02 03:04 UTC</sub>") == 2
-    BUSY = {"others": 0.3, "stolen": 0.0}
-    unbound = [{name: value for name, value in row.items() if name != "bound_s"} for row in CLUSTER]
-    assert "| 100 mbit | 2.10 | refused |" in summary({Path("one.json"): made_up("cluster", unbound)}).splitlines()
-    assert "**Measured on a busy" in summary({Path("a"): made_up("cluster", CLUSTER, busy=True, load=BUSY)})
-    assert summary({}) == "Nothing has been measured yet."
-
-
-def test_a_table_of_a_busy_machine_says_so_and_unknown_benchmarks_are_shown() -> None:
-    result = made_up(
-        "knitting", [{"what": "purl", "visit_us": 12.3456}], busy=True, load={"others": 0.31, "stolen": 0.0}
-    )
-    text = table.tables({Path("one.json"): result}, ROOT)
-    assert "| what | visit us |\n| --- | --- |\n| purl | 12.35 |" in text
-    assert (
-        "**Measured on a busy machine: 31% of its CPUs' time went to other programs, 0% to other virtual machines.**"
-        in text
-    )
-    assert table.tables({}, ROOT) == "Nothing has been measured yet."
-
-
-def test_pages_are_written_between_their_markers_and_checked(tmp_path: Path) -> None:
-    page, readme, found = tmp_path / "performance.md", tmp_path / "README.md", tmp_path / "results"
-    options = ["table", "--page", str(page), "--readme", str(readme), "--results", str(found)]
-    for path in (page, readme):
-        path.write_text(f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n")
-    results.save("knitting", {}, [{"visit_us": 99}], IDLE, found / "one.json")
-    assert main([*options, "--check"]) == 1
-    assert "old" in page.read_text()
-    assert "old" in readme.read_text()
-    assert main(options) == 0
-    text = page.read_text()
-    assert text.startswith(f"before\n{table.BEGIN}\nKnitting:")
-    assert text.endswith(f"</sub>\n{table.END}\nafter\n")
-    assert readme.read_text() == f"before\n{table.BEGIN}\nNothing has been measured yet.\n{table.END}\nafter\n"
-    assert main([*options, "--check"]) == 0
-    (tmp_path / "one.png").touch()
-    assert main([*options, "--check"]) == 1
-    assert main(options) == 0
-    assert re.search(rf"{table.BEGIN}\n!\[knitting on .*\]\(one.png\)\n\nKnitting:", page.read_text())
-    summed_up = readme.read_text()
-    readme.write_text(summed_up.replace("Nothing", "Something"))
-    assert main([*options, "--check"]) == 1
-    readme.write_text(summed_up)
-    page.write_text(text.replace("99", "98"))
-    assert main([*options, "--check"]) == 1
-    for wrong in (
-        "no markers",
-        f"{table.END} {table.BEGIN}",
-        f"{table.BEGIN} {table.BEGIN} {table.END}",
-        f"{table.END} {table.BEGIN} {table.END}",
-    ):
-        readme.write_text(wrong)
-        assert main(options) == 2
-
-
-def test_the_pages_of_this_repository_are_up_to_date() -> None:
-    assert main(["table", "--check"]) == 0
-
-
-# -------------------------------------------------------------------------------------------------------------- draw
-
-
-def span(cat: str, ts: float, dur: float, number: int = 1, **args: Any) -> dict[str, Any]:
-    given = {"kind": cat, "direction": "backward", "step": 0, "link": "", "number": number, "batch": -1, **args}
-    return {"ph": "X", "name": cat, "cat": cat, "ts": ts, "dur": dur, "pid": 0, "tid": 0, "args": given}
-
-
-SPANS = [
-    span("kernel", 0, 10, number=0),
-    span("post", 10, 2, batch=7, link="inter"),
-    span("post", 12, 2, batch=7, link="inter"),
-    span("post", 14, 2, batch=8, link="intra"),
-    span("kernel", 16, 10),
-    span("wait", 26, 5, batch=7, link="inter"),
-    span("wait", 31, 1, batch=7, link="inter"),
-    span("kernel", 32, 8, number=2),
-]
-
-
-def test_messages_are_in_flight_from_the_first_post_to_the_last_wait() -> None:
-    assert timeline.flights(SPANS) == [("inter", 10, 32)]  # batch 8 was not waited for
-    assert timeline.last_passes(SPANS) == SPANS[1:]
-
-
-def test_every_kind_of_file_becomes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, rows in (("cluster", CLUSTER), ("attention", ATTENTION), ("train", TRAIN)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(vars(made_up(name, rows))))
-    for rank in range(2):
-        events = [{**event, "pid": rank} for event in SPANS]
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps({"traceEvents": events}))
-    assert main(["draw", *map(str, sorted(tmp_path.glob("*.json"))), "--out", str(tmp_path / "docs")]) == 0
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "docs").iterdir()}
-    assert sorted(sizes) == ["attention.png", "cluster.png", "timeline.png", "train.png"]
-    assert all(5_000 < size < 200_000 for size in sizes.values())
-    assert capsys.readouterr().out.count("Picture: ") == 4
-
-
-def test_bars_are_as_high_as_the_ratios_and_absent_contenders_have_none() -> None:
-    figure = draw.draw_cluster(made_up("cluster", CLUSTER))
-    (axis,) = figure.axes
-    heights = [bar.get_height() for container in axis.containers for bar in container]
-    assert heights == pytest.approx([1.05, 2.5, 1.25, 2.5])
-    assert [text.get_text() for text in axis.texts] == [" 1.05", "×", " 1.25", "×"]
-    assert [text.get_text() for text in figure.legends[0].texts] == ["burst", "flat", "Ulysses"]
-    words = [text.get_text() for text in figure.texts]
-    assert any("absent: USP (yunchang is not installed)" in word for word in words)
-    assert any("commit 0123456789" in word for word in words)
-    draw.plt.close(figure)
-
-
-def test_no_panel_cuts_off_a_bar_of_another_size() -> None:
-    slower = [
-        {**row, "rate_mbit": 400, "time_s": 3 * row["time_s"], "time_s_max": 3 * row["time_s"]}
-        for row in CLUSTER
-        if row.get("time_s")
-    ]
-    figure = draw.draw_cluster(made_up("cluster", [*CLUSTER, *slower]))
-    first, second = figure.axes
-    assert second.dataLim.ymax > 2 * first.dataLim.ymax
-    for axis in figure.axes:
-        assert axis.get_ylim()[0] == 0
-        assert axis.get_ylim()[1] >= second.dataLim.ymax
-    draw.plt.close(figure)
-
-
-def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = tmp_path / "wrong.json"
-    for text, said in (
-        ("{", "cannot be read"),
-        ('{"rows": []}', "is not a result of a benchmark"),
-        (json.dumps(vars(made_up("cluster", []))), "has no case that was measured"),
-        (json.dumps(vars(made_up("knitting", []))), "is a result of 'knitting'; there are pictures of"),
-        ('{"traceEvents": []}', "the trace has no kernel"),
-    ):
-        wrong.write_text(text)
-        assert main(["draw", str(wrong), "--out", str(tmp_path)]) == 2
-        assert said in capsys.readouterr().err
-    assert list(tmp_path.glob("*.png")) == []

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.contenders import Case, Slept, emulated_device, sequences
-from benchmarks.contenders.emulated_device import EmulatedDevice
-from benchmarks.contenders.flash_attn_stand_in import StandIn
-from benchmarks.contenders.kernels import SleepingKernel, kernel_for, tile
+from benchmarks.contenders import Case, Slept, kernels
+from benchmarks.contenders.kernels import StandIn, kernel_for, sleeping, tile
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import _backward, _forward
 from benchmarks.contenders.yunchang import USP
 from burst_plugin import Causal, CausalBottomRight, Full, Mask, Scores
 from burst_plugin.kernels import Queries
 from burst_plugin.types import ANTICAUSAL, FULL
+from tests.support import emulated_gpu
+from tests.support.emulated_gpu import EmulatedDevice
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
 
 CASE = Case(1, 2, 64, 4, 2, 8, torch.bfloat16, causal=False, batch=2)
@@ -150,7 +150,7 @@ def test_a_peer_that_cannot_be_had_says_why(name: str, tmp_path: Path, monkeypat
 def _slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What is slept from now on, by a clock of its own."""
     clock = _Clock()
-    monkeypatch.setattr(emulated_device, "time", clock)
+    monkeypatch.setattr(emulated_gpu, "time", clock)
     return clock.slept_s
 
 
@@ -186,7 +186,7 @@ class _Clock:
 def test_a_slept_call_takes_its_share_of_a_full_visit(
     q_len: int, k_len: int, band: object, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernel, slept_s = SleepingKernel(CASE, SLEPT), _slept_s(monkeypatch)
+    kernel, slept_s = sleeping(CASE, SLEPT), _slept_s(monkeypatch)
     how = tile(None, False, 8)._replace(band=band)
     q, k = torch.ones(2, q_len, 4, 8), torch.ones(2, k_len, 2, 8)
     out, lse = kernel.forward(q, k, k, how)
@@ -201,13 +201,12 @@ def test_a_slept_call_of_several_sequences_takes_their_shares(
     causal: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 queries on 8 keys, and the last 8 queries of 56: of 2 * 64 * 64 pairs, all in one call."""
-    kernel, slept_s = SleepingKernel(CASE, SLEPT), _slept_s(monkeypatch)
-    how = sequences.how_of(
-        None, causal, 8, *(torch.tensor(ends, dtype=torch.int32) for ends in ([0, 8, 16], [0, 8, 64]))
-    )
+    kernel, slept_s = sleeping(CASE, SLEPT), _slept_s(monkeypatch)
+    q_ends, k_ends = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 8, 16], [0, 8, 64]))
+    how = tile(None, causal, 8, (q_ends, k_ends))
     q, k = torch.ones(1, 16, 4, 8), torch.ones(1, 64, 2, 8)
-    out, lse = sequences.forward(kernel, q, k, k, how)
-    sequences.backward(kernel, Queries(q, out, out, lse), k, k, how)
+    out, lse = kernels.forward(kernel, q, k, k, how)
+    kernels.backward(kernel, Queries(q, out, out, lse), k, k, how)
     assert slept_s == pytest.approx([0.16 * share / 8192, 0.32 * share / 8192])
 
 
@@ -218,8 +217,8 @@ def test_a_late_wake_up_is_taken_off_the_next_kernel_unless_there_was_waiting(
     """Four kernels of 30 ms that end 1 ms late, 2 ms of work before each: on a device of one's own 4 * 32 ms."""
     clock, device, waited = _Clock(), EmulatedDevice(), iter(range(100))
     clock.late_s = 0.001
-    monkeypatch.setattr(emulated_device, "time", clock)
-    monkeypatch.setattr(emulated_device, "_waits", lambda: next(waited) if waits else 0)
+    monkeypatch.setattr(emulated_gpu, "time", clock)
+    monkeypatch.setattr(emulated_gpu, "_waits", lambda: next(waited) if waits else 0)
     start_s = clock.now_s
     for _ in range(4):
         clock.now_s += 0.002
@@ -232,8 +231,8 @@ def test_a_late_wake_up_is_taken_off_the_next_kernel_unless_there_was_waiting(
 def test_a_process_that_is_behind_its_device_is_not_ahead_of_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Late by 5 ms once; then short kernels that have ended when they are asked for: 5 ms are made up, no more."""
     clock, device = _Clock(), EmulatedDevice()
-    monkeypatch.setattr(emulated_device, "time", clock)
-    monkeypatch.setattr(emulated_device, "_waits", lambda: 0)
+    monkeypatch.setattr(emulated_gpu, "time", clock)
+    monkeypatch.setattr(emulated_gpu, "_waits", lambda: 0)
     clock.late_s = 0.005
     start_s = clock.now_s
     device.launch()
@@ -249,10 +248,10 @@ def test_a_process_that_is_behind_its_device_is_not_ahead_of_it_later(monkeypatc
 
 
 def test_waits_are_those_of_this_thread() -> None:
-    before = emulated_device._waits()
-    assert emulated_device._waits() == before
+    before = emulated_gpu._waits()
+    assert emulated_gpu._waits() == before
     time.sleep(0.001)
-    assert emulated_device._waits() > before
+    assert emulated_gpu._waits() > before
 
 
 def test_a_sleeping_kernel_gives_what_the_kernel_in_its_place_would(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +259,7 @@ def test_a_sleeping_kernel_gives_what_the_kernel_in_its_place_would(monkeypatch:
     _slept_s(monkeypatch)
     q, k = (torch.ones(2, 64, heads, 8, dtype=torch.bfloat16) for heads in (4, 2))
     how = tile(None, False, 8)
-    for kernel, grads_in in ((SleepingKernel(CASE, SLEPT), torch.float32), (kernel_for(CASE, SLEPT), torch.bfloat16)):
+    for kernel, grads_in in ((sleeping(CASE, SLEPT), torch.float32), (kernel_for(CASE, SLEPT), torch.bfloat16)):
         out, lse = kernel.forward(q, k, k, how)
         assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
         grads = kernel.backward(Queries(q, q, q, lse), k, k, how)[:3]

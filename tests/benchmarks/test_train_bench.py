@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 pytest.importorskip("psutil", reason="psutil is not installed")
 
-from benchmarks import flops, results, train, train_processes
+from benchmarks import RefusedError, train, train_ranks
 from benchmarks.__main__ import main
-from benchmarks.limits import RefusedError
-from benchmarks.ranks import RankError
-from benchmarks.train_examples import DEEPSPEED, MEGATRON, noted
-from benchmarks.train_ranks import Job, Model, Seen, Trained
+from benchmarks.report.files import load
+from benchmarks.train_ranks import DEEPSPEED, MEGATRON, Job, Seen, Trained, noted
+from tests.support.ranks import RankError
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +43,6 @@ def test_trainings_compare_the_same_tokens_per_step_on_the_same_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "512"], r"512 ranks of about .* GB are available, in which at most \d+ fit"),
         (["--seq", "2050"], "--seq: got 2050, expected a multiple of 2 x ranks = 4"),
         (["--kv-heads", "3"], "--hidden 256 has to be .* --kv-heads 3"),
         (["--steps", "0"], "--steps: got 0, expected at least 1"),
@@ -72,36 +70,34 @@ def test_trainings_on_gpus_have_one_for_each_rank(
 
 
 def test_rates_and_mfu_from_made_up_ranks() -> None:
-    model = Model(layers=3, hidden=8, heads=2, kv_heads=1)
-    job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", model=model)
+    shape = {"layers": 3, "hidden": 8, "heads": 2, "kv_heads": 1}
+    job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", nodes=1, **shape)
     seen = Seen(parameters=1000, kernel="abacus", ring_bytes=32)
     slow, fast = Trained([2.0, 9.0, 1.0], 70, 5e5, seen), Trained([4.0, 1.0, 1.0], 50, 4e5, seen)
     assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
     faster = Trained([1.0, 2.0, 2.0], 90, 3e5, seen)
-    peak = train.peak_flops_per_s([slow, fast, faster])
-    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], peak)
+    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], 5e5)
     assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
     # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
     assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
     assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"], row["steps"]) == (70, 400, 3, 3)
     assert (row["kernel"], row["ring_bytes_per_step"]) == ("abacus", 16)  # 2 x 32 bytes in 4 steps
     assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
-    assert train.row(MEGATRON, job, [[replace(slow, peak_bytes=None)] * 2], None)["peak_bytes"] is None
-    assert train.peak_flops_per_s([Trained([1.0], 1, None, seen)]) is None
+    assert train.row(MEGATRON, job, [[slow._replace(peak_bytes=None)] * 2], None)["peak_bytes"] is None
 
 
 def test_peaks_of_devices() -> None:
-    assert flops.gpu_peak_flops_per_s("NVIDIA H200") == 989e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H20") == 148e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA L40") == 181e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA H200 NVL") == 835e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A10G") == 70e12
-    assert flops.gpu_peak_flops_per_s("NVIDIA A1000") is None
-    assert flops.gpu_peak_flops_per_s("Abacus") is None
-    assert flops.cpu_peak_flops_per_s(128, 0.01) > 1e8
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA H200") == 989e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA H20") == 148e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA H100 PCIe") == 756e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA A100-SXM4-80GB") == 312e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA L40S") == 362e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA L40") == 181e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA H200 NVL") == 835e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA A10G") == 70e12
+    assert train_ranks.gpu_peak_flops_per_s("NVIDIA A1000") is None
+    assert train_ranks.gpu_peak_flops_per_s("Abacus") is None
+    assert train_ranks.cpu_peak_flops_per_s(128, 0.01) > 1e8
 
 
 def test_a_folder_of_that_name_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +120,7 @@ def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    rows = results.load(out).rows
+    rows = load(out).rows
     assert [(row["example"], row["context_parallel_size"], row["seq"]) for row in rows] == [
         (example, *shape) for example in ("Megatron", "DeepSpeed") for shape in ((1, 64), (2, 64), (2, 128))
     ]
@@ -180,7 +176,7 @@ def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], printed
     assert printed[0][0].count("tokens/s (1/1)") == 3
     assert printed[1][0] == ""  # one process prints and saves
-    result = results.load(out)
+    result = load(out)
     assert result.settings["nodes"] == 2
     shapes = [(row["ranks"], row["context_parallel_size"], row["seq"]) for row in result.rows]
     assert shapes == [(2, 1, 64), (2, 2, 64), (2, 2, 128)]
@@ -190,20 +186,20 @@ def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
 def test_a_rank_of_torchrun_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(store, 5, 8)]))
-    monkeypatch.setattr(train_processes, "_join", lambda *_: None)
+    monkeypatch.setattr(train, "_join", lambda *_: None)
     store.set("bench train", "one thing")
     with pytest.raises(RefusedError, match="rank 5 would train another, and rank 0 one thing"):
-        train_processes.OfTorchrun("another")
-    starter = train_processes.OfTorchrun("one thing")
+        train.Torchrun("another")
+    torchrun = train.Torchrun("one thing")
     (job, *_) = train.jobs_of(asked("--ranks", "2", "--seq", "64"))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     server = dist.TCPStore("127.0.0.1", 0, is_master=True)
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     broken = replace(MEGATRON, modules=("no_such_module",))
     with pytest.raises(RankError, match=r"1 of 8 ranks failed: \[5\]") as failed:
-        starter.train(broken, job)
+        torchrun.train(broken, job)
     assert "no_such_module" in failed.value.errors[5]
-    assert not starter.leads
+    assert torchrun.rank == 5
 
 
 def test_under_torchrun_ranks_are_those_that_it_started(
@@ -211,7 +207,7 @@ def test_under_torchrun_ranks_are_those_that_it_started(
 ) -> None:
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
-    assert [(job.nodes, job.ranks_per_node) for job in train.jobs_of(asked())] == [(2, 4)] * 3
+    assert [(job.nodes, job.ranks) for job in train.jobs_of(asked())] == [(2, 8)] * 3
     assert main(["train", "--device", "cpu", "--ranks", "2"]) == 2
     assert "--ranks 2: torchrun started 8; leave --ranks out" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")

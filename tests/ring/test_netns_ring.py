@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import Case, Slept
-from benchmarks.contenders.kernels import SleepingKernel
-from benchmarks.netns import EmulatedCluster, interface_bytes
 from burst_plugin import ContextParallel, Strategy, burst_attention
+from tests.support.emulated_gpu import SleepingKernel
+from tests.support.netns import EmulatedCluster, interface_bytes
 from tests.support.ranks import as_on_gpus
 
 pytestmark = [
@@ -66,8 +65,7 @@ def test_bytes_at_the_interface_are_those_of_the_schedule(backward: str) -> None
 
 def _durations(rank: int, backward: bool) -> list[float]:
     """Seconds of a pass, some times over."""
-    case = Case(dist.get_world_size() // 2, 2, TOKENS, 4, 4, 64, torch.float32, causal=True)
-    kernel = SleepingKernel(case, Slept(2 * FORWARD_S, 2 * BACKWARD_S))
+    kernel = SleepingKernel(4 * TOKENS**2, 2 * FORWARD_S, 2 * BACKWARD_S)  # pairs of a visit without a mask
     cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, kernel=kernel)))
     q, k, v = _inputs()
     took_s = []

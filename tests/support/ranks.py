@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from benchmarks.loopback import launch_local
-from benchmarks.ranks import Outcome, RankError, values
-from burst_plugin import ContextParallel
+import torch.distributed as dist
 
-__all__ = ["Outcome", "RankError", "as_on_gpus", "last_lines", "run_ranks", "run_ranks_outcomes"]
+from burst_plugin import ContextParallel
+from tests.support.processes import Outcome, RankError, launch, values
+
+__all__ = [
+    "Outcome",
+    "RankError",
+    "as_on_gpus",
+    "join_gloo",
+    "last_lines",
+    "launcher_environment",
+    "run_ranks",
+    "run_ranks_outcomes",
+]
 
 
 def run_ranks(
@@ -40,8 +54,41 @@ def run_ranks(
 def run_ranks_outcomes(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, init: bool = True
 ) -> list[Outcome]:
-    """As `run_ranks`, but however a rank ends, it is returned as its `Outcome`; nothing is raised for it."""
-    return launch_local(fn, world_size, *args, timeout_s=timeout_s, init=init)
+    """Run as `run_ranks` does, but return the `Outcome` of each rank; nothing is raised for ranks that fail."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+    def enter(rank: int, directory: Path) -> None:
+        os.environ.update(launcher_environment(rank, world_size, ranks_per_node=world_size))
+        if init:
+            join_gloo(rank, world_size, directory, loopback, timeout_s / 2)
+
+    return launch(fn, world_size, args, enter, timeout_s=timeout_s)
+
+
+def join_gloo(rank: int, world_size: int, directory: Path, interface: str, timeout_s: float) -> None:
+    """Initialise the default process group on gloo over one network interface, with a store in `directory`.
+
+    The store is a file, so it needs no port and is reached from every network namespace. Returns once all ranks
+    have joined: a rank that then dies at once breaks no connection in the making.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = interface
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{peer}" for peer in range(world_size)], timeout)
+
+
+def launcher_environment(rank: int, world_size: int, ranks_per_node: int) -> dict[str, str]:
+    """Return the variables by which a launcher tells a rank its place, named as torchrun names them."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_RANK": str(rank // ranks_per_node),
+        "GROUP_WORLD_SIZE": str(world_size // ranks_per_node),
+    }
 
 
 def as_on_gpus(cp: ContextParallel) -> ContextParallel:

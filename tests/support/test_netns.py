@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import netns, wire
-from benchmarks.netns import EmulatedCluster, interface_bytes
-from benchmarks.ranks import RankError
-from tests.support.ranks import run_ranks
+from tests.support import delay_bridge, netns
+from tests.support.netns import EmulatedCluster, interface_bytes
+from tests.support.ranks import RankError, run_ranks
 
 pytestmark = [
     pytest.mark.netns,
@@ -198,9 +197,9 @@ def test_other_nodes_are_as_far_away_as_asked(nic: str) -> None:
 def test_the_process_that_holds_messages_ends_with_its_cluster() -> None:
     program = """if True:
         import time
-        from benchmarks.netns import EmulatedCluster
+        from tests.support.netns import EmulatedCluster
         with EmulatedCluster(2, 1, latency_ms=1.0) as cluster:
-            print(cluster._wire, flush=True)
+            print(cluster._bridge, flush=True)
             time.sleep(60)
     """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as user:
@@ -212,7 +211,7 @@ def test_the_process_that_holds_messages_ends_with_its_cluster() -> None:
 
 
 def test_without_tun_devices_there_is_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "DEVICE", "/dev/net/none")
+    monkeypatch.setattr(delay_bridge, "DEVICE", "/dev/net/none")
     assert EmulatedCluster.unavailable() is None
     said = "/dev/net/none cannot be opened, for latency: No such file or directory"
     assert EmulatedCluster.unavailable(1.0) == said

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import LINGER_S
+from tests.support.processes import LINGER_S
 from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes
 
 

@@ -8,11 +8,11 @@ With a NIC per rank, as in most GPU clusters, each rank is a namespace (here 2 n
      +------------+-- eth --+------------+         nic  shaped in both directions, one bridge for all
 
 With a NIC per node each node is a namespace; its ranks share one shaped `nic` and reach each other over loopback.
-With latency each `nic` ends in a bridge of its own, and `eth` is a process that holds what it hands on (`wire`).
+With latency each `nic` ends in a bridge of its own, and `eth` is a process that delays every frame (`delay_bridge`).
 
-Every rank is addressed by its `nic`; which device a packet takes is decided by the route alone, so gloo is told of
-one interface only. The namespaces are built inside one private network and mount namespace (and, without root, a
-user namespace), and held by nothing but this process's open files: they vanish with it, whatever happens.
+Every rank is addressed by its `nic`; which device a packet takes is decided by the route alone, so gloo needs to
+know one interface only. The namespaces are built inside one private network and mount namespace (and, without root, a
+user namespace), and held by nothing but this process's open files: they vanish with it, however it ends.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import ctypes
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
-from benchmarks import wire
-from benchmarks.ranks import join_gloo, launch, launcher_environment, undisturbed_fork, values
+from tests.support import delay_bridge
+from tests.support.processes import launch, values
+from tests.support.ranks import join_gloo, launcher_environment
 
 TOOLS = ("unshare", "mount", "ip", "tc")
 BUILD_S = 60.0
-_READY = "ready"
 _BURST = "burst 128kb limit 64mb"  # tbf's bucket, room for two of the largest packets, and its queue
 # InfiniBand and NVLink send at once and lose nothing: windows are open from the start, and no algorithm probes for
 # a rate. Without it ranks would be measured under whatever the host has for the internet.
@@ -60,6 +60,7 @@ tc qdisc replace dev port root tbf rate 100mbit burst 128kb limit 4mb
 )
 
 
+@dataclass
 class EmulatedCluster:
     """`nodes` × `ranks_per_node` ranks; as a context manager it builds the namespaces and removes them.
 
@@ -68,43 +69,41 @@ class EmulatedCluster:
     Args:
         rate_mbit: what each `nic` carries per direction, in 10⁶ bit/s; None leaves it unshaped.
         nic: "rank" if each rank has a NIC of its own, "node" if the ranks of a node share one.
-        latency_ms: by which whatever leaves a `nic` comes later to another one, milliseconds.
+        latency_ms: delay of what one `nic` sends to another, milliseconds.
 
     Raises:
-        ValueError: for sizes, rates, latencies or kinds that cannot be.
+        ValueError: for impossible sizes, rates, latencies or kinds of NIC.
         RuntimeError: on entering, if the namespaces cannot be built; see `unavailable`.
     """
 
-    def __init__(
-        self,
-        nodes: int,
-        ranks_per_node: int,
-        rate_mbit: float | None = None,
-        nic: str = "rank",
-        latency_ms: float = 0.0,
-    ) -> None:
-        for name, size in (("nodes", nodes), ("ranks_per_node", ranks_per_node)):
+    nodes: int
+    ranks_per_node: int
+    rate_mbit: float | None = None
+    nic: str = "rank"
+    latency_ms: float = 0.0
+    _files: dict[str, int] = field(default_factory=dict, init=False)  # open files by what they hold
+    _bridge: int | None = field(default=None, init=False)  # the process that delays frames
+
+    def __post_init__(self) -> None:
+        for name, size in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
             if not 1 <= size <= 250:
                 raise ValueError(f"{name} is {size}; expected 1 .. 250")
-        if rate_mbit is not None and not rate_mbit > 0:
-            raise ValueError(f"rate_mbit is {rate_mbit}; expected more than 0, or None for an unshaped nic")
-        if nic not in ("rank", "node"):
-            raise ValueError(f'nic is {nic!r}; expected "rank" or "node"')
-        if not 0 <= latency_ms < float("inf"):
-            raise ValueError(f"latency_ms is {latency_ms}; expected 0 or more")
-        self.nodes = nodes
-        self.ranks_per_node = ranks_per_node
-        self.rate_mbit = rate_mbit
-        self.nic = nic
-        self.latency_ms = latency_ms
-        self.world_size = nodes * ranks_per_node
-        self._files: dict[str, int] = {}
-        self._wire: int | None = None  # a process
+        if self.rate_mbit is not None and not self.rate_mbit > 0:
+            raise ValueError(f"rate_mbit is {self.rate_mbit}; expected more than 0, or None for an unshaped nic")
+        if self.nic not in ("rank", "node"):
+            raise ValueError(f'nic is {self.nic!r}; expected "rank" or "node"')
+        if not 0 <= self.latency_ms < float("inf"):
+            raise ValueError(f"latency_ms is {self.latency_ms}; expected 0 or more")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.nodes * self.ranks_per_node
 
     @staticmethod
     def unavailable(latency_ms: float = 0.0) -> str | None:
-        """Why no cluster can be built here, with such a latency; None if one can."""
-        return _unavailable() or (_no_wire() if latency_ms else None)
+        """Return why no cluster with such a latency can be built here, or None if one can."""
+        return _unavailable() or (_no_delay_bridge() if latency_ms else None)
 
     def __enter__(self) -> EmulatedCluster:
         reason = self.unavailable(self.latency_ms)
@@ -115,7 +114,9 @@ class EmulatedCluster:
         try:
             self._build()
             if self.latency_ms:
-                self._lay_wires()
+                taps = [f"tap{number}" for number in range(len(self._hosts))]
+                enter = partial(self._enter, "switch")
+                self._bridge, self._files["bridge"] = delay_bridge.start(taps, self.latency_ms / 1e3, enter)
         except BaseException:
             self._close()
             raise
@@ -129,8 +130,8 @@ class EmulatedCluster:
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """Run `fn(rank, *args)` in a process per rank, in its namespace and joined on gloo; return their values.
 
-        As `benchmarks.ranks.launch`; the process group's time-out is half of `timeout_s`. The environment is that
-        of a launcher such as torchrun. May be called again; nothing but the counters of the devices remembers.
+        See `launch`; the process group's time-out is half of `timeout_s`. The environment is that of a launcher such
+        as torchrun. May be called again; only the devices' byte counters carry over.
 
         Raises:
             RankError: with the traceback, or the manner of death, of every rank that failed.
@@ -139,25 +140,23 @@ class EmulatedCluster:
             raise RuntimeError("the cluster is not built; expected: with EmulatedCluster(...) as cluster")
 
         def enter(rank: int, directory: Path) -> None:
-            if "user" in self._files:
-                _setns(self._files["user"])
-            _setns(self._files[self._host(rank)])
+            self._enter(self._host(rank))
             os.environ.update(launcher_environment(rank, self.world_size, self.ranks_per_node))
             join_gloo(rank, self.world_size, directory, "nic", timeout_s / 2)
 
         return values(launch(fn, self.world_size, args, enter, timeout_s=timeout_s))
 
     def _host(self, rank: int) -> str:
-        """The name of a rank's namespace."""
+        """Return the name of a rank's namespace."""
         return f"rank{rank}" if self.nic == "rank" else f"node{rank // self.ranks_per_node}"
 
     @property
     def _hosts(self) -> list[str]:
-        """The names of all namespaces with a `nic`, in the order of their numbers."""
+        """Names of all namespaces with a `nic`, in the order of their numbers."""
         return list(dict.fromkeys(map(self._host, range(self.world_size))))
 
     def _build(self) -> None:
-        """Build the namespaces from a process inside their parent, open them, and let it go."""
+        """Build the namespaces from a process inside their parent namespace, open them, and end that process."""
         flags = _unshare_flags()
         assert flags is not None  # or `unavailable` had said so
         builder = subprocess.Popen(
@@ -186,46 +185,21 @@ class EmulatedCluster:
         for host in self._hosts:
             self._files[host] = os.open(f"{process}/root{runtime}/netns/{host}", os.O_RDONLY)
 
-    def _lay_wires(self) -> None:
-        """Fork the process that connects the hosts; it ends when this one closes its socket, or dies."""
-        here, there = socket.socketpair()
-        with here, there:
-            with undisturbed_fork() as process:
-                if process == 0:
-                    self._hold_frames(here, there)
-                self._wire = process
-            there.close()
-            said = here.recv(1 << 16).decode()
-            self._files["wire"] = here.detach()
-        if said != _READY:
-            raise RuntimeError(f"the process that connects the nodes has ended: {said}")
-
-    def _hold_frames(self, other_end: socket.socket, parent: socket.socket) -> NoReturn:
-        """What that process does, in the namespace of the bridges; a terminal's signals are for the parent."""
-        try:
-            other_end.close()
-            if "user" in self._files:
-                _setns(self._files["user"])
-            _setns(self._files["switch"])
-            taps = [wire.tap(f"tap{number}") for number in range(len(self._hosts))]
-            parent.sendall(_READY.encode())
-            wire.serve(taps, self.latency_ms / 1e3, parent.fileno())
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            parent.sendall(b"it has said why above")
-        finally:
-            os._exit(1)
+    def _enter(self, host: str) -> None:
+        """Move this process into a namespace."""
+        for name in ("user", host):
+            if name in self._files:
+                _setns(self._files[name])
 
     def _close(self) -> None:
         while self._files:
             os.close(self._files.popitem()[1])
-        if self._wire is not None:
-            os.waitpid(self._wire, 0)
-            self._wire = None
+        if self._bridge is not None:
+            os.waitpid(self._bridge, 0)
+            self._bridge = None
 
     def _script(self) -> str:
-        """The shell script that builds all, prints where the namespaces are, and waits for its input to end."""
+        """Return the shell script that builds all namespaces, prints their folder and waits for its input to end."""
         lines = [_PRELUDE, *([] if self.latency_ms else _batch("ip", _bridge("eth")))]
         for node in range(self.nodes):
             if self.nic == "node":
@@ -242,7 +216,7 @@ class EmulatedCluster:
     def _shaped_host(
         self, host: str, number: int, address: str, routes: list[str], node_bridge: str | None = None
     ) -> Iterator[str]:
-        """The lines that add one namespace with its `nic`, and, given a bridge of its node, its `nvl`."""
+        """Yield the lines that add one namespace with its `nic` and, given a bridge of its node, its `nvl`."""
         yield f"ip netns add {host}"
         bridge = f"eth{number}" if self.latency_ms else "eth"
         if self.latency_ms:
@@ -263,7 +237,7 @@ class EmulatedCluster:
 
 
 def interface_bytes(device: str = "nic") -> tuple[int, int]:
-    """(received, sent) bytes of a device of this process's network namespace since it was made, with all headers."""
+    """Return the (received, sent) bytes of a device of this network namespace since it was made, with all headers."""
     seen = {}
     for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
         name, _, counters = line.partition(":")
@@ -279,7 +253,7 @@ def _batch(command: str, lines: list[str]) -> list[str]:
 
 
 def _up(device: str) -> list[str]:
-    """Bring a device up without an IPv6 address, so that nothing is sent but what the ranks send."""
+    """Return the lines that bring a device up without an IPv6 address, so that only the ranks send."""
     return [f"link set {device} addrgenmode none", f"link set {device} up"]
 
 
@@ -288,7 +262,7 @@ def _bridge(name: str) -> list[str]:
 
 
 def _cable(device: str, number: int, host: str, bridge: str) -> list[str]:
-    """`device` in the namespace `host`, at the other end `device``number` on a bridge."""
+    """Return the lines that make `device` in the namespace `host`, its other end `device``number` on a bridge."""
     port = f"{device}{number}"
     return [
         f"link add {port} type veth peer name {device} netns {host}",
@@ -298,7 +272,7 @@ def _cable(device: str, number: int, host: str, bridge: str) -> list[str]:
 
 
 def _tap(name: str, bridge: str) -> list[str]:
-    """A device that a program reads from and writes to, on a bridge."""
+    """Return the lines that make a device that a program reads from and writes to, on a bridge."""
     return [f"tuntap add {name} mode tap vnet_hdr", f"link set {name} master {bridge}", *_up(name)]
 
 
@@ -311,19 +285,19 @@ def _setns(file: int) -> None:
 
 @functools.cache
 def _unshare_flags() -> tuple[str, ...] | None:
-    """What `unshare` needs to make a network and a mount namespace: nothing more as root, else a user namespace."""
+    """Return the flags of `unshare` for a network and a mount namespace, in a user namespace unless we are root."""
     for flags in (("-n", "-m"), ("-U", "-r", "-n", "-m")):
         if subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0:
             return flags
     return None
 
 
-def _no_wire() -> str | None:
-    """Why there can be no latency."""
+def _no_delay_bridge() -> str | None:
+    """Return why there can be no latency, or None if there can."""
     try:
-        os.close(os.open(wire.DEVICE, os.O_RDWR))
+        os.close(os.open(delay_bridge.DEVICE, os.O_RDWR))
     except OSError as error:
-        return f"{wire.DEVICE} cannot be opened, for latency: {error.strerror}"
+        return f"{delay_bridge.DEVICE} cannot be opened, for latency: {error.strerror}"
     return None
 
 

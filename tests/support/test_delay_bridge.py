@@ -1,4 +1,4 @@
-"""The switch with long wires: who is handed which frame, and when."""
+"""The switch that delays frames: where each goes, and when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from benchmarks import wire
+from tests.support import delay_bridge
 
 LATENCY_S = 0.03
 HEADER = bytes(10)
@@ -33,7 +33,9 @@ def hosts() -> Iterator[list[socket.socket]]:
             stack.enter_context(each[1])
             each[0].settimeout(5)
         end, close = os.pipe()
-        switch = threading.Thread(target=wire.serve, args=([there.fileno() for _, there in pairs], LATENCY_S, end))
+        switch = threading.Thread(
+            target=delay_bridge.serve, args=([there.fileno() for _, there in pairs], LATENCY_S, end)
+        )
         switch.start()
         yield [here for here, _ in pairs]
         os.close(close)

@@ -1,8 +1,8 @@
-"""Run one function as several ranks: a forked process each, with every way that a rank can end reported.
+"""Run one function in several forked processes, one per rank, and report every way in which a rank can end.
 
-`launch` knows nothing of torch.distributed: the caller's `enter` brings a rank into its world (a process
-group, a network namespace) before the function runs. Results travel through files in a private directory, so
-they may be of any size. A process leaves by `os._exit`, since gloo may abort in a normal interpreter exit.
+`launch` knows nothing of torch.distributed: the caller's `enter` makes the process a member of a process group or of
+a network namespace before the function runs. Results are handed over in files of a private directory, so they may be
+of any size. A process exits by `os._exit`, since gloo may abort in a normal interpreter exit.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 POLL_S = 0.002
-LINGER_S = 2.0  # a rank that is done waits this long for the others, so that no peer sees a reset connection
-STACK_S = 1.0  # how long a rank that overran may take to write its stack before it is killed
+LINGER_S = 2.0  # how long a finished rank waits for the others, so that no peer sees a reset connection
+STACK_S = 1.0  # how long a late rank may take to write its stack before it is killed
 _PR_SET_PDEATHSIG = 1
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
@@ -41,11 +39,11 @@ Enter = Callable[[int, Path], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended.
+    """The way in which one rank ended.
 
     `error` is None exactly if the function returned; then `value` is what it returned. `exitcode` is 0 after
     a return, 1 after an exception, what the rank gave to `os._exit`, or minus the signal that ended it.
-    `reported` is False for a rank that ended without a word: killed, exited, or out of time.
+    `reported` is False for a rank that was killed, exited or ran out of time.
     """
 
     value: Any
@@ -65,9 +63,9 @@ class RankError(RuntimeError):
 
 
 def values(outcomes: Sequence[Outcome], expect_dead: Collection[int] = ()) -> list[Any]:
-    """The value of each rank, in rank order.
+    """Return the value of each rank, in rank order.
 
-    The ranks in `expect_dead` have to end without reporting (their value is None); the others have to return.
+    Ranks in `expect_dead` have to end without reporting (their value is None); all others have to return.
 
     Raises:
         RankError: if one of them did not.
@@ -88,32 +86,6 @@ def values(outcomes: Sequence[Outcome], expect_dead: Collection[int] = ()) -> li
     return [outcome.value for outcome in outcomes]
 
 
-def join_gloo(rank: int, world_size: int, directory: Path, interface: str, timeout_s: float) -> None:
-    """Initialise the default process group on gloo over one network interface, with a store in `directory`.
-
-    The store is a file, so it needs no port and is reached from every network namespace. Returns when all
-    ranks have come this far: one that then dies at once breaks no connection in the making.
-    """
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = interface
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
-    store.set(f"joined/{rank}", "")
-    store.wait([f"joined/{peer}" for peer in range(world_size)], timeout)
-
-
-def launcher_environment(rank: int, world_size: int, ranks_per_node: int) -> dict[str, str]:
-    """The variables by which a launcher tells a rank its place, named as torchrun names them."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % ranks_per_node),
-        "LOCAL_WORLD_SIZE": str(ranks_per_node),
-        "GROUP_RANK": str(rank // ranks_per_node),
-        "GROUP_WORLD_SIZE": str(world_size // ranks_per_node),
-    }
-
-
 def launch(
     fn: Callable[..., Any], world_size: int, args: Sequence[Any], enter: Enter, *, timeout_s: float
 ) -> list[Outcome]:
@@ -127,10 +99,10 @@ def launch(
     then says so); launch first, or hide the GPU.
 
     Args:
-        timeout_s: for all ranks together; one that is not done by then writes its stack and is killed.
+        timeout_s: limit for all ranks together; a rank that is not done by then writes its stack and is killed.
 
     Returns:
-        The outcome of each rank, in rank order. Failures are outcomes too: see `values`.
+        The outcome of each rank, in rank order. Failures are outcomes, too: see `values`.
     """
     if world_size < 1:
         raise ValueError(f"world_size is {world_size}; expected at least 1")
@@ -176,7 +148,7 @@ class _Crew:
             self.running[rank] = pid
 
     def reap_until(self, enough: Callable[[], bool], limit_s: float) -> None:
-        """Take note of the ranks that end, until there are none left, or `enough`, or time is up."""
+        """Reap ranks as they end, until none is left, `enough()` is true, or the time is up."""
         deadline = time.monotonic() + limit_s
         while self.running and time.monotonic() < deadline and not enough():
             for rank, pid in list(self.running.items()):
@@ -186,7 +158,7 @@ class _Crew:
             time.sleep(POLL_S)
 
     def stop(self) -> dict[int, str]:
-        """Kill the ranks still in `body` and return where they were; let those that only linger leave."""
+        """Kill the ranks that are still in `body` and return their stacks; let those that only linger exit."""
         late = [rank for rank in self.running if not (self.directory / f"done.{rank}").exists()]
         for rank in late:
             os.kill(self.running[rank], signal.SIGUSR1)
@@ -204,7 +176,7 @@ class _Crew:
             self._ended(rank, os.waitpid(self.running[rank], 0)[1])
 
     def _ended(self, rank: int, status: int) -> None:
-        """Note how a rank ended; if it did without a report, those who linger need not wait for it."""
+        """Record how a rank ended; ranks that linger need not wait for it any more."""
         del self.running[rank]
         self.exitcodes[rank] = os.waitstatus_to_exitcode(status)
         self.done(rank)
@@ -222,13 +194,13 @@ class _Crew:
             time.sleep(POLL_S)
 
     def _stack_written(self, rank: int) -> bool:
-        """Whether the stack has reached `_run_rank`, near the root of the main thread, which comes last."""
+        """Return whether the stack has been written up to `_run_rank`, near the end of the main thread's."""
         return "in _run_rank" in _read(self.directory / f"stack.{rank}")
 
 
 @contextmanager
 def undisturbed_fork() -> Iterator[int]:
-    """What `os.fork` returns; no exception of a signal handler comes before the end, and none at all in the child."""
+    """Fork; signal handlers raise only at the end of the block, and never in the child."""
     with _interrupts_deferred(), warnings.catch_warnings():
         # Python 3.12 warns if the parent has threads; children use nothing that those might hold.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -237,7 +209,7 @@ def undisturbed_fork() -> Iterator[int]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Keep exceptions of signal handlers until the end, since one between a fork and its note loses the process.
+    """Defer signals to the end of the block: an exception between a fork and its record would lose the process.
 
     The mask is for the forked process. Here it is not enough: the system may give a signal to any thread, and Python
     then runs its handler in the main one.
@@ -261,9 +233,9 @@ def _interrupts_deferred() -> Iterator[None]:
 
 
 def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
-    """The whole life of a rank's process; does not return."""
+    """Run `body` in the forked process, report, and exit; does not return."""
     exitcode = 1
-    gc.freeze()  # what the parent left behind may wait, as it goes, for threads that are not here
+    gc.freeze()  # finalizers of what was inherited may wait for threads that only the parent has
     try:
         for number in _INTERRUPTS:
             signal.signal(number, signal.SIG_DFL)
@@ -285,13 +257,13 @@ def _run_rank(crew: _Crew, rank: int, body: Callable[[int], Any]) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        for child in multiprocessing.active_children():  # workers that a library started; nobody else would end them
+        for child in multiprocessing.active_children():  # workers that a library started
             child.kill()
         os._exit(exitcode)
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. A change of user namespace would undo it."""
+    """Have the kernel kill this process when its parent ends; a later change of user namespace would undo it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:

@@ -1,0 +1,204 @@
+"""Draws results as pictures, PNG, into docs/."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.patches import Patch
+
+from benchmarks import RefusedError
+from benchmarks.report import Case, absent, busy, cases, contenders, machine, measured, ranks
+from benchmarks.report.files import RESULTS, ROOT, Result, load
+
+# Okabe and Ito's, which colour-blind readers can tell apart; for contenders in the order of the file.
+COLOURS = ("#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#999999", "#F0E442")
+_DPI = 110
+_WIDTH = 11.0  # inches; with _DPI as wide as a README is shown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: those in benchmarks/results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", metavar="DIR", help="where the pictures go")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Draw every file of which there are pictures, and say where."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    for path in options.files or sorted(RESULTS.glob("*.json")):
+        try:
+            result = load(path)
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"{path} cannot be read: {error}") from None
+        if result.benchmark in _PAINTERS:
+            if not any(map(measured, result.rows)):
+                raise RefusedError(f"{path} has no case that was measured")
+            picture = options.out / f"{path.stem}.png"
+            figure = _PAINTERS[result.benchmark](result)
+            figure.savefig(picture, dpi=_DPI, pil_kwargs={"optimize": True})
+            plt.close(figure)
+            print(f"Picture: {os.path.relpath(picture)}")
+        elif options.files:
+            raise RefusedError(f"{path} is of {result.benchmark!r}; there are pictures of {sorted(_PAINTERS)}")
+    return 0
+
+
+def draw_cluster(result: Result) -> Any:
+    """Draw bars of time over the bound; a panel for each topology (rows) and rate (columns)."""
+    every = [case for group in cases(result) for case in group]
+    topologies, rates = (list(dict.fromkeys(getattr(case, name) for case in every)) for name in ("topology", "rate"))
+    names = contenders(every)
+    figure, axes = _panels(len(topologies), len(rates), 1.5 + 2.35 * len(topologies), sharey="row")
+    for row, topology in enumerate(topologies):
+        for column, rate in enumerate(rates):
+            axis = axes[row][column]
+            _bars(axis, [case for case in every if (case.topology, case.rate) == (topology, rate)], names)
+            axis.set_title(f"{topology} ranks, {rate}", loc="left", fontsize=11)
+        axes[row][0].set_ylabel(f"time / {every[0].yardstick()}")
+        axes[row][0].set_ylim(bottom=0)  # when all are drawn: after that nothing makes room for a longer bar
+    _finish(figure, result, f"Emulated cluster (nodes × ranks per node), {every[0].cluster}", names)
+    return figure
+
+
+def _bars(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
+    """Draw bars of every contender for each case and direction; whiskers from fastest to slowest."""
+    bars = [(case, direction) for case in group for direction in case.directions()]
+    width = 0.84 / len(names)
+    for place, (case, direction) in enumerate(bars):
+        for number, name in enumerate(names):
+            x = place + (number - (len(names) - 1) / 2) * width
+            row, ratio = case.row(name, direction), case.ratio(name, direction)
+            if row is None or ratio is None:
+                if case.refusal(name):
+                    axis.text(x, 0.05, "×", color=COLOURS[number], ha="center", va="bottom", fontsize=9)
+                continue
+            axis.bar(x, ratio, width * 0.9, color=COLOURS[number])
+            ends = [row[key] / row["time_s"] * ratio for key in ("time_s_min", "time_s_max")]
+            axis.plot([x, x], ends, color="0.25", linewidth=0.8)
+            if number == 0:
+                axis.text(x, ends[1], f" {ratio:.2f}", rotation=90, ha="center", va="bottom", fontsize=7.5)
+    axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
+    axis.set_xticks(range(len(bars)), [f"{direction}\n{case.heads}" for case, direction in bars], fontsize=8.5)
+    axis.tick_params(axis="x", length=0)
+
+
+def draw_attention(result: Result) -> Any:
+    """Draw the share of the kernel's rate over the length; a line per contender, a panel per kind of case."""
+    panels = cases(result, "ranks", "dtype", "causal", "q_heads", "kv_heads")
+    names = contenders([case for group in panels for case in group])
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = _panels(rows, columns, 1.3 + 3.3 * rows, sharey=True)
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    for number, (axis, group) in enumerate(zip(axes.flat, panels, strict=False), 1):
+        ends = _lines(axis, group, names)
+        what = group[0].what
+        mask = "causal" if what["causal"] else "full"
+        title = f"{ranks(result, group[0])}, {what['dtype']}, {mask}, {group[0].heads} heads"
+        axis.set_title(title, loc="left", fontsize=11)
+        if number % columns == 0 or number == len(panels):
+            others = {name: COLOURS[place] for place, name in enumerate(names) if name not in ends}
+            _name_lines(axis, ends, others)
+    for line in axes:
+        line[0].set_ylabel("share of the rate of\none rank's kernel")
+    _finish(figure, result, "Attention, forward and backward", [])
+    return figure
+
+
+def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> dict[str, tuple[float, str]]:
+    """Draw a panel; returns where each contender's line ends, and its colour."""
+    ends = {}
+    for number, name in enumerate(names):
+        found = [(case.what["seq"], case.row(name)) for case in group]
+        points = [(seq, row["kernel_share"]) for seq, row in found if row and row.get("kernel_share") is not None]
+        if points:
+            lengths, shares = zip(*sorted(points), strict=True)
+            axis.plot(lengths, shares, color=COLOURS[number], marker="o", markersize=4, linewidth=1.6 + (number == 0))
+            ends[name] = (shares[-1], COLOURS[number])
+    axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
+    axis.set_xscale("log", base=2)
+    lengths = sorted({case.what["seq"] for case in group})
+    axis.set_xticks(lengths, [f"{seq // 1024}K" if seq % 1024 == 0 else str(seq) for seq in lengths])
+    axis.minorticks_off()
+    axis.set_ylim(0, max(1.12, axis.dataLim.ymax * 1.05))
+    axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
+    axis.set_xlabel("tokens")
+    axis.grid(axis="y", alpha=0.3)
+    return ends
+
+
+def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str, str]) -> None:
+    """Write contenders and their last shares right of their lines, a line of text apart; beneath come `others`."""
+    place = axis.get_ylim()[1]
+    names = [(share, f"{name}, {share:.0%}", colour) for name, (share, colour) in ends.items()]
+    names += [(0.0, f"{name}: ×", colour) for name, colour in others.items()]
+    for share, words, colour in sorted(names, key=lambda item: -item[0]):
+        place = min(share, place - 0.07) if share else place - 0.07
+        where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 10}
+        axis.text(1.03, place, "●", color=colour, **where)
+        axis.text(1.065, place, words, **where)
+
+
+def draw_train(result: Result) -> Any:
+    """Draw bars of tokens per second, with MFU and memory written beside them; a panel for each example."""
+    rows = list(filter(measured, result.rows))
+    examples = list(dict.fromkeys(row["example"] for row in rows))
+    figure, axes = _panels(len(examples), 1, 1.1 + 1.75 * len(examples), sharex=True)
+    for axis, example in zip(axes[:, 0], examples, strict=True):
+        mine, labels = [row for row in rows if row["example"] == example], []
+        for place, row in enumerate(mine):
+            size, count = row["context_parallel_size"], row["tokens_per_step"] // row["seq"]
+            sequences = f"{count} sequence{'s' if count > 1 else ''} of {row['seq']:,}"
+            labels.append(f"{sequences},\n{f'each on {size} ranks' if size > 1 else 'one per rank'}")
+            axis.barh(place, row["tokens_per_s"], 0.66, color=COLOURS[0] if size > 1 else COLOURS[6])
+            ends = [row["tokens_per_s_min"], row["tokens_per_s_max"]]
+            axis.plot(ends, [place, place], color="0.2", linewidth=1)
+            mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.0%}"
+            memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
+            words = f"  {row['tokens_per_s']:,.0f} tokens/s{mfu}{memory}"
+            axis.text(max(ends), place, words, va="center", fontsize=9.5)
+        axis.set_yticks(range(len(mine)), labels, fontsize=9.5)
+        axis.invert_yaxis()
+        axis.tick_params(axis="y", length=0)
+        title = f"{example}, {mine[0]['ranks']} ranks, {mine[0]['tokens_per_step']:,} tokens in a step"
+        axis.set_title(title, loc="left", fontsize=11)
+    axes[0, 0].set_xlim(0, 1.55 * max(row["tokens_per_s_max"] for row in rows))
+    axes[-1, 0].set_xlabel("tokens/s, all ranks")
+    _finish(figure, result, "Training with and without context parallelism", [])
+    return figure
+
+
+def _panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any, Any]:
+    """Return a figure and its axes, without frames at the top and on the right."""
+    size = (_WIDTH, height)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **shared)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _finish(figure: Any, result: Result, title: str, names: Sequence[str]) -> None:
+    """Write title and legend, and beneath all the machine, the commit, and what is missing or was disturbed."""
+    figure.suptitle(title + "\n" * bool(names), x=0.005, ha="left", fontsize=13, fontweight="bold")
+    notes = [f"absent: {name} ({reason})" for name, reason in absent(result.rows).items()]
+    refusing = dict.fromkeys(row["contender"] for row in result.rows if row.get("refused"))
+    notes += [f"×: refused by {', '.join(refusing)}"] if refusing else []
+    notes = [*notes, busy(result), machine(result)]
+    figure.supxlabel("\n".join(filter(None, notes)), x=0.005, ha="left", fontsize=8, color="0.35")
+    if names:
+        handles = [Patch(color=COLOURS[number], label=name) for number, name in enumerate(names)]
+        below_title = 1 - 0.22 / figure.get_figheight()
+        where = {"loc": "upper left", "bbox_to_anchor": (-0.003, below_title), "ncols": len(names)}
+        figure.legend(handles=handles, frameon=False, fontsize=10, handlelength=1.2, columnspacing=1.6, **where)
+
+
+_PAINTERS = {"cluster": draw_cluster, "attention": draw_attention, "train": draw_train}

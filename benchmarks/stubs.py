@@ -1,0 +1,157 @@
+"""Parts of a ring replaced to time the rest: a stub kernel, a null transport, and passes without autograd.
+
+This is the one place of the benchmarks that uses private parts of the package's ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from burst_plugin import Mask, Strategy, Topology, VirtualRing
+from burst_plugin.comm.buffers import LABEL_BYTES, BufferPool
+from burst_plugin.comm.call_identity import CallId
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.comm.transport import Message, Pending, Transport
+from burst_plugin.kernels import Case, Grads, How, Queries
+from burst_plugin.ring.attention_pass import backward_program, forward_program
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.topology import Traffic
+
+
+class StubKernel:
+    """A kernel that returns the same tensors, made once per shape, whatever its arguments."""
+
+    name = "stub"
+    features = frozenset({"windows"})
+
+    def refuse(self, case: Case) -> str | None:
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        return _constants(q.shape, k.shape, q.dtype)[:2]
+
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        return _constants(queries.q.shape, k.shape, k.dtype)[2]
+
+
+@cache
+def _constants(q: torch.Size, k: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Grads]:
+    wide = torch.promote_types(dtype, torch.float32)
+    grads = Grads(*(torch.ones(shape, dtype=wide) for shape in (q, k, k)))
+    return torch.ones(q, dtype=wide), torch.zeros(q[0], q[2], q[1], dtype=wide), grads
+
+
+class CountedTensors(TorchDispatchMode):
+    """Counts, as a context manager, operations and the tensors with memory of their own that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.tensors = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _memory((args, kwargs))
+        found = func(*args, **(kwargs or {}))
+        self.operations += 1
+        self.tensors += sum(memory not in given for memory in _memory(found))
+        return found
+
+
+def _memory(tree: Any) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+class NullTransport(Transport):
+    """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.
+
+    A received message holds this rank's own first one of the same size and kind, or 0: bits of another type would be
+    full of numbers that take a CPU ten times as long. On CPUs it gets the label of this rank's last one, which is
+    that of the pass in every schedule in which a rank sends before it receives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(BufferPool())
+        self._sent: dict[tuple[Traffic, int], Tensor] = {}
+        self._label: Tensor | None = None
+
+    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
+        if sends and sends[0].data.device.type == "cpu":
+            self._label = sends[0].data[-LABEL_BYTES:].clone()
+        for sent in sends:
+            key = (sent.channel.traffic, sent.data.numel())
+            if key not in self._sent:
+                self._sent[key] = sent.data.clone()
+        for message in recvs:
+            same = self._sent.get((message.channel.traffic, message.data.numel()))
+            message.data.zero_() if same is None else message.data.copy_(same)
+            if self._label is not None:
+                message.data[-LABEL_BYTES:] = self._label
+        return [SimpleNamespace(wait=lambda waited=None: waited and waited((*recvs, *sends)))]
+
+
+@contextmanager
+def without_transfers(rank_states: Sequence[RankState], transports: Sequence[NullTransport]) -> Iterator[None]:
+    """Replace the transports of these ranks."""
+    with ExitStack() as stack:
+        for rank_state, null in zip(rank_states, transports, strict=True):
+            stack.enter_context(mock.patch.multiple(rank_state, transport=null, ulysses_transport=null))
+        yield
+
+
+class InProcessRing:
+    """All ranks of a ring taking turns in this process, with a copy in memory for every message.
+
+    Runs what `burst_attention` runs on every rank; autograd and the consistency check between ranks are left out.
+    """
+
+    def __init__(self, topology: Topology, strategy: Strategy, qkv: Sequence[Tensor], mask: Mask) -> None:
+        """Prepare calls on whole sequences q, k, v [B, S, H, D]."""
+        network = CopyNetwork(topology.ranks, qkv[0].device)
+        self.rank_states = tuple(VirtualRing(topology, strategy, network=network).rank_states)
+        self._tokens, self._number = Tokens(qkv[0].shape[1]), 0
+        self._layout = self.rank_states[0].route_table.layout(self._tokens)
+        self.inputs = [Inputs(*each) for each in zip(*map(self.shards, qkv), strict=True)]
+        each_rank = zip(self.rank_states, self.inputs, strict=True)
+        self._plans = [make_plan(rank_state, inputs, Request(mask), {}) for rank_state, inputs in each_rank]
+
+    def shards(self, whole: Tensor) -> list[Tensor]:
+        """Return every rank's part of a whole sequence."""
+        ranks = len(self.rank_states)
+        return [self._layout.shard(whole, 1, (rank, ranks), self._tokens) for rank in range(ranks)]
+
+    def unshard(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole sequence."""
+        return self._layout.unshard(list(parts), 1, self._tokens)
+
+    def forward(self) -> tuple[list[Tensor], Any]:
+        """Run a forward pass; returns every rank's out, and what the backward pass needs."""
+        self._number += 1
+        call_id = CallId(self._number)
+        programs = (forward_program(plan, call_id, x) for plan, x in zip(self._plans, self.inputs, strict=True))
+        done = lockstep(list(programs))
+        return [found.out for found, _ in done], (call_id, [saved for _, saved in done])
+
+    def backward(self, saved: Any, douts: Sequence[Tensor]) -> list[Any]:
+        """Run the backward pass of a forward one on every rank's dout; returns every rank's gradients."""
+        call_id, each = saved
+        programs = (
+            backward_program(*one) for one in zip(self._plans, [call_id] * len(each), douts, each, strict=True)
+        )
+        return lockstep(list(programs))
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(rank_state.transport.pool.allocated_bytes for rank_state in self.rank_states)
