@@ -116,7 +116,7 @@ def test_few_files_lie_beside_the_rooms() -> None:
 
 # Words of frameworks, and the rooms that may use them.
 FRAMEWORK = re.compile(r"megatron|deepspeed|\btransformers\b|hugging ?face|\baccelerate\b|\btrl\b", re.IGNORECASE)
-HOMES = ("megatron", "deepspeed", "huggingface")
+FRAMEWORK_ROOMS = ("megatron", "deepspeed", "huggingface")
 REGISTRY = ("burst_plugin.frameworks", "FRAMEWORKS = ('megatron', 'deepspeed')")
 # Advice in messages: what the user calls or sets there.
 ADVICE = (
@@ -143,7 +143,9 @@ def _named(code: str) -> list[str]:
 
 
 def test_frameworks_are_named_in_their_rooms_and_registered_in_one_line() -> None:
-    code = {module: _code(path.read_text()) for module, path in MODULES.items() if _room(module) not in HOMES}
+    code = {
+        module: _code(path.read_text()) for module, path in MODULES.items() if _room(module) not in FRAMEWORK_ROOMS
+    }
     named = {module: lines for module, text in code.items() if (lines := _named(text))}
     assert named == {REGISTRY[0]: [REGISTRY[1]]}
     for advice in ADVICE:
@@ -163,7 +165,7 @@ HOMES = {
 }
 
 
-def _named(source: str, names: frozenset[str]) -> set[str]:
+def _names_in(source: str, names: frozenset[str]) -> set[str]:
     """The names that a source has as texts, or imports; not in docstrings, nor as methods such as `contiguous`."""
     tree = ast.parse(source)
     found = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
@@ -179,7 +181,7 @@ def _strangers(kind: str, sources: Mapping[str, str]) -> list[str]:
         for module, source in sources.items()
         if module != "burst_plugin"
         and not f"{module}.".startswith(tuple(f"burst_plugin.{home}." for home in homes))
-        and (found := _named(source, names))
+        and (found := _names_in(source, names))
     ]
 
 
