@@ -7,35 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from burst_plugin.profiling.event import Event
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["Event", "RingProfile", "StepCost", "Summary", "save_chrome_trace"]
+__all__ = ["RingProfile", "StepCost", "Summary", "save_chrome_trace"]
 
 _MS, _US, _MB = 1e3, 1e6, 1e-6
-
-
-class Event(NamedTuple):
-    """One thing that a rank did; times are `time.perf_counter()` seconds."""
-
-    kind: str  # "pass"; within it "kernel" and "move", and within that "post" and "wait"
-    direction: str  # "forward", "backward", "exchange" of heads, or "comparison" of what ranks are about to do
-    step: int
-    link: str  # of posts and waits: "intra" or "inter"
-    start_s: float
-    stop_s: float
-    number: int = 0  # of the pass, counted from 0
-    batch: int = -1  # of posts and waits: which messages; those posted together are waited for together
-    due: int = -1  # of posts: the step at which they are waited for
-    traffic: str = ""  # of posts: "gather" or "reduce"
-    sent_bytes: int = 0  # of posts
-    peers: tuple[int, ...] = ()  # of waits: the ranks waited for; several where a backend waits for these together
-
-    @property
-    def duration_s(self) -> float:
-        """Seconds from start to stop."""
-        return self.stop_s - self.start_s
 
 
 @dataclass(frozen=True)

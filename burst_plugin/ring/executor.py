@@ -66,7 +66,7 @@ class _Leased:
         return views
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Partial:
     """Partial results of another rank's block while they are here, and the storage in which they leave."""
 
@@ -74,7 +74,7 @@ class _Partial:
     accumulator: Accumulator
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class _Ending:
     """What ends before the work of a step: messages to wait for, what they bring, buffers that have been sent."""
 
@@ -83,7 +83,7 @@ class _Ending:
     leaving: list[Buffer] = field(default_factory=list)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, repr=False)
 class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
 

@@ -57,7 +57,7 @@ class KernelTiles(NamedTuple):
         return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PassPlan:
     """What a rank of the ring does in one direction of a call.
 

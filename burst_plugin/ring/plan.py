@@ -53,7 +53,7 @@ class Extras(NamedTuple):
         return (*(name for name, there in named if there), *([self.exchanged_bias] if self.exchanged_bias else []))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """One attention call of one rank, all choices made; see `choices.make_plan`.
 

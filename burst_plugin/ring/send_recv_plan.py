@@ -37,7 +37,7 @@ class Batch(NamedTuple):
     recvs: tuple[Post, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class SendRecvPlan:
     """A rank's schedule and its messages, made once for all calls of a kind.
 

@@ -11,7 +11,6 @@ import socket
 import sys
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from secrets import token_hex
 
 import torch
 import torch.distributed as dist
@@ -117,7 +116,7 @@ class Session:
 
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
-        said = [text.split() for text in consistency.meet(f"{token_hex(8)} {socket.gethostname()}")]
+        said = [text.split() for text in consistency.meet(f"{os.urandom(8).hex()} {socket.gethostname()}")]
         ring_id, hosts = said[0][0], [each[1] for each in said]
         names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()

@@ -42,7 +42,7 @@ from burst_plugin.types import Side, Spec
 __all__ = ["HeadExchange"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class _Piece(ABC):
     """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
 
@@ -148,7 +148,7 @@ class _ToTokens(_Piece):
         self.leave(place, self.local_heads(place))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadExchange:
     """One rank's part in the exchange of its group, in one pass.
 

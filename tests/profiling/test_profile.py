@@ -16,8 +16,9 @@ import torch.distributed as dist
 from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.compute.passes import ForwardPart
-from burst_plugin.profiling.recorder import Event, Profile, RingProfile, Summary
-from burst_plugin.profiling.report import save_chrome_trace
+from burst_plugin.profiling.event import Event
+from burst_plugin.profiling.recorder import Profile
+from burst_plugin.profiling.report import RingProfile, Summary, save_chrome_trace
 from burst_plugin.ring.executor import RingPass, Visit
 from burst_plugin.topology import Link, Traffic
 from tests.support.ranks import run_ranks
