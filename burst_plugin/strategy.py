@@ -21,13 +21,13 @@ AUTO = "auto"
 _CHECKS = (AUTO, "always", "sparse")
 
 
-def _about(text: str, choices: Collection[str] = ()) -> dict[str, Any]:
+def _about(text: str, choices: Collection[str] = (), *, compared: bool = True) -> dict[str, Any]:
     """Return the metadata of a field, which flags, keys and docs/options.md are made from.
 
     text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
-    not names.
+    not names. compared: whether it must be the same on all ranks.
     """
-    return {"help": text, "choices": tuple(choices)}
+    return {"help": text, "choices": tuple(choices), "compared": compared}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,8 @@ class Strategy:
         default=60.0,
         metadata=_about(
             "how many seconds a rank waits for another one until a line in the log says which ranks wait for which, "
-            "on CPUs"
+            "on CPUs",
+            compared=False,
         ),
     )
 
@@ -182,8 +183,8 @@ class Strategy:
         return strategy if strategy is not None else cls(**options)
 
     def compared(self) -> dict[str, object]:
-        """Return every option as ranks compare it: kernel objects by their names, without what a rank logs."""
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "late_after"}
+        """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["compared"]}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def check_is_due(self, call: int, cheap: bool) -> bool:

@@ -125,7 +125,7 @@ class ConsistencyCheck:
         ours = _decode(encoded)  # which mostly all ranks have
         return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in received]
 
-    def forget_wire(self) -> None:
+    def forget_shared_group(self) -> None:
         """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""
         _SHARED.pop(self._key, None)
 
@@ -157,7 +157,7 @@ class ConsistencyCheck:
             for pending in transport.post(sends, recvs):
                 self.watched(pending).wait()
         except BaseException as error:
-            self.forget_wire()  # with messages that are left on it
+            self.forget_shared_group()  # with messages that are left on it
             if isinstance(error, PeerLostError):
                 raise lost_peer_error(transport, self._rank, when, error) from error
             raise

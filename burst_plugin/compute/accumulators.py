@@ -14,7 +14,7 @@ from burst_plugin.compute.rows import rows_of, token_dim
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Rows, Side, Spec
 
-__all__ = ["SOFTMAX", "SUM", "Accumulator", "BlockAccumulators", "Combine", "Storage", "Tensors", "in_parts"]
+__all__ = ["SOFTMAX", "SUM", "Accumulator", "BlockAccumulators", "Combine", "Given", "Storage", "Tensors", "in_parts"]
 
 Tensors = tuple[Tensor, ...]
 
@@ -109,7 +109,7 @@ class Accumulator:
             return tuple(_owned(x, x.shape, x.dtype) for x in first.tensors)
         if fan_in(first.tensors[0]) == 1:
             return self.tensors
-        result = Accumulator(self.combine, _Given(tuple(_of_length(x, self._length) for x in first.tensors)))
+        result = Accumulator(self.combine, Given(tuple(_of_length(x, self._length) for x in first.tensors)))
         result.join(self, None)
         self._waiting, self._tensors = [], None  # nothing is added any more, and the other side may need memory
         return result.tensors
@@ -175,7 +175,7 @@ class BlockAccumulators:
             return
         self._whole = new.take(None)
         views = in_parts(self._whole, len(make))
-        self.parts = [of_part(_Given(mine)) for of_part, mine in zip(make, views, strict=True)]
+        self.parts = [of_part(Given(mine)) for of_part, mine in zip(make, views, strict=True)]
 
     def finished(self, rounded: bool) -> Tensors:
         """Return the result; `rounded` if it may be in the type of the contributions."""
@@ -224,7 +224,7 @@ class _New:
         return tuple(_owned(part, *spec) for part, spec in zip(kept, self._specs, strict=True))
 
 
-class _Given:
+class Given:
     """Tensors that are there already; see `Storage`."""
 
     def __init__(self, tensors: Tensors) -> None:

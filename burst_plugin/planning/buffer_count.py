@@ -10,14 +10,14 @@ import torch
 
 from burst_plugin.comm.buffers import Buffer, BufferPool, Packing
 from burst_plugin.comm.transport import Message, Pending, Transport
-from burst_plugin.compute.accumulators import SUM, Accumulator, Storage, Tensors
+from burst_plugin.compute.accumulators import SUM, Accumulator, Given, Storage, Tensors
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.types import Rows, Side
 
-__all__ = ["Held", "as_many_buffers", "most_held"]
+__all__ = ["CountingPool", "Held", "as_many_buffers", "most_held"]
 
 _CPU = torch.device("cpu")
 
@@ -49,10 +49,10 @@ def as_many_buffers(topology: Topology) -> Topology:
 
 def _held(schedule: RankSchedule, reduces: bool) -> Held:
     """Return the most buffers that a rank holds, where every visit adds to what travels with the block."""
-    pool = _CountingPool()
+    pool = CountingPool()
     visited = [step.visit for step in schedule.steps if step.visit is not None]
     parts = [_Empty()] * (1 + max(map(schedule.part, visited), default=0))
-    own = [part.accumulator("q", _NoStorage()) for part in parts]
+    own = [part.accumulator("q", Given(())) for part in parts]
     send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), _packing)
     ring = RingPass(send_recv, _NullTransport(pool), parts, own)
     for visit in ring.visits():
@@ -80,23 +80,23 @@ def _packing(traffic: Traffic, block: int, rows: Rows | None) -> Packing:
     return _SIZES[traffic]
 
 
-class _CountingPool(BufferPool):
-    """Counts the buffers that are leased at once, by size."""
+class CountingPool(BufferPool):
+    """Counts the buffers that are leased, by size: `now`, and the `most` at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._now: Counter[int] = Counter()
+        self.now: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `BufferPool.lease`."""
-        self._now[nbytes] += 1
-        self.most[nbytes] = max(self.most[nbytes], self._now[nbytes])
+        self.now[nbytes] += 1
+        self.most[nbytes] = max(self.most[nbytes], self.now[nbytes])
         return super().lease(nbytes, device)
 
     def release(self, buffer: Buffer) -> None:
         """See `BufferPool.release`."""
-        self._now[buffer.data.numel()] -= 1
+        self.now[buffer.data.numel()] -= 1
         super().release(buffer)
 
 
@@ -117,13 +117,3 @@ class _Empty:
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
         """See `Moving.accumulator`."""
         return Accumulator(SUM, storage, tensors)
-
-
-class _NoStorage:
-    """Storage of no tensors, without a buffer; see `Storage`."""
-
-    length = 0
-
-    def take(self, kept: Sequence[torch.Tensor] | None) -> Tensors:
-        """See `Storage.take`."""
-        return ()

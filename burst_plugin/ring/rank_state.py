@@ -225,7 +225,7 @@ class RankState:
         """End this ring, of which other ranks may be in the middle of a pass, and tell them why."""
         if self.topology.ranks > 1:
             if self.consistency is not None:
-                self.consistency.forget_wire()
+                self.consistency.forget_shared_group()
             self._broken = f"{type(error).__name__}: {error}"
             self.transport.report_failure(f"rank {self.rank} gave up: {self._broken}")
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
-from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.planning.buffer_count import Held, as_many_buffers, most_held
+from burst_plugin.planning.buffer_count import CountingPool, Held, as_many_buffers, most_held
 from burst_plugin.schedule.rings import SCHEDULES
 from tests.support.reference import Problem
 
@@ -44,25 +43,15 @@ def test_no_more_is_documented_than_is_needed() -> None:
 
 def leased_at_once(ring: VirtualRing, mask: Mask) -> Counter[int]:
     """By size, the most buffers that any rank leases at once in a forward and a backward pass."""
-    now: dict[int, Counter[int]] = {}
-    most: Counter[int] = Counter()
-
-    class Counted(BufferPool):
-        def lease(self, nbytes: int, device: torch.device) -> Buffer:
-            mine = now.setdefault(id(self), Counter())
-            mine[nbytes] += 1
-            most[nbytes] = max(most[nbytes], mine[nbytes])
-            return super().lease(nbytes, device)
-
-        def release(self, buffer: Buffer) -> None:
-            now[id(self)][buffer.data.numel()] -= 1
-            super().release(buffer)
-
-    for rank_state in ring.rank_states:
-        rank_state.transport.pool = Counted()
+    pools = [CountingPool() for _ in ring.rank_states]
+    for rank_state, pool in zip(ring.rank_states, pools, strict=True):
+        rank_state.transport.pool = pool
     q, k, v = (x.requires_grad_() for x in Problem.draw(96, (4, 4), dtype=torch.bfloat16)[:3])
     ring.attention(q, k, v, mask=mask)[0].sum().backward()
-    assert not any(+counts for counts in now.values())
+    assert not any(+pool.now for pool in pools)
+    most: Counter[int] = Counter()
+    for pool in pools:
+        most |= pool.most
     return most
 
 
