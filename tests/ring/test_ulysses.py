@@ -124,7 +124,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
         assert set(expected[rank]) == {Channel(traffic, Link.INTRA) for traffic in Traffic}
 
 
-LENGTH = 32
+LENGTH = 64
 FEW_PAIRS = [
     SlidingWindow(3),
     SlidingWindow(7),
@@ -136,9 +136,9 @@ FEW_PAIRS = [
     Documents((*range(0, LENGTH, 9), LENGTH)),
     SlidingWindow(5) & Documents((*range(0, LENGTH, 11), LENGTH)),
     Documents((*range(0, LENGTH + 1, 8),), (5,) * (LENGTH // 8)),
-    Causal() & Keys(((5, 9), (20, 23))),
-    Causal() & key_padding(torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[5], [20]])),
-    SlidingWindow(4) & key_padding(torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[3], [10]])),
+    Causal() & Keys(((5, 9), (30, 33))),
+    Causal() & key_padding(torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[10], [40]])),
+    SlidingWindow(4) & key_padding(torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[3], [20]])),
     PerRow((Causal() & Documents((*range(0, LENGTH, 5), LENGTH)), SlidingWindow(2))),
 ]
 

@@ -13,7 +13,7 @@ from burst_plugin.schedule.rings import SCHEDULES
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(nodes=st.integers(1, 9), ranks_per_node=st.integers(1, 9))
+@given(nodes=st.integers(1, 12), ranks_per_node=st.integers(1, 12))
 def test_schedules_are_exact(nodes: int, ranks_per_node: int) -> None:
     topology = Topology(nodes, ranks_per_node)
     for make in SCHEDULES.values():

@@ -13,7 +13,7 @@ import pytest
 from burst_plugin import Link, Schedule, ScheduleError, Topology, Traffic, Transfer, direct, flat_ring, two_level_ring
 from burst_plugin.schedule.rings import SCHEDULES
 
-TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 4), (5, 3), (16, 8), (32, 8)]
+TOPOLOGIES = [(1, 1), (1, 2), (2, 1), (1, 4), (4, 1), (2, 2), (2, 4), (3, 2), (4, 4), (5, 3), (16, 8), (64, 8)]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
