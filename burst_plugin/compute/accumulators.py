@@ -57,6 +57,7 @@ class Accumulator:
 
     def __init__(self, combine: Combine, storage: Storage, tensors: Tensors | None = None) -> None:
         self.combine, self.storage = combine, storage
+        self._length = storage.length  # token rows
         self._tensors = tensors
         self._waiting: list[_Contribution] = []
 
@@ -131,11 +132,6 @@ class Accumulator:
             else:
                 for tensor, value in zip(mine, self.combine.nothing, strict=False):
                     tensor.fill_(value)
-
-    @property
-    def _length(self) -> int:
-        """Token rows."""
-        return self.storage.length
 
     def _covers(self, rows: slice) -> bool:
         return rows == slice(0, self._length)

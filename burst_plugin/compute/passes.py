@@ -118,7 +118,7 @@ class BackwardPart(TileAttention):
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
         """See `Part.compute`: ((dq,), (dk, dv))."""
-        query, dout, out = (fold(x, tile.q, tile) for x in q[:3])
+        query, dout, out = fold(q[0], tile.q, tile), fold(q[1], tile.q, tile), fold(q[2], tile.q, tile)
         queries = Queries(query, dout, out, fold_lse(q[3], tile))
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)

@@ -47,18 +47,18 @@ def _at_rows(x, strides, batch, tokens, head):
 
 
 @triton.jit
-def _merge(tensors, strides, sizes, lses, lse_stride, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`tensors`: out and lse, and then outputs of the parts, whose `lses` are [PARTS, B, H, S], dense."""
+def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """`tensors`: out and lse, then outputs of the parts, and then every lse of these [PARTS, B, H, S], dense."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
     inside = there[:, None] & (columns < sizes[2])[None, :]
-    at_lse = lses + (batch * sizes[0] + head) * sizes[1] + tokens
+    at_lse = tensors[2 + PARTS] + (batch * sizes[0] + head) * sizes[1] + tokens
     logs, outs = tensors[:0], tensors[:0]
     for n in tl.static_range(PARTS):  # all reads are under way before anything waits for one
         outs += (tl.load(_at(tensors[2 + n], strides[2 + n], batch, tokens, head, columns), mask=inside, other=0.0),)
         logs += (tl.load(at_lse, mask=there, other=0.0),)
-        at_lse += lse_stride
+        at_lse += strides[2 + PARTS][0]
     largest = logs[0]
     for n in tl.static_range(1, PARTS):
         largest = tl.maximum(largest, logs[n])
@@ -125,7 +125,7 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
         lses = torch.stack([part_lse for _, part_lse in some])
         outs = (part_out for part_out, _ in some)
-        _launch(_merge, out.shape, (out, lse, *outs), lses, lses.stride(0), PARTS=len(some))
+        _launch(_merge, out.shape, (out, lse, *outs, lses), PARTS=len(some))
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
@@ -175,7 +175,7 @@ def _rows_of(kernel: Any, out: Tensor, dout: Tensor) -> Tensor:
     return rows
 
 
-def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: Any, **constants: int) -> None:
+def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], **constants: int) -> None:
     """Run a kernel over the rows of [B, S, H, D]."""
     batch, length, heads, dim = shape
     width = triton.next_power_of_2(max(1, dim))
@@ -184,7 +184,7 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], *more: 
     if programs:
         strides = tuple(tensor.stride() for tensor in tensors)
         with _current(tensors[0].device):
-            kernel[(programs,)](tensors, strides, (heads, length, dim), *more, ROWS=rows, WIDTH=width, **constants)
+            kernel[(programs,)](tensors, strides, (heads, length, dim), ROWS=rows, WIDTH=width, **constants)
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

@@ -54,7 +54,7 @@ def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccu
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
     positions = plan.positions(visit.owner)
-    for tile in plan.tiles[visit.owner, visit.turn]:
+    for tile in plan.tiles[visit.owner, visit.is_tail]:
         contributions = part.compute(q, kv, tile, positions)
         for side, contribution in zip(SIDES, contributions, strict=True):
             if contribution:

@@ -87,13 +87,13 @@ class _Ending:
 class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
 
-    A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each
-    (`turn` 0 and 1).
+    A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each;
+    the second time it `is_tail`.
     """
 
     owner: int
     part: int
-    turn: int
+    is_tail: bool
     is_own: bool
     operands: Tensors
     _accumulator: Callable[[], Accumulator]

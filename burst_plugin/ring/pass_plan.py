@@ -88,13 +88,13 @@ class PassPlan:
         return table.route(rank, self.attending, self.moving, bool(results), self.parts)
 
     @cached_property
-    def tiles(self) -> dict[tuple[int, int], tuple[Tile, ...]]:
-        """By owner and turn: the work of a visit, in tiles that the kernel takes."""
-        schedule, by_turn = self.route.schedule, {}
-        for owner, tiles in self.route.tiles.items():
-            for turn, mine in enumerate(split_tail(tiles, schedule.tail_share if owner == schedule.rank else 0.0)):
-                by_turn[owner, turn] = self.kernel_tiles.of(mine)
-        return by_turn
+    def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
+        """By owner, and whether it is the tail: the work of a visit, in tiles that the kernel takes."""
+        schedule, tiles = self.route.schedule, {}
+        for owner, work in self.route.tiles.items():
+            head, tail = split_tail(work, schedule.tail_share if owner == schedule.rank else 0.0)
+            tiles[owner, False], tiles[owner, True] = self.kernel_tiles.of(head), self.kernel_tiles.of(tail)
+        return tiles
 
     def positions(self, owner: int) -> VisitPositions:
         """Return the positions of the tokens that meet in a visit, if anything depends on them."""
