@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, overload
 import torch
 from torch import Tensor
 
+from burst_plugin.activations.kept_attention import next_memo
 from burst_plugin.activations.recomputation import unseen_by_selective_checkpoints
 from burst_plugin.checks import shown
 from burst_plugin.comm.call_identity import CallId
@@ -25,10 +26,12 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs, Request
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.listed_masks import QueriesBefore
 from burst_plugin.sequence.masks import Causal, Mask
 
 if TYPE_CHECKING:
@@ -151,16 +154,24 @@ def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: o
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
         cp.rank_state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
-        plan, which = _agreed_plan(inputs, request, cp, tag)
-        cp.connect(plan.by_link)
-        return Outputs(*RingAttention.apply([plan], which, *inputs))  # type: ignore[no-untyped-call]
+        memo = next_memo(cp.strategy.kept_share, inputs)
+        plan, which = _agreed_plan(inputs, request, cp, tag, memo)
+        again = memo.rest if memo is not None else None
+        cp.connect(plan.by_link if again is None else plan.by_link | again.by_link)
+        return Outputs(*RingAttention.apply([plan], which, memo, *inputs))  # type: ignore[no-untyped-call]
 
 
-def _agreed_plan(inputs: Inputs, request: Request, cp: ContextParallel, tag: object) -> tuple[Plan, CallId]:
+def _agreed_plan(
+    inputs: Inputs, request: Request, cp: ContextParallel, tag: object, memo: Memo | None
+) -> tuple[Plan, CallId]:
     """Return this rank's plan, and which call it is for: checked here, and compared with those of the other ranks."""
+    recalled = {} if memo is None else {"kept by a checkpoint": memo.is_filled}
 
     def prepared() -> tuple[Plan, str]:
         plan = make_plan(cp.rank_state, inputs, request, cp.plans)
+        if memo is not None and memo.is_filled:
+            memo.check(plan)
+            memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
         cp.rank_state.note_call(plan.choices)
         cp.check_device(inputs.q.device)
         return plan, cp.name_of_next_call(tag)
@@ -171,10 +182,19 @@ def _agreed_plan(inputs: Inputs, request: Request, cp: ContextParallel, tag: obj
         plan, name = mine
         gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
-        return cp.agree_on_attention({"takes part in gradients": gradients, **plan.signature, **sink}, problem, name)
+        compared = {"takes part in gradients": gradients, **recalled, **plan.signature, **sink}
+        return cp.agree_on_attention(compared, problem, name)
 
     (plan, _), which = prepared_together(prepared, agree)
     return plan, which
+
+
+def _plan_of_rest(first_kept: int, inputs: Inputs, request: Request, cp: ContextParallel) -> Plan | None:
+    """Return the plan of a call without the queries from `first_kept` on; None if there are none before it."""
+    if not first_kept:
+        return None
+    before = request._replace(mask=request.mask & QueriesBefore(first_kept))
+    return make_plan(cp.rank_state, inputs, before, cp.plans)
 
 
 def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.profiling.recorder import Profile
@@ -64,6 +65,7 @@ class ContextParallel(Session):
                 f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
                 "pass their process group, torch.distributed.group.WORLD for all, hierarchy=[1] for this rank alone"
             )
+        follow_torch()
         groups = [level for level in levels or () if not isinstance(level, int)]
         super().__init__(group, groups, *_place(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]

@@ -19,6 +19,7 @@ __all__ = ["AUTO", "Strategy", "choose_moving_side"]
 
 AUTO = "auto"
 _CHECKS = (AUTO, "always", "sparse")
+_KEPT = {"none": 0.0, "all": 1.0}
 
 
 def _about(text: str, choices: Collection[str] = (), *, compared: bool = True) -> dict[str, Any]:
@@ -120,6 +121,14 @@ class Strategy:
     deterministic: bool = field(
         default=False, metadata=_about("whether to use only kernels that give the same bits twice")
     )
+    keep_attention: float | str = field(
+        default="none",
+        metadata=_about(
+            "which outputs of attention [activation checkpoints keep](memory.md#attention-never-twice), so that the "
+            "ring does not run forward twice: `none`, `all`, or those of a share of the sequence, its last tokens, "
+            "such as `0.5`",
+        ),
+    )
     late_after: float = field(
         default=60.0,
         metadata=_about(
@@ -144,7 +153,20 @@ class Strategy:
                 f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "
                 "for no such line"
             )
+        if math.isnan(self.kept_share):
+            raise ValueError(
+                f"keep_attention={shown(self.keep_attention)} is not valid; use 'none', 'all', or a share of the "
+                "sequence from 0 to 1, such as 0.5"
+            )
         self._normalize_numbers()
+
+    @property
+    def kept_share(self) -> float:
+        """The share of the sequence whose attention is kept across activation checkpoints."""
+        share = (
+            _KEPT.get(self.keep_attention) if isinstance(self.keep_attention, str) else as_number(self.keep_attention)
+        )
+        return share if share is not None and 0.0 <= share <= 1.0 else math.nan
 
     def _normalize_numbers(self) -> None:
         """Turn whole numbers of any type into int. Raise ValueError for values that are none."""

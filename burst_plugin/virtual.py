@@ -98,7 +98,7 @@ class VirtualRing:
             plan.rank_state.note_call(plan.choices)
         self._number += 1
         with unseen_by_selective_checkpoints():
-            flat = RingAttention.apply(plans, CallId(self._number), *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+            flat = RingAttention.apply(plans, CallId(self._number), None, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
         outputs = [Outputs(*each) for each in by_rank(flat, len(plans))]
         layout = self.rank_states[0].route_table.layout(tokens[0])
         out = layout.unshard([got.out for got in outputs], 1, tokens[0])

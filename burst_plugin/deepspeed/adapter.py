@@ -18,9 +18,11 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.utils import groups
 
+from burst_plugin.activations.kept_attention import follow_checkpoint_class, follow_checkpoint_function
 from burst_plugin.context import ContextParallel
 from burst_plugin.deepspeed.arguments import agree_on_block, find_configuration, is_transformers, read_configuration
 from burst_plugin.deepspeed.config import BLOCK, Block, warn_of_near_misses
@@ -104,6 +106,8 @@ def install_adapter() -> Adapter:
     wrap(deepspeed.DeepSpeedEngine, "destroy", partial(_forget, adapter))
     wrap(deepspeed.DeepSpeedEngine, "step", partial(_step, adapter))
     adapter.report.append(f'deepspeed.initialize reads the block "{BLOCK}"')
+    follow_checkpoint_class(checkpointing.CheckpointFunction)
+    follow_checkpoint_function(checkpointing, "non_reentrant_checkpoint")
     wrap(partition_parameters.Init, "__init__", partial(_zero_init, adapter))
     adapter.report.append("deepspeed.zero.Init leaves batch sizes to deepspeed.initialize")
     if importlib.util.find_spec("transformers") is not None:

@@ -18,10 +18,19 @@ def whole_or_auto(text: str) -> int | str:
     return AUTO if text == AUTO else int(text)
 
 
+def number_or_word(text: str) -> float | str:
+    """Parse a number, or else a word."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 _BY_TYPE: dict[str, dict[str, Any]] = {
     "bool": {"action": argparse.BooleanOptionalAction},
     "int": {"type": int, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
+    "float | str": {"type": number_or_word, "metavar": "{X,none,all}"},
     "int | str": {"type": whole_or_auto, "metavar": f"{{N,{AUTO}}}"},
     "int | tuple[int, int]": {"type": int, "metavar": "N", "nargs": "+"},  # one for both passes, or one for each
 }

@@ -15,10 +15,12 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.ssm.mamba_layer import MambaLayer
+from megatron.core.tensor_parallel.random import CheckpointFunction
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from burst_plugin.activations.kept_attention import follow_checkpoint_class
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import announce, wrap
 from burst_plugin.megatron.arguments import (
@@ -83,6 +85,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
+    follow_checkpoint_class(CheckpointFunction)
     wrap(parallel_state, "initialize_model_parallel", partial(_make_ring, adapter))
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")

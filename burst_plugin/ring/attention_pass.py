@@ -19,6 +19,7 @@ from burst_plugin.compute.passes import Part
 from burst_plugin.compute.tile_attention import bias_grad
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.executor import Visit
+from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs
@@ -71,22 +72,36 @@ class Saved(NamedTuple):
     lse: Tensor
 
 
-def forward_program(plan: Plan, which: CallId, inputs: Inputs) -> Generator[None, None, tuple[Outputs, Saved]]:
+def forward_program(
+    plan: Plan, which: CallId, inputs: Inputs, memo: Memo | None = None
+) -> Generator[None, None, tuple[Outputs, Saved]]:
     """Run a rank's forward pass, with heads exchanged before and after the ring.
 
-    Returns its outputs, and what its backward pass needs.
+    What `memo` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
+    pass needs.
     """
     exchange = plan.head_exchange("forward", which)
     given = yield from exchange.to_heads(inputs)
+    if memo is None or not memo.is_filled:
+        ring_outputs = yield from _attend(plan, which, given)
+        if memo is not None:
+            memo.keep(plan, ring_outputs)
+    else:
+        missing = None if memo.rest is None else (yield from _attend(memo.rest, which, given))
+        ring_outputs = memo.completed(missing)
+    outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
+    assert ring_outputs.lse is not None, "the ring always gives it"
+    return outputs, Saved(given, ring_outputs.out, ring_outputs.lse)
+
+
+def _attend(plan: Plan, which: CallId, given: Inputs) -> Generator[None, None, Outputs]:
+    """Run the ring forward."""
     parts = plan.forward_parts(given)
     (out, lse), _ = yield from run_pass(plan, plan.forward, parts, which)
     if given.sink is not None:
         out, lse = add_sink(out, lse, given.sink)
-    out = out.to(given.q.dtype)
     largest = [part.max_logits for part in parts if part.max_logits is not None]
-    ring_outputs = Outputs(out, lse, torch.cat(largest) if largest else None)
-    outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
-    return outputs, Saved(given, out, lse)
+    return Outputs(out.to(given.q.dtype), lse, torch.cat(largest) if largest else None)
 
 
 def backward_program(

@@ -13,6 +13,7 @@ from torch import Tensor
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.ring.attention_pass import Saved, backward_program, forward_program
 from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs
 from burst_plugin.types import Direction
@@ -26,14 +27,17 @@ class RingAttention(torch.autograd.Function):
     """The ring, and heads exchanged before and after it, for all ranks of this process: five inputs each.
 
     Saves what the ring was given, its out and lse, nothing else of it; any number of calls may await their backward
-    pass.
+    pass. `memo`, of one rank, has what need not be computed again, or takes it up.
     """
 
     @staticmethod
-    def forward(ctx: Any, plans: Sequence[Plan], which: CallId, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, plans: Sequence[Plan], which: CallId, memo: Memo | None, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         with _one_pass(plans, "forward", which):
             inputs = [_dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
-            results = lockstep([forward_program(plan, which, each) for plan, each in zip(plans, inputs, strict=True)])
+            each = zip(plans, inputs, strict=True)
+            results = lockstep([forward_program(plan, which, mine, memo) for plan, mine in each])
             kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
         ctx.plans, ctx.which = plans, which
         ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
@@ -48,14 +52,15 @@ class RingAttention(torch.autograd.Function):
         with _told_to_others(plans):  # of hooks that bring them back, which may compute a forward pass again
             tensors = ctx.saved_tensors
         saved = [Saved(Inputs(*each[:-2]), *each[-2:]) for each in by_rank(tensors, len(plans))]
-        wants_dbias = [Inputs(*each).bias for each in by_rank(ctx.needs_input_grad[2:], len(plans))]
+        wants_dbias = [Inputs(*each).bias for each in by_rank(ctx.needs_input_grad[3:], len(plans))]
         each = zip(plans, mine, saved, wants_dbias, strict=True)
         programs = [backward_program(plan, ctx.which, *of_rank) for plan, *of_rank in each]  # type: ignore[arg-type]
         for plan in plans:
             plan.rank_state.compare_backward(ctx.which)
         with _one_pass(plans, "backward", ctx.which):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
-        return None, None, *(x if wants else None for wants, x in zip(ctx.needs_input_grad[2:], grads, strict=True))
+        wanted = zip(ctx.needs_input_grad[3:], grads, strict=True)
+        return None, None, None, *(grad if wants else None for wants, grad in wanted)
 
 
 def _dense(inputs: Inputs) -> Inputs:

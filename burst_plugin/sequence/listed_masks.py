@@ -54,6 +54,19 @@ class Keys(Mask):
 
 
 @dataclass(frozen=True)
+class QueriesBefore(Mask):
+    """Only the queries before position `stop` attend to anything."""
+
+    stop: int
+    compares_positions = False
+    is_fixed = True
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return one region."""
+        return (Region(0, min(self.stop, q_len), 0, kv_len),) if self.stop else ()
+
+
+@dataclass(frozen=True)
 class BlockMask(Mask):
     """Any mask made of square blocks: `allowed[i][j]` says whether block i of queries attends to block j of keys.
 

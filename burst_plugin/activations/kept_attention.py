@@ -1,0 +1,197 @@
+"""Attention that checkpoints do not compute twice.
+
+A checkpoint runs a function, keeps only its inputs, and runs it again in the backward pass. What attention gave in
+the first run is kept here, call by call, and given again in the second. (DistFlashAttn, arXiv 2310.03294; by share of
+the sequence: BurstEngine, 2509.19836.)
+
+This works for PyTorch's checkpoints, reentrant or not, and for those that frameworks derive from them: the function
+that they are given is wrapped. A selective checkpoint whose policy saves the outputs of attention has them all kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+
+from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.request import Inputs
+
+__all__ = ["follow_checkpoint_class", "follow_checkpoint_function", "follow_torch", "next_memo"]
+
+_MARK = "_burst_plugin_followed"
+_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
+_CONTEXT_FN, _DEBUG = 2, 4  # among its arguments
+# The operations of PyTorch whose outputs a policy saves if it saves those of attention.
+_ATTENTION = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+    if hasattr(torch.ops.aten, name)
+)
+
+Policy = Callable[..., Any]
+
+
+class _Thread(threading.local):
+    """The runs of checkpoints that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
+
+
+_THREAD = _Thread()
+
+
+class _Checkpoint:
+    """The attention calls inside one checkpoint, in their order; None for one of which nothing is kept."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy
+        self.memos: list[Memo | None] = []
+
+    def saves_attention(self, inputs: Inputs) -> bool:
+        """Return whether the policy of a selective checkpoint has outputs of attention saved."""
+        if self.policy is None:
+            return False
+        context = checkpoint.SelectiveCheckpointContext(is_recompute=False)
+        saves = (True, checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
+        return any(self.policy(context, operation, *inputs[:3]) in saves for operation in _ATTENTION)
+
+
+class _Run:
+    """One run of a checkpoint's function, the first or one that `recomputes`: a context that may be entered again."""
+
+    def __init__(self, of: _Checkpoint, recomputes: bool) -> None:
+        self.of, self.recomputes = of, recomputes
+        self._calls = 0
+
+    def __enter__(self) -> None:
+        self._calls = 0
+        _THREAD.runs.append(self)
+
+    def __exit__(self, *exception: object) -> None:
+        _THREAD.runs.remove(self)
+
+    def next_memo(self) -> Memo | None:
+        """Return what is kept of the next call."""
+        self._calls += 1
+        if self._calls > len(self.of.memos):
+            raise RuntimeError(
+                f"a checkpoint makes attention call {self._calls} again, but made {len(self.of.memos)} the first "
+                "time: layers must make the same calls each time"
+            )
+        return self.of.memos[self._calls - 1]
+
+
+def next_memo(share: float, inputs: Inputs) -> Memo | None:
+    """Return where the outputs of the next attention call are kept, or are to be; None if they are not.
+
+    `share` of the sequence is kept, unless a selective checkpoint has all saved.
+    """
+    runs = _THREAD.runs
+    if not runs:
+        return None
+    inner = next((run for run in reversed(runs) if run.recomputes), None)
+    memo = None if inner is None else inner.next_memo()
+    first_runs = [run.of for run in runs if not run.recomputes]
+    if memo is None and any(each.saves_attention(inputs) for each in first_runs):
+        memo = Memo(1.0)
+    elif memo is None and first_runs and share:
+        memo = Memo(share)
+    for each in first_runs:
+        each.memos.append(memo)
+    return memo
+
+
+class _FollowedFunction:
+    """A function that a checkpoint runs: what attention gave the first time is there the next time."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function, updated=())
+        self._function, self._checkpoint, self._ran = function, _Checkpoint(), False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recomputes, self._ran = self._ran, True
+        with _Run(self._checkpoint, recomputes):
+            return self._function(*args, **kwargs)
+
+
+def follow_torch() -> None:
+    """Follow the checkpoints of PyTorch; harmless when repeated."""
+    follow_checkpoint_class(checkpoint.CheckpointFunction)
+    original = getattr(checkpoint, _NON_REENTRANT)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        if args[_DEBUG] or checkpoint._is_compiling(args[0], args, kwargs):  # type: ignore[no-untyped-call]
+            return original(*args, **kwargs)
+        context_fn = functools.partial(_with_runs, args[_CONTEXT_FN])
+        return original(*args[:_CONTEXT_FN], context_fn, *args[_CONTEXT_FN + 1 :], **kwargs)
+
+    setattr(followed, _MARK, True)
+    setattr(checkpoint, _NON_REENTRANT, followed)
+
+
+def follow_checkpoint_class(kind: Any) -> None:
+    """Follow the checkpoints of an autograd function of `forward(ctx, run_function, ...)`; harmless when repeated."""
+    original = kind.forward
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return original(ctx, _FollowedFunction(run_function), *args)
+
+    setattr(forward, _MARK, True)
+    kind.forward = staticmethod(forward)
+
+
+def follow_checkpoint_function(module: ModuleType, name: str) -> None:
+    """Follow the checkpoints of a function `module.name(function, ...)`; harmless when repeated."""
+    original = getattr(module, name)
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(_FollowedFunction(function), *args, **kwargs)
+
+    setattr(checkpointed, _MARK, True)
+    setattr(module, name, checkpointed)
+
+
+def _with_runs(context_fn: Callable[[], Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a checkpoint's two runs, with what attention gave the first time there the next time."""
+    first, again = context_fn()
+    kept = _Checkpoint(getattr(first, "policy_fn", None))
+    return _Both(first, _Run(kept, False)), _Both(again, _Run(kept, True))
+
+
+class _Both:
+    """Two contexts as one, which may be entered again, as each backward pass through a retained graph does."""
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts = contexts
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exception)

@@ -1,0 +1,88 @@
+"""What the ring gave in a call that a checkpoint computes again, so that it need not run a second time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from burst_plugin.compute.rows import token_dim
+from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.request import Outputs
+from burst_plugin.sequence.layout import positions
+
+__all__ = ["Memo"]
+
+
+class Memo:
+    """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
+
+    rest: the plan of the queries before, which the ring works on again; None if nothing is left.
+    """
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.rest: Plan | None = None
+        self._plan: Plan | None = None  # of the first run
+        self._kept = Outputs(torch.empty(0), None)
+        self._version = 0
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there was a first run."""
+        return self._plan is not None
+
+    def first_kept(self, plan: Plan) -> int:
+        """Return the position from which on outputs are kept."""
+        length = plan.attending.q.length
+        return length - round(self.share * length)
+
+    def check(self, plan: Plan) -> None:
+        """Raise ValueError unless `plan`, of the recomputation, is for the same call as the first run."""
+        assert self._plan is not None
+        first, again = self._plan.signature, plan.signature
+        differing = [name for name in first if first[name] != again[name]]
+        if differing:
+            raise ValueError(
+                f"a checkpoint computes another attention call again than it kept: {', '.join(differing)} differ. "
+                "Layers must make the same calls in the same order each time; or use keep_attention='none'"
+            )
+        if self._kept.out._version != self._version:
+            raise ValueError(
+                "what attention returned was modified in place inside a checkpoint, and cannot be used again: let "
+                "the layer make a new tensor, or use keep_attention='none'"
+            )
+
+    def keep(self, plan: Plan, outputs: Outputs) -> None:
+        """Keep what a first run gave: as it is, or copies of the rows at the end of the sequence."""
+        first = self.first_kept(plan)
+        if first > 0:
+            late = _rows_from(first, plan)
+            outputs = outputs._replace(out=outputs.out[:, late], lse=_lse(outputs)[:, :, late])
+        self._plan, self._kept = plan, _aliased(outputs)
+        self._version = self._kept.out._version
+
+    def completed(self, outputs: Outputs | None) -> Outputs:
+        """Return what the first run gave; of the queries that are not kept, what `outputs` have."""
+        if outputs is None:
+            return _aliased(self._kept)
+        assert self._plan is not None
+        late = _rows_from(self.first_kept(self._plan), self._plan)
+        for whole, kept in ((outputs.out, self._kept.out), (_lse(outputs), _lse(self._kept))):
+            whole.index_copy_(token_dim(whole), late, kept)
+        return outputs._replace(max_logits=self._kept.max_logits)
+
+
+def _rows_from(first: int, plan: Plan) -> Tensor:
+    """Return which of this rank's query rows are at position `first` or later."""
+    held = positions(plan.forward.route.runs["q"][plan.rank_state.ring_rank], plan.device)
+    return (held >= first).nonzero().flatten()
+
+
+def _lse(outputs: Outputs) -> Tensor:
+    assert outputs.lse is not None, "the ring always gives it"
+    return outputs.lse
+
+
+def _aliased(outputs: Outputs) -> Outputs:
+    """Return the same values in new tensors: autograd marks those that it is given as results of one node."""
+    return Outputs(*(None if x is None else x.detach() for x in outputs))  # type: ignore[arg-type]
