@@ -3,7 +3,7 @@
 It notes every operation of the forward pass, keeps what the policy says, and expects the same operations again when
 the layer is recomputed. A ring does not make the same ones twice: its buffers may be there already, and ranks compare
 notes at some calls only. And it sums up into what a kernel returned, which a policy may have kept. So it is hidden:
-attention is recomputed as a whole, as without a policy. (`torch/utils/checkpoint.py`, `_CachedTorchDispatchMode`.)
+attention is recomputed as a whole, or not at all (see `kept_attention`). The modes: `torch/utils/checkpoint.py`.
 """
 
 from __future__ import annotations

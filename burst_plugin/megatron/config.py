@@ -48,7 +48,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "hierarchical_context_parallel_sizes": "the two levels of the ring",
         "hybrid_context_parallel": "a ring for every group that packed_seq_params bring",
         "cp_comm_type": "burst; in lists too",
-        "recompute_granularity": "none, selective or full; the ring runs again in recomputation",
+        "recompute_granularity": "none, selective or full; with keep_attention the ring does not run again",
         "recompute_method": "see recompute_granularity",
         "recompute_num_layers": "see recompute_granularity",
         "recompute_modules": "see recompute_granularity",

@@ -82,26 +82,19 @@ def forward_program(
     """
     exchange = plan.head_exchange("forward", which)
     given = yield from exchange.to_heads(inputs)
-    if memo is None or not memo.is_filled:
-        ring_outputs = yield from _attend(plan, which, given)
-        if memo is not None:
-            memo.keep(plan, ring_outputs)
-    else:
-        missing = None if memo.rest is None else (yield from _attend(memo.rest, which, given))
-        ring_outputs = memo.completed(missing)
+    memo = memo or Memo(0.0)
+    computed, missing = None, memo.missing(plan)
+    if missing is not None:
+        parts = missing.forward_parts(given)
+        (out, lse), _ = yield from run_pass(missing, missing.forward, parts, which)
+        if given.sink is not None:
+            out, lse = add_sink(out, lse, given.sink)
+        largest = [part.max_logits for part in parts if part.max_logits is not None]
+        computed = Outputs(out.to(given.q.dtype), lse, torch.cat(largest) if largest else None)
+    ring_outputs = memo.completed(plan, computed)
     outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
     assert ring_outputs.lse is not None, "the ring always gives it"
     return outputs, Saved(given, ring_outputs.out, ring_outputs.lse)
-
-
-def _attend(plan: Plan, which: CallId, given: Inputs) -> Generator[None, None, Outputs]:
-    """Run the ring forward."""
-    parts = plan.forward_parts(given)
-    (out, lse), _ = yield from run_pass(plan, plan.forward, parts, which)
-    if given.sink is not None:
-        out, lse = add_sink(out, lse, given.sink)
-    largest = [part.max_logits for part in parts if part.max_logits is not None]
-    return Outputs(out.to(given.q.dtype), lse, torch.cat(largest) if largest else None)
 
 
 def backward_program(

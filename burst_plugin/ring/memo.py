@@ -16,7 +16,7 @@ __all__ = ["Memo"]
 class Memo:
     """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
 
-    rest: the plan of the queries before, which the ring works on again; None if nothing is left.
+    rest: the plan of the queries before these, which the ring works on again; None if there are none.
     """
 
     def __init__(self, share: float) -> None:
@@ -52,8 +52,21 @@ class Memo:
                 "the layer make a new tensor, or use keep_attention='none'"
             )
 
-    def keep(self, plan: Plan, outputs: Outputs) -> None:
-        """Keep what a first run gave: as it is, or copies of the rows at the end of the sequence."""
+    def missing(self, plan: Plan) -> Plan | None:
+        """Return the plan of what has to be computed: all in a first run, else the rest; None if nothing."""
+        return self.rest if self.is_filled else plan
+
+    def completed(self, plan: Plan, computed: Outputs | None) -> Outputs:
+        """Return the outputs of the call from what was `computed` of it and what is kept, or keep these."""
+        if self.is_filled:
+            return self._with_kept(computed)
+        assert computed is not None, "a first run computes all"
+        if self.share:
+            self._keep(plan, computed)
+        return computed
+
+    def _keep(self, plan: Plan, outputs: Outputs) -> None:
+        """Keep outputs as they are, or copies of the rows at the end of the sequence."""
         first = self.first_kept(plan)
         if first > 0:
             late = _rows_from(first, plan)
@@ -61,8 +74,8 @@ class Memo:
         self._plan, self._kept = plan, _aliased(outputs)
         self._version = self._kept.out._version
 
-    def completed(self, outputs: Outputs | None) -> Outputs:
-        """Return what the first run gave; of the queries that are not kept, what `outputs` have."""
+    def _with_kept(self, outputs: Outputs | None) -> Outputs:
+        """Return what is kept; of queries that are not, what `outputs` have."""
         if outputs is None:
             return _aliased(self._kept)
         assert self._plan is not None

@@ -194,7 +194,7 @@ def test_checkpoints_may_be_nested(outer: Wrapped, inner: Wrapped) -> None:
 
 def _through_a_graph_twice(rank: int) -> Any:
     layers = Layers(Strategy(keep_attention="all"))
-    expected, plain = _step(layers, _plain)
+    expected, _ = _step(layers, _plain)
     loss = layers.forward(NON_REENTRANT)
     loss.backward(retain_graph=True)
     first = layers.grads()
@@ -265,7 +265,7 @@ def test_lse_and_largest_scores_are_given_again(share: float | str) -> None:
         assert max(found) < 1e-13
 
 
-# --------------------------------------------------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------------------------------------------- what is refused
 
 
 def _mistakes(rank: int, mistake: str) -> str:
@@ -304,7 +304,7 @@ def test_calls_that_are_not_the_same_again_are_refused(mistake: str, said: str) 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, "some", True, None, float("nan")])
 def test_shares_that_are_none_are_refused(share: Any) -> None:
-    with pytest.raises(ValueError, match="keep_attention=.* is not valid; use 'none', 'all', or a share"):
+    with pytest.raises(ValueError, match=r"keep_attention=.* is not valid; use 'none', 'all', or a share"):
         Strategy(keep_attention=share)
 
 

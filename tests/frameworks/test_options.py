@@ -18,6 +18,7 @@ OTHER_VALUES: dict[str, Any] = {  # other than the default; numbers and switches
     "bool": True,
     "int": 2,
     "float": 2.5,
+    "float | str": 0.5,
     "int | str": 2,
     "int | tuple[int, int]": (1, 2),
 }

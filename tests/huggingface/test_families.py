@@ -51,12 +51,15 @@ class Result:
     grads: dict[str, torch.Tensor]
 
 
-def _on_ring(rank: int, names: list[str], batch: Batch, layout: str, changes: dict[str, Any]) -> dict[str, Result]:
+def _on_ring(
+    rank: int, names: list[str], batch: Batch, options: dict[str, Any], changes: dict[str, Any]
+) -> dict[str, Result]:
     register()
-    cp = ContextParallel(dist.group.WORLD, layout=layout, ranks_per_node=dist.get_world_size())
+    cp = ContextParallel(dist.group.WORLD, **options, ranks_per_node=dist.get_world_size())
     found = {}
     for name in names:
-        model = prepare(build(Run(model=_config(name, changes))))
+        checkpointing = "keep_attention" in options
+        model = prepare(build(Run(model=_config(name, changes), checkpointing=checkpointing)))
         local = shard_batch(batch, cp)
         labels = local.pop("shift_labels")
         logits = model(**local, use_cache=False).logits
@@ -98,11 +101,11 @@ def _config(name: str, changes: dict[str, Any]) -> Any:
     return config
 
 
-def check(names: list[str], ranks: int, batch: Batch, *, layout: str = "zigzag", **changes: Any) -> None:
-    """Compare models on a ring with those on one rank, but for the logits of padding."""
+def check(names: list[str], ranks: int, batch: Batch, options: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Compare models on a ring with those on one rank, but for the logits of padding; `options` are the ring's."""
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     truths = {name: _on_one_rank(name, batch, changes) for name in names}
-    for found in run_ranks(_on_ring, ranks, names, batch, layout, changes, timeout_s=120.0)[:1]:
+    for found in run_ranks(_on_ring, ranks, names, batch, options or {}, changes, timeout_s=120.0)[:1]:
         for name, truth in truths.items():
             torch.testing.assert_close(found[name].logits[real], truth.logits[real], rtol=2e-5, atol=2e-5, msg=name)
             error, parameter = worst(found[name].grads, truth.grads)
@@ -114,10 +117,15 @@ def test_logits_and_gradients_equal_eager_on_one_rank(ranks: int) -> None:
     check(list(FAMILIES), ranks, BATCH)
 
 
+def test_attention_that_checkpoints_keep() -> None:
+    for share in ("all", 0.5):
+        check(list(FAMILIES), 2, BATCH, {"keep_attention": share})
+
+
 def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
     batch = draw(1, rows=1, length=29)[0]
-    check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, layout="contiguous")
-    check(["mistral", "gemma3"], 2, batch, layout="striped")
+    check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, {"layout": "contiguous"})
+    check(["mistral", "gemma3"], 2, batch, {"layout": "striped"})
 
 
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # earlier ones name layers otherwise
@@ -309,8 +317,8 @@ def test_packed_samples_do_not_attend_to_each_other(rows: list[tuple[int, ...]])
 
 
 def test_a_layout_may_be_chosen_for_every_batch() -> None:
-    check(MASKED, 4, _packed((3, 1, 28), (30, 2)), layout="auto")
-    check(["llama", "gpt_oss"], 4, _padded(length=27), layout="auto")
+    check(MASKED, 4, _packed((3, 1, 28), (30, 2)), {"layout": "auto"})
+    check(["llama", "gpt_oss"], 4, _padded(length=27), {"layout": "auto"})
 
 
 def _dealt(rank: int, batch: dict[str, Any], layout: str) -> tuple[float, int, list[str]]:

@@ -1,0 +1,92 @@
+"""Attention that checkpoints keep, under ZeRO and with DeepSpeed's own checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import peft
+import pytest
+import torch
+
+import burst_plugin
+import burst_plugin.deepspeed as burst
+from tests.support.deepspeed_run import Result, Run, draw, stop, train
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.deepspeed
+
+BATCHES = draw(2)
+
+
+def _trained(rank: int, run: Run) -> Result:
+    return train(run, BATCHES)
+
+
+def _with_lora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+@pytest.mark.parametrize("share", ["all", 0.5])
+@pytest.mark.parametrize(("stage", "lora"), [(0, False), (1, False), (2, False), (3, False), (2, True)])
+def test_gradients_are_those_without_recomputation(stage: int, lora: bool, share: float | str) -> None:
+    run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None)
+    kept = replace(run, checkpointing=True, block={"keep_attention": share})
+    for result, expected in zip(run_ranks(_trained, 2, kept), run_ranks(_trained, 2, run), strict=True):
+        assert result.losses == pytest.approx(expected.losses, rel=1e-6)
+        for name, grad in result.grads.items():
+            assert (grad - expected.grads[name]).norm() <= 1e-6 * expected.grads[name].norm(), name
+
+
+class _Own(torch.nn.Module):
+    """Attention in one of DeepSpeed's own checkpoints."""
+
+    def __init__(self, checkpoint: Any) -> None:
+        super().__init__()
+        self.qkv, self.checkpoint = torch.nn.Linear(32, 96), checkpoint
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).unbind(2)
+        return burst_plugin.burst_attention(q, k, v, burst.context()).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.checkpoint(self.attend, x)
+
+
+def _own_checkpoints(rank: int, kind: str, share: str) -> tuple[torch.Tensor, int]:
+    """Return the gradient of a weight, and the bytes that a step sends."""
+    burst.install()
+    torch.manual_seed(0)
+    module = deepspeed.runtime.activation_checkpointing.checkpointing
+    checkpoint = {
+        "none": lambda function, x: function(x),
+        "reentrant": module.checkpoint,
+        "not reentrant": module.non_reentrant_checkpoint,
+    }[kind]
+    model = _Own(checkpoint)
+    engine = _engine(model, share)
+    x = burst.context().shard(torch.randn(1, 16, 32)).requires_grad_()
+    engine.module(x).square().sum().backward()
+    grad, sent = model.qkv.weight.grad, burst.context().traffic()
+    stop(engine)
+    return grad, sum(n for link in sent.values() for n in link.values())
+
+
+def _engine(model: torch.nn.Module, share: str) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "burst_attention": {"enabled": True, "keep_attention": share},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    return engine
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_deepspeeds_own_checkpoints(kind: str) -> None:
+    plain = run_ranks(_own_checkpoints, 2, "none", "none")
+    twice = run_ranks(_own_checkpoints, 2, kind, "none")
+    once = run_ranks(_own_checkpoints, 2, kind, "all")
+    for (expected, least), (_, most), (grad, sent) in zip(plain, twice, once, strict=True):
+        assert torch.equal(grad, expected)
+        assert least == sent < most

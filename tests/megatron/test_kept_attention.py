@@ -1,0 +1,67 @@
+"""Attention that Megatron's recomputation keeps: the gradients of a step, and what it sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from burst_plugin import Strategy
+from burst_plugin.megatron import install
+from tests.megatron.test_model_parity import DEEPSEEK, GPT_OSS, MTP, TWO_LAYERS
+from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, full_grads, leave, random_tokens
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+CP2 = replace(TWO_LAYERS, cp=2, cp_comm_type="burst")
+RUNS = {
+    "tp2_cp2": replace(CP2, tp=2, sequence_parallel=True),
+    "pp2_cp2": replace(CP2, pp=2),
+    "cp4_2x2": replace(CP2, cp=4, hierarchical=(2, 2)),
+    "gpt_oss": replace(GPT_OSS, cp=2, cp_comm_type="burst"),
+    "experts, latent attention": replace(DEEPSEEK, cp=2),
+    "mtp": replace(MTP, cp=2, cp_comm_type="burst"),
+}
+
+
+def _step(rank: int, run: GptRun) -> tuple[StepResult, Any]:
+    """Run a step on four microbatches; return its results and the bytes that this rank sent."""
+    model = build(run)
+    try:
+        loss = forward_backward(model, run, random_tokens(run, microbatches=4))
+        ((cp,),) = [install(run.strategy).contexts()]
+        assert cp.traffic() == cp.expected_traffic()
+        return StepResult(loss, full_grads(model, run)), cp.traffic()
+    finally:
+        leave()
+
+
+def _on_ranks(run: GptRun, recompute: str, share: float | str) -> list[tuple[StepResult, Any]]:
+    asked = replace(run, recompute=recompute, strategy=Strategy(keep_attention=share))
+    return run_ranks(_step, run.tp * run.pp * run.cp, asked)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: str) -> None:
+    plain = _on_ranks(RUNS[name], "none", "none")
+    kept = _on_ranks(RUNS[name], recompute, "all")
+    for (result, sent), (expected, sent_plainly) in zip(kept, plain, strict=True):
+        assert sent == sent_plainly
+        assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+        for parameter, grad in result.grads.items():
+            error = (grad - expected.grads[parameter]).norm()
+            assert error <= 1e-6 * expected.grads[parameter].norm(), parameter
+
+
+def test_a_share_is_kept() -> None:
+    plain, twice = _on_ranks(CP2, "full", "all"), _on_ranks(CP2, "full", "none")
+    for (result, sent), (expected, least), (_, most) in zip(_on_ranks(CP2, "full", 0.5), plain, twice, strict=True):
+        counts = [sum(n for link in each.values() for n in link.values()) for each in (least, sent, most)]
+        assert counts == sorted(counts)
+        assert counts[0] < counts[2]
+        for parameter, grad in result.grads.items():
+            error = (grad - expected.grads[parameter]).norm()
+            assert error <= 1e-6 * expected.grads[parameter].norm(), parameter
