@@ -32,14 +32,12 @@ class _Call:
 
     mlp: Callable[[Tensor], Tensor]
     chunk: int
-    token_dim: int
     adds_itself: Callable[[Tensor], bool]
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the tokens of `x` in chunks, as views where x is dense; with as many dimensions as x has."""
+        """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
         ones = (1,) * (x.dim() - 2)
-        shape = (-1, *ones) if self.token_dim == 0 else (*ones, -1)
-        return torch.split(x.reshape(*shape, x.shape[-1]), self.chunk, 0 if self.token_dim == 0 else -2)
+        return torch.split(x.reshape(*ones, -1, x.shape[-1]), self.chunk, -2)
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the output for all tokens, without a graph."""
@@ -72,7 +70,6 @@ def chunked_mlp(
     parameters: Sequence[Tensor],
     *,
     chunk: int,
-    token_dim: int = 1,
     adds_itself: Callable[[Tensor], bool] = _never,
 ) -> Tensor:
     """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
@@ -85,15 +82,14 @@ def chunked_mlp(
         hidden: [B, S, H], [S, B, H] or [tokens, H]; it is all that is kept.
         parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
             among them.
-        chunk: the most tokens, of all B rows together, in one call.
-        token_dim: where chunks have their tokens: 1 for [1, chunk, H], 0 for [chunk, 1, H].
+        chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
         adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
-    call = _Call(mlp, chunk, token_dim, adds_itself)
+    call = _Call(mlp, chunk, adds_itself)
     trained = [each for each in parameters if each.requires_grad]
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
@@ -219,8 +215,8 @@ class ChunkedForward:
     mlp.forward = ChunkedForward(mlp, chunk=4096)
     """
 
-    def __init__(self, mlp: torch.nn.Module, chunk: int, token_dim: int = 1) -> None:
-        self.mlp, self.chunk, self.token_dim = mlp, chunk, token_dim
+    def __init__(self, mlp: torch.nn.Module, chunk: int) -> None:
+        self.mlp, self.chunk = mlp, chunk
         self.earlier = mlp.forward  # a method, or what others have put there
         self.was_set = "forward" in vars(mlp)
 
@@ -237,8 +233,7 @@ class ChunkedForward:
             out: Tensor = self.earlier(piece, *args, **kwargs)
             return out
 
-        trained = list(self.mlp.parameters())
-        return chunked_mlp(run, hidden_states, trained, chunk=self.chunk, token_dim=self.token_dim)
+        return chunked_mlp(run, hidden_states, list(self.mlp.parameters()), chunk=self.chunk)
 
 
 def restore_forward(mlp: torch.nn.Module) -> bool:

@@ -47,8 +47,8 @@ def chunk_mlp(layer: Any, strategy: Strategy | None) -> None:
     if asked < ranks:
         reasons.append(f"sequence_parallel gathers a token of each of {ranks} ranks at least: use {ranks} or more")
     if reasons:
-        raise ValueError(f"mlp_chunk={asked} (--burst-mlp-chunk) does not go together with {'; '.join(reasons)}")
-    layer.mlp.forward = _ChunkedForward(layer.mlp, asked // ranks, token_dim=0)
+        raise ValueError(f"mlp_chunk={asked} (--burst-mlp-chunk) is not possible here: {'; '.join(reasons)}")
+    layer.mlp.forward = _ChunkedForward(layer.mlp, asked // ranks)
 
 
 class _ChunkedForward(ChunkedForward):
@@ -68,7 +68,7 @@ class _ChunkedForward(ChunkedForward):
             return out
 
         trained = list(self.mlp.parameters())
-        out = chunked_mlp(run, hidden_states, trained, chunk=self.chunk, token_dim=0, adds_itself=_adds_itself)
+        out = chunked_mlp(run, hidden_states, trained, chunk=self.chunk, adds_itself=_adds_itself)
         if bias is not None and not any(bias is each for each in trained):
             raise ValueError(
                 f"mlp_chunk={self.chunk}: linear_fc2 returned a bias that is not its parameter, and would get no "

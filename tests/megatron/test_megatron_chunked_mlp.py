@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
+import sys
 import types
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_plugin import Strategy
+from burst_plugin.megatron.arguments import add_arguments
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, leave, one_step, random_tokens
 from tests.support.ranks import last_lines, run_ranks
 
@@ -180,7 +183,7 @@ EXPERTS = {
     [
         (
             replace(CHUNKED, config=EXPERTS),
-            "mlp_chunk=10 (--burst-mlp-chunk) does not go together with num_moe_experts=4: experts are not cut",
+            "mlp_chunk=10 (--burst-mlp-chunk) is not possible here: num_moe_experts=4: experts are not cut",
         ),
         (
             replace(CHUNKED, tp=2, sequence_parallel=True, strategy=Strategy(mlp_chunk=1)),
@@ -205,3 +208,18 @@ def test_options_that_do_not_go_together_are_refused_by_name(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=True: .*a layer has NoneType as its MLP"):
         chunk_mlp(_layer(**{name: True}), Strategy(mlp_chunk=4))
     chunk_mlp(_layer(**{name: True}), Strategy())
+
+
+def test_the_flag_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Megatron's parser ran, and `install()` was given no strategy."""
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    from burst_plugin.megatron.chunked_mlp import chunk_mlp
+
+    flags = add_arguments(argparse.ArgumentParser()).parse_args(["--burst-mlp-chunk", "7"])
+    module: Any = argparse.Namespace(_GLOBAL_ARGS=flags)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
+    with pytest.raises(ValueError, match=r"mlp_chunk=7 \(--burst-mlp-chunk\) is not possible here: a layer has"):
+        chunk_mlp(_layer(), None)
+    chunk_mlp(_layer(IdentityOp()), None)  # a layer without an MLP
+    chunk_mlp(_layer(), Strategy())
