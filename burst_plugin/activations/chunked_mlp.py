@@ -220,7 +220,7 @@ class ChunkedForward:
         self.earlier = mlp.forward  # a method, or what others have put there
         self.was_set = "forward" in vars(mlp)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Do what `forward` did, in chunks. Raise ValueError for a second tensor, which would have to be cut too."""
         if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
