@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from burst_plugin.checks import as_number, as_whole, shown
+from burst_plugin.checks import as_number, as_whole, shown, whole_number
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
@@ -129,6 +129,12 @@ class Strategy:
             "such as `0.5`",
         ),
     )
+    mlp_chunk: int = field(
+        default=0,
+        metadata=_about(
+            "tokens per chunk of each MLP, which then [never exists whole](memory.md#mlp-in-chunks); 0: all at once"
+        ),
+    )
     late_after: float = field(
         default=60.0,
         metadata=_about(
@@ -178,6 +184,8 @@ class Strategy:
             )
         object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
         degree, per_node = _as_positive(self.ulysses_degree), _as_positive(self.ranks_per_node)
+        chunk = whole_number("mlp_chunk={}", self.mlp_chunk, "use a number of tokens, or 0 for all at once")
+        object.__setattr__(self, "mlp_chunk", chunk)
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.utils import groups
+from deepspeed.utils import groups, set_z3_leaf_module
 
 from burst_plugin.activations.kept_attention import follow_checkpoint_class, follow_checkpoint_function
 from burst_plugin.context import ContextParallel
@@ -31,6 +31,7 @@ from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
 from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.frameworks.wrapping import announce, wrap
+from burst_plugin.huggingface.chunked_mlps import chunk_mlps, restore_mlps
 
 __all__ = ["Adapter", "install_adapter", "installed", "warn_if_untested"]
 
@@ -69,6 +70,8 @@ class Adapter:
 
     def attach(self, session: Session, model: torch.nn.Module) -> None:
         """Let a session cut the batches of `model`, whose engine is about to be made."""
+        for mlp in chunk_mlps(model, session.cp.strategy.mlp_chunk):
+            set_z3_leaf_module(mlp, True)  # so that ZeRO-3 gathers its parameters once, rather than for every chunk
         called = model
         if is_transformers(model):
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
@@ -81,8 +84,12 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Remove the hooks of earlier engines from `model` and its parts."""
-        for module in model.modules() if isinstance(model, torch.nn.Module) else ():
+        """Remove the hooks of earlier engines from `model` and its parts, and let its MLPs run at once."""
+        if not isinstance(model, torch.nn.Module):
+            return
+        for mlp in restore_mlps(model):
+            set_z3_leaf_module(mlp, False)
+        for module in model.modules():
             session = self.watched.pop(module, None)
             if session is not None:
                 session.detach()

@@ -31,6 +31,7 @@ from burst_plugin.megatron.arguments import (
     refuse_flags,
 )
 from burst_plugin.megatron.choice import ChosenCoreAttention
+from burst_plugin.megatron.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.identity import follow_schedules
@@ -131,6 +132,7 @@ def _choose_core_attention(
                     stacklevel=2,
                 )
     original(layer, config, submodules, *args, **kwargs)
+    chunk_mlp(layer, adapter.registry.strategy)
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
 

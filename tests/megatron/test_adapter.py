@@ -332,7 +332,7 @@ def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> N
         built.append(submodules)
 
     config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
-    adapter = types.SimpleNamespace(registry=object())
+    adapter = types.SimpleNamespace(registry=types.SimpleNamespace(strategy=None))
     layer, usual = torch.nn.Module(), {"self_attention": spec(), "cross_attention": None, "mlp": object()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -256,6 +256,9 @@ def test_help_works_where_megatrons_own_is_broken() -> None:
     assert "half (50%) of it" in shown
 
 
+ADAPTER: Any = argparse.Namespace(registry=argparse.Namespace(strategy=None))
+
+
 def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
     """Where a script builds its own TransformerConfig, Megatron's own context parallelism would run unseen."""
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type=None, hybrid_context_parallel=False)
@@ -265,7 +268,7 @@ def test_a_model_that_the_flag_did_not_reach_is_told() -> None:
         _parse(cp_comm_type=cp_comm_type)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            _choose_core_attention(argparse.Namespace(), lambda *args: None, layer, config, None)  # type: ignore[arg-type]
+            _choose_core_attention(ADAPTER, lambda *args: None, layer, config, None)
         return said
 
     (said,) = build(["burst"])
@@ -279,4 +282,4 @@ def test_a_model_that_did_not_ask_is_told_where_no_flags_were_read(kind: str | N
     config = argparse.Namespace(context_parallel_size=2, cp_comm_type=kind, hybrid_context_parallel=False)
     layer = argparse.Namespace(modules=list)
     with pytest.warns(UserWarning, match=f"not asked for by a model's TransformerConfig.*cp_comm_type={kind!r}"):
-        _choose_core_attention(argparse.Namespace(), lambda *args: None, layer, config, None)  # type: ignore[arg-type]
+        _choose_core_attention(ADAPTER, lambda *args: None, layer, config, None)

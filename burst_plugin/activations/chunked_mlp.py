@@ -1,0 +1,248 @@
+"""An MLP on chunks of tokens: its intermediate [tokens, ffn] never exists whole, in neither direction.
+
+Tokens do not meet in an MLP. The forward pass keeps nothing but the input; the backward pass computes one chunk
+again, differentiates it, and goes on to the next (Blockwise Parallel Transformer, arXiv 2305.19370; TiledMLP in
+ALST, 2506.13996). Parameter gradients are summed over chunks in float32 and reach autograd once, so that hooks
+which reduce them over ranks run once for each parameter, as without chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_plugin.checks import shown, whole_number
+
+__all__ = ["ChunkedForward", "chunked_mlp", "restore_forward"]
+
+
+def _never(parameter: Tensor) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What is run, and in which chunks; see `chunked_mlp`."""
+
+    mlp: Callable[[Tensor], Tensor]
+    chunk: int
+    adds_itself: Callable[[Tensor], bool]
+
+    def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
+        ones = (1,) * (x.dim() - 2)
+        return torch.split(x.reshape(*ones, -1, x.shape[-1]), self.chunk, -2)
+
+    def run(self, hidden: Tensor) -> Tensor:
+        """Return the output for all tokens, without a graph."""
+        whole: Tensor | None = None
+        start = 0
+        for piece in self.pieces(hidden):
+            out = self._checked(piece)
+            if whole is None:
+                whole = out.new_empty((hidden.shape[:-1].numel(), out.shape[-1]))
+            rows = out.reshape(-1, out.shape[-1])
+            whole[start : start + len(rows)] = rows
+            start += len(rows)
+        assert whole is not None  # split gives one piece at least
+        return whole.view(*hidden.shape[:-1], whole.shape[-1])
+
+    def _checked(self, piece: Tensor) -> Tensor:
+        out = self.mlp(piece)
+        if not isinstance(out, Tensor) or out.shape[:-1] != piece.shape[:-1]:
+            got = shown(out) if isinstance(out, Tensor) else type(out).__name__
+            raise ValueError(
+                f"an MLP in chunks returned {got} for {list(piece.shape)}, expected one tensor with a row for each "
+                "token: it cannot be cut into chunks of tokens; use mlp_chunk=0"
+            )
+        return out
+
+
+def chunked_mlp(
+    mlp: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    chunk: int,
+    adds_itself: Callable[[Tensor], bool] = _never,
+) -> Tensor:
+    """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
+
+        out = chunked_mlp(block.mlp, hidden, list(block.mlp.parameters()), chunk=4096)
+
+    Args:
+        mlp: takes and returns one tensor, with a row for each token. It is called again in the backward pass, with
+            the random state and under the autocast of the forward pass.
+        hidden: [B, S, H], [S, B, H] or [tokens, H]; it is all that is kept.
+        parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
+            among them.
+        chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
+        adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
+            buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
+
+    Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token.
+    """
+    chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
+    call = _Call(mlp, chunk, adds_itself)
+    trained = [each for each in parameters if each.requires_grad]
+    if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+        out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
+        return out
+    return call.run(hidden)
+
+
+class _Chunked(torch.autograd.Function):
+    """One step of autograd for all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, _Surroundings(hidden.device)
+        ctx.save_for_backward(hidden)
+        return call.run(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        call, sums = ctx.call, _Sums(ctx.trained, ctx.call.adds_itself)
+        grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+        rows, start = grad_hidden.view(-1, hidden.shape[-1]), 0
+        with ctx.surroundings.again(), _without_hooks(ctx.trained):
+            for piece, grad in zip(call.pieces(hidden), call.pieces(grad_out), strict=True):
+                of_piece, *of_trained = _differentiate(call.mlp, piece, grad, ctx.trained, ctx.needs_input_grad[1])
+                sums.add(of_trained)
+                stop = start + piece.shape[:-1].numel()
+                rows[start:stop] = 0 if of_piece is None else of_piece.reshape(-1, hidden.shape[-1])
+                start = stop
+        return None, grad_hidden if ctx.needs_input_grad[1] else None, *sums.totals()
+
+
+def _differentiate(
+    mlp: Callable[[Tensor], Tensor], piece: Tensor, grad: Tensor, trained: Sequence[Tensor], wants_piece: bool
+) -> list[Tensor | None]:
+    """Compute one chunk again; return the gradients of its tokens, None if not wanted, and of each parameter.
+
+    A function of its own, so that the graph of a chunk is gone before that of the next is made.
+    """
+    piece = piece.detach().requires_grad_(wants_piece)
+    with torch.enable_grad():
+        out = mlp(piece)
+    if not out.requires_grad:
+        return [None] * (1 + len(trained))
+    inputs = [piece, *trained] if wants_piece else [*trained]
+    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    return [*found] if wants_piece else [None, *found]
+
+
+class _Sums:
+    """Gradients of parameters, summed over chunks in float32 at least."""
+
+    def __init__(self, trained: Sequence[Tensor], adds_itself: Callable[[Tensor], bool]) -> None:
+        self._trained, self._adds_itself = trained, adds_itself
+        self._sums: list[Tensor | None] = [None] * len(trained)
+
+    def add(self, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one chunk; None for those of parameters that it did not use."""
+        for number, (parameter, grad) in enumerate(zip(self._trained, grads, strict=True)):
+            if self._adds_itself(parameter):
+                self._sums[number] = grad
+            elif grad is not None:
+                total = self._sums[number]
+                kind = torch.promote_types(grad.dtype, torch.float32)
+                # A copy, since autograd may give the same tensor to several.
+                self._sums[number] = grad.to(kind, copy=True) if total is None else total.add_(grad)
+
+    def totals(self) -> Iterator[Tensor | None]:
+        """Yield the sums in the types of the parameters."""
+        for parameter, total in zip(self._trained, self._sums, strict=True):
+            yield None if total is None else total.to(parameter.dtype)
+
+
+class _Surroundings:
+    """The random state and the autocast of a forward pass, for the same again in the backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = torch.get_rng_state()
+        self._has_own = device.type not in ("cpu", "meta")
+        self._own_random = self._module().get_rng_state(device) if self._has_own else None
+        self._autocasts = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type} - {"meta"}
+        }
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Restore both, and put back the random state of now at the end."""
+        devices = [self._device] if self._has_own else []
+        kind = self._device.type if self._has_own else "cuda"
+        with ExitStack() as stack:
+            for where, (enabled, dtype) in self._autocasts.items():
+                stack.enter_context(torch.autocast(where, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
+            torch.set_rng_state(self._random)
+            if self._has_own:
+                self._module().set_rng_state(self._own_random, self._device)
+            yield
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)
+
+
+@contextmanager
+def _without_hooks(trained: Sequence[Tensor]) -> Iterator[None]:
+    """Keep hooks on gradients of parameters from seeing those of single chunks: they see the sum later."""
+    hooked = [each._backward_hooks for each in trained if each._backward_hooks]
+    kept = [dict(hooks) for hooks in hooked]
+    try:
+        for hooks in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, before in zip(hooked, kept, strict=True):
+            hooks.update(before)
+
+
+class ChunkedForward:
+    """Takes the place of the `forward` of one MLP module, which goes on to have its hooks, name and parameters.
+
+    mlp.forward = ChunkedForward(mlp, chunk=4096)
+    """
+
+    def __init__(self, mlp: torch.nn.Module, chunk: int) -> None:
+        self.mlp, self.chunk = mlp, chunk
+        self.earlier = mlp.forward  # a method, or what others have put there
+        self.was_set = "forward" in vars(mlp)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Do what `forward` did, in chunks. Raise ValueError for a second tensor, which would have to be cut too."""
+        if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(self.mlp).__name__} in chunks got more than one tensor, of which one can be cut; "
+                "use mlp_chunk=0"
+            )
+
+        def run(piece: Tensor) -> Tensor:
+            out: Tensor = self.earlier(piece, *args, **kwargs)
+            return out
+
+        return chunked_mlp(run, hidden_states, list(self.mlp.parameters()), chunk=self.chunk)
+
+
+def restore_forward(mlp: torch.nn.Module) -> bool:
+    """Give a module back the `forward` that it had before a `ChunkedForward`; return whether it had one."""
+    ours = vars(mlp).get("forward")
+    if not isinstance(ours, ChunkedForward):
+        return False
+    if ours.was_set:
+        mlp.forward = ours.earlier
+    else:
+        del mlp.forward
+    return True

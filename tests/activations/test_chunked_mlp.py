@@ -1,0 +1,343 @@
+"""An MLP in chunks of tokens against the same MLP at once: outputs, every gradient, and what is made on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from burst_plugin import Strategy
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, restore_forward
+
+HIDDEN, FFN, CHUNK = 8, 64, 8
+
+
+class Mlp(torch.nn.Module):
+    """Gated, as most are today; with dropout if asked for."""
+
+    def __init__(self, hidden: int = HIDDEN, ffn: int = FFN, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(hidden, ffn, bias=bias)
+        self.up = torch.nn.Linear(hidden, ffn, bias=bias)
+        self.down = torch.nn.Linear(ffn, hidden, bias=bias)
+        self.dropout = torch.nn.Dropout(dropout)
+        self.calls = 0
+        self.types: set[torch.dtype] = set()  # of the intermediate
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        inner = self.dropout(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        self.types.add(inner.dtype)
+        out: Tensor = self.down(inner)
+        return out
+
+
+def in_chunks(mlp: torch.nn.Module, chunk: int = CHUNK) -> torch.nn.Module:
+    """The same module with its own parameters, in chunks."""
+    mlp = copy.deepcopy(mlp)
+    mlp.forward = ChunkedForward(mlp, chunk)
+    return mlp
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def grads_of(
+    mlp: torch.nn.Module, x: Tensor, run: Callable[[Any, Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The output, and the gradients of the input and of all parameters that have one."""
+    x = x.detach().clone().requires_grad_(True)
+    out = mlp(x) if run is None else run(mlp, x)
+    out.backward(draw(*out.shape, seed=9).to(out.dtype))
+    found = {"out": out.detach(), "x": x.grad}
+    found |= {name: each.grad for name, each in mlp.named_parameters() if each.grad is not None}
+    return found  # type: ignore[return-value]
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, truth in expected.items():
+        assert found[name].dtype == truth.dtype, name
+        assert float((found[name] - truth).norm()) <= bound * float(truth.norm()), name
+
+
+@pytest.mark.parametrize("shape", [(2, 29, HIDDEN), (29, HIDDEN), (1, 3, HIDDEN), (2, 2, 5, HIDDEN)])
+@pytest.mark.parametrize("chunk", [1, CHUNK, 1000])
+def test_outputs_and_gradients_are_those_of_the_whole(shape: tuple[int, ...], chunk: int) -> None:
+    torch.manual_seed(0)
+    mlp = Mlp()
+    check_equal(grads_of(in_chunks(mlp, chunk), draw(*shape)), grads_of(mlp, draw(*shape)))
+
+
+def test_inputs_and_gradients_that_are_not_dense() -> None:
+    torch.manual_seed(0)
+    mlp, x = Mlp(), draw(HIDDEN, 29, 2)
+
+    def run(mlp: Any, x: Tensor) -> Tensor:
+        return mlp(x.transpose(0, 2)).transpose(0, 1)  # type: ignore[no-any-return]
+
+    check_equal(grads_of(in_chunks(mlp), x, run), grads_of(mlp, x, run))
+
+
+def test_bfloat16_is_about_as_exact_as_the_whole() -> None:
+    """Errors against float64, at 64 chunks. Gradients that were summed in bfloat16 would be off by more."""
+    torch.manual_seed(0)
+    whole, tokens = Mlp(32, 128, bias=False).bfloat16(), 2048
+    x = draw(1, tokens, 32).bfloat16()
+    truth = grads_of(copy.deepcopy(whole).double(), x.double())
+    errors = []
+    for mlp in (whole, in_chunks(whole, tokens // 64)):
+        found = grads_of(mlp, x)
+        errors.append({name: float((found[name].double() - truth[name]).norm()) for name in truth})
+    for name in truth:
+        assert errors[1][name] <= 1.2 * errors[0][name], (name, errors)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(each, Tensor):
+                self.largest = max(self.largest, each.numel())
+        return out
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_no_tensor_is_larger_than_a_chunk_of_the_intermediate(reentrant: bool | None) -> None:
+    """Sizes are chosen such that inputs and weights have as many elements."""
+    tokens = CHUNK * FFN // HIDDEN
+    run = None if reentrant is None else lambda mlp, x: checkpoint(mlp, x, use_reentrant=reentrant)
+    largest = []
+    for mlp in (Mlp(), in_chunks(Mlp())):
+        with _Largest() as noted:
+            grads_of(mlp, draw(1, tokens, HIDDEN), run)
+        largest.append(noted.largest)
+    assert largest == [tokens * FFN, CHUNK * FFN]
+
+
+def test_nothing_but_the_input_is_kept() -> None:
+    kept: list[Tensor] = []
+    mlp, x = in_chunks(Mlp()), draw(1, 64, HIDDEN).requires_grad_(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        mlp(x)
+    assert [each.data_ptr() for each in kept] == [x.data_ptr()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_under_outer_checkpoints(reentrant: bool, dropout: float) -> None:
+    torch.manual_seed(0)
+    mlp = in_chunks(Mlp(dropout=dropout))
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(1)
+        run = (lambda mlp, x: checkpoint(mlp, x, use_reentrant=reentrant)) if inside else None
+        found.append(grads_of(copy.deepcopy(mlp), draw(2, 29, HIDDEN), run))
+    check_equal(*found, bound=0.0)
+
+
+def test_dropout_is_that_of_the_forward_pass() -> None:
+    """The masks that the forward pass drew are drawn again by hand; and the random state after it is left alone."""
+    torch.manual_seed(0)
+    mlp, x = Mlp(dropout=0.5), draw(1, 29, HIDDEN)
+
+    def piecewise(mlp: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        out = torch.cat([mlp(piece) for piece in x.split(CHUNK, 1)], 1)
+        torch.rand(3)  # what comes between the two passes
+        return out
+
+    def at_once(mlp: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        out: Tensor = mlp(x)
+        torch.rand(3)
+        return out
+
+    chunks = in_chunks(mlp)
+    found = grads_of(chunks, x, at_once)
+    state = torch.get_rng_state()
+    check_equal(found, grads_of(mlp, x, piecewise))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_autocast(backward_inside: bool) -> None:
+    """Where both passes are inside, weights cast for the forward pass are not those of the backward pass."""
+    torch.manual_seed(0)
+    mlp, x = Mlp(), draw(2, 29, HIDDEN)
+
+    def inside(mlp: Any, x: Tensor) -> dict[str, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return grads_of(mlp, x)
+
+    def outside(mlp: Any, x: Tensor) -> dict[str, Tensor]:
+        def run(mlp: Any, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return mlp(x)  # type: ignore[no-any-return]
+
+        return grads_of(mlp, x, run)
+
+    run = inside if backward_inside else outside
+    exact = grads_of(copy.deepcopy(mlp).double(), x.double())
+    chunks = in_chunks(mlp)
+    found, expected = run(chunks, x), run(mlp, x)
+    assert chunks.types == {torch.bfloat16}
+    assert found.keys() == expected.keys()
+    for name, truth in exact.items():
+        error, of_whole = ((each[name].double() - truth).norm() for each in (found, expected))
+        assert found[name].dtype == expected[name].dtype
+        assert float(error) <= 1.2 * float(of_whole), name
+
+
+def test_frozen_parameters_and_inputs_without_gradient() -> None:
+    torch.manual_seed(0)
+    mlp = Mlp()
+    for each in (mlp.up.weight, mlp.down.bias):
+        each.requires_grad_(False)
+    check_equal(grads_of(in_chunks(mlp), draw(2, 29, HIDDEN)), grads_of(mlp, draw(2, 29, HIDDEN)))
+    chunks = in_chunks(mlp)
+    chunks(draw(2, 29, HIDDEN)).sum().backward()
+    assert chunks.gate.weight.grad is not None
+    assert chunks.up.weight.grad is None
+    for each in chunks.parameters():
+        each.requires_grad_(False)
+    x = draw(2, 29, HIDDEN).requires_grad_(True)
+    chunks(x).sum().backward()
+    assert x.grad is not None
+    assert not chunks(x.detach()).requires_grad
+
+
+def test_shared_and_unused_parameters() -> None:
+    class Shared(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = self.gate
+            self.idle = torch.nn.Parameter(torch.ones(3))
+
+    torch.manual_seed(0)
+    mlp = Shared()
+    found = grads_of(in_chunks(mlp), draw(2, 29, HIDDEN))
+    check_equal(found, grads_of(mlp, draw(2, 29, HIDDEN)))
+    assert "idle" not in found
+
+
+def test_gradients_that_autograd_gives_to_several() -> None:
+    """Sums are not made in tensors that belong to others: here the gradient of the output, given to all."""
+    x, twins = draw(29, HIDDEN), [torch.nn.Parameter(draw(1, HIDDEN)) for _ in range(2)]
+    grad = draw(29, HIDDEN, seed=9)
+    before = grad.clone()
+    chunked_mlp(lambda piece: piece + twins[0] + twins[1], x, twins, chunk=1).backward(grad)
+    assert torch.equal(grad, before)
+    for twin in twins:
+        torch.testing.assert_close(twin.grad, grad.sum(0, keepdim=True))
+
+
+def test_without_gradients_it_only_computes_in_chunks() -> None:
+    mlp = Mlp()
+    chunks = in_chunks(mlp)
+    with torch.no_grad():
+        out = chunks(draw(1, 29, HIDDEN))
+    assert not out.requires_grad
+    assert chunks.calls == 4
+    assert torch.allclose(out, mlp(draw(1, 29, HIDDEN)), atol=1e-6)
+    assert chunks(draw(1, 0, HIDDEN)).shape == (1, 0, HIDDEN)
+
+
+def test_hooks_on_parameters_run_once() -> None:
+    """As those that reduce gradients over ranks do; what a hook makes of a gradient is made of the sum."""
+    torch.manual_seed(0)
+    mlp = Mlp()
+    ran = []
+
+    def hooked(mlp: Any) -> Any:
+        mlp.gate.weight.register_hook(lambda grad: grad * 3)
+        mlp.up.weight.register_post_accumulate_grad_hook(lambda each: ran.append(each))
+        return mlp
+
+    chunks = hooked(in_chunks(mlp))
+    check_equal(grads_of(chunks, draw(1, 29, HIDDEN)), grads_of(hooked(mlp), draw(1, 29, HIDDEN)))
+    assert len(ran) == 2
+    assert len(chunks.gate.weight._backward_hooks) == 1
+
+
+def test_a_parameter_that_adds_itself_up_is_left_to_it() -> None:
+    """What autograd gets for such a parameter means nothing; it is not summed, and reaches its hooks once."""
+    weight = torch.nn.Parameter(draw(HIDDEN, HIDDEN))
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x, weight = ctx.saved_tensors
+            buffer.add_(x.flatten(0, -2).T @ grad.flatten(0, -2))
+            return grad @ weight.T, torch.ones_like(weight)
+
+    buffer = torch.zeros(HIDDEN, HIDDEN)
+    x = draw(1, 29, HIDDEN)
+    out = chunked_mlp(lambda x: Fused.apply(x, weight), x, [weight], chunk=4, adds_itself=lambda each: True)
+    out.sum().backward()
+    assert torch.allclose(buffer, x[0].sum(0)[:, None].expand(-1, HIDDEN), atol=1e-5)
+    assert weight.grad is not None
+    assert bool((weight.grad == 1).all())
+
+
+def test_copies_of_a_module_have_their_own_parameters() -> None:
+    torch.manual_seed(0)
+    mlp = Mlp()
+    twin = copy.deepcopy(in_chunks(mlp))
+    with torch.no_grad():
+        twin.down.weight.zero_()
+        twin.down.bias.zero_()
+    assert not twin(draw(1, 29, HIDDEN)).any()
+    assert twin.state_dict().keys() == mlp.state_dict().keys()
+
+
+def test_the_earlier_forward_comes_back() -> None:
+    mlp = Mlp()
+    mlp.forward = ChunkedForward(mlp, 4)
+    assert restore_forward(mlp)
+    assert "forward" not in vars(mlp)
+    assert not restore_forward(mlp)
+
+    def other(x: Tensor) -> Tensor:
+        return x
+
+    mlp.forward = other
+    mlp.forward = ChunkedForward(mlp, 4)
+    assert restore_forward(mlp)
+    assert mlp.forward is other
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    x = draw(1, 29, HIDDEN)
+    with pytest.raises(ValueError, match=r"an MLP in chunks returned tuple for \[1, 4, 8\], expected one tensor"):
+        chunked_mlp(lambda x: (x, x), x, [], chunk=4)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ValueError, match=r"returned Tensor \[1, 8\].* expected one tensor with a row for each token"):
+        chunked_mlp(lambda x: x.sum(1), x, [], chunk=4)
+    with pytest.raises(ValueError, match="Mlp in chunks got more than one tensor, of which one can be cut"):
+        in_chunks(Mlp())(x, x)
+    with pytest.raises(ValueError, match="chunk=0 is not valid; use a positive number of tokens"):
+        chunked_mlp(lambda x: x, x, [], chunk=0)
+
+
+@pytest.mark.parametrize("value", [-1, 2.5, "4", None, True])
+def test_an_option_that_is_no_number_of_tokens_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"mlp_chunk=.* is not valid; use a number of tokens, or 0 for all at once"):
+        Strategy(mlp_chunk=value)
