@@ -60,7 +60,7 @@ class Strategy:
     schedule: str = field(
         default=AUTO,
         metadata=_about(
-            "`two_level_ring`, `flat_ring`, `direct`; `auto`: two levels where there are several nodes of several "
+            f"`{'`, `'.join(SCHEDULES)}`; `auto`: two levels where there are several nodes of several "
             "ranks, and `direct` for masks that leave so little work that it sends less",
             (*SCHEDULES, AUTO),
         ),

@@ -1,7 +1,8 @@
 """Ring schedules as data: which rank visits which block at which step, and what is sent over which link meanwhile.
 
 Pure Python, without torch. What a schedule is made of is in `schedule.schedule`, as is how any of them is run in
-parts (`Schedule.in_parts`). A new schedule is a function, here or in a file of its own, and a line at the end.
+parts (`Schedule.in_parts`). A new schedule is a function, here or in a file of its own, and its name at the end;
+docs/architecture.md says what else there is to know.
 
 `flat_ring`, 4 ranks; rows are ranks, columns steps, entries the owner of the block visited:
 
@@ -191,9 +192,8 @@ class Draw(Protocol):
         """Return the schedule; with `drawn`, only visits and blocks of so many first ranks, see `sample`."""
 
 
-SCHEDULES: Mapping[str, Draw] = MappingProxyType(
-    {schedule.__name__: schedule for schedule in (flat_ring, two_level_ring, direct)}
-)
+_EVERY_SCHEDULE = (flat_ring, two_level_ring, direct)
+SCHEDULES: Mapping[str, Draw] = MappingProxyType({schedule.__name__: schedule for schedule in _EVERY_SCHEDULE})
 # Drawn from what is required, and may send less than the default where a mask leaves little; others are only pruned.
 SPARSE = (direct.__name__,)
 # Ranks at the ends of a node use other links than those between them; in other schedules all ranks do the same.
