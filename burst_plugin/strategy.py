@@ -120,6 +120,13 @@ class Strategy:
     deterministic: bool = field(
         default=False, metadata=_about("whether to use only kernels that give the same bits twice")
     )
+    loss_chunk: int = field(
+        default=0,
+        metadata=_about(
+            "tokens per chunk of the [LM head and loss](memory.md#loss-in-chunks), so that logits are never whole in "
+            "training; 0: whole logits"
+        ),
+    )
     late_after: float = field(
         default=60.0,
         metadata=_about(
@@ -159,6 +166,12 @@ class Strategy:
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)
+        chunk = as_whole(self.loss_chunk)
+        if chunk is None or chunk < 0:
+            raise ValueError(
+                f"loss_chunk={shown(self.loss_chunk)} is not valid; use a number of tokens, or 0 for whole logits"
+            )
+        object.__setattr__(self, "loss_chunk", chunk)
         if per_node is not None:
             object.__setattr__(self, "ranks_per_node", per_node)
         elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
