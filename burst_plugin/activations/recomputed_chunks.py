@@ -17,9 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-__all__ = ["GradientSums", "Surroundings", "check_all_are_listed", "wide_dtype"]
+__all__ = ["GradientSums", "Surroundings", "check_all_are_listed", "linear", "wide_dtype"]
 
-_LINEAR = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
+linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
 _ROWS_AT_ONCE = 8192  # of a weight
 
 
@@ -112,7 +112,7 @@ class _Linears(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not _LINEAR or torch.is_autocast_enabled((args or (kwargs["input"],))[0].device.type):
+        if func is not linear or torch.is_autocast_enabled((args or (kwargs["input"],))[0].device.type):
             return func(*args, **kwargs)
         x, weight, bias = _linear_arguments(*args, **kwargs)
         if id(weight) not in self._of and id(bias) not in self._of:
@@ -133,7 +133,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         ctx.sums, ctx.is_summed = sums, is_summed
-        y: Tensor = _LINEAR(x, weight, bias)
+        y: Tensor = linear(x, weight, bias)
         return y
 
     @staticmethod

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_plugin.activations import linear_cross_entropy, token_log_probs
+from tests.support.largest import LargestLogits
 from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, VOCAB, CHUNK = 50, 24, 67, 8
@@ -130,30 +130,15 @@ def test_reductions(reduction: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ memory
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the most rows of any tensor [..., V] that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, Tensor) and VOCAB in x.shape:
-                self.rows = max(self.rows, x.numel() // VOCAB if x.shape != (WIDTH, VOCAB) else 0)
-        return out
-
-
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_logits_are_never_whole(softcap: float | None) -> None:
     hidden, head, labels = drawn(rows=400)
-    with _Largest() as largest:
-        loss = linear_cross_entropy(hidden, head, labels, chunk=WIDTH + 8, reduction="sum", softcap=softcap)
-    assert largest.rows == WIDTH + 8
+    with LargestLogits(VOCAB, WIDTH) as largest:
+        loss = linear_cross_entropy(hidden, head, labels, chunk=CHUNK, reduction="sum", softcap=softcap)
+    assert largest.rows == CHUNK
     with largest:
         torch.autograd.grad(loss, [hidden, head.weight])
-    assert largest.rows == WIDTH + 8
+    assert largest.rows == CHUNK
     with largest:
         whole_loss(hidden, head, labels)
     assert largest.rows == 400, "or it does not see what it is to see"
