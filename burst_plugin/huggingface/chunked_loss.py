@@ -11,8 +11,7 @@ ZeRO-3 gather its weight once. What it computes in that call is the chunked loss
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from burst_plugin.activations import linear_cross_entropy
+from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
 
@@ -29,7 +29,6 @@ __all__ = ["begin_chunked_loss", "end_chunked_loss", "restore_head"]
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _INSTEAD = "leave loss_chunk out, for whole logits"
-_NAMED = {torch.tanh: "tanh", torch.mul: "__mul__", torch.div: "__truediv__"}  # functions as methods of `Logits`
 
 
 def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
@@ -94,7 +93,7 @@ class _ChunkedLoss:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
-        logits: Logits,
+        logits: DeferredLogits,
         labels: Tensor,
         vocab_size: int,
         num_items_in_batch: Tensor | float | None = None,
@@ -112,7 +111,7 @@ class _ChunkedLoss:
             self.loss = losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
         return self.loss
 
-    def _losses(self, logits: Logits, labels: Tensor, ignore_index: int) -> Tensor:
+    def _losses(self, logits: DeferredLogits, labels: Tensor, ignore_index: int) -> Tensor:
         """Call the head, which computes the losses of all tokens in place of their logits."""
         head: Any = self._head
         own = head.__dict__.get("forward")
@@ -165,85 +164,12 @@ class _StandIn(torch.nn.Module):
         super().__init__()
         self.refusal = refusal
 
-    def forward(self, hidden: Tensor) -> Logits:
-        return Logits(hidden, self.refusal)
+    def forward(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, self.refusal)
 
     @property
     def weight(self) -> Tensor:
         raise ValueError(
             f"{self.refusal} reads the weight of its head itself, as the fused losses of Liger and TRL do; leave one "
             "of the two out"
-        )
-
-
-class Logits:
-    """Logits to come: hidden states, and the steps that a model takes from its head's output to the loss.
-
-    Steps are elementwise, so that they can be taken chunk by chunk; anything else is refused.
-    """
-
-    def __init__(self, hidden: Tensor, refusal: str, steps: tuple[Callable[[Tensor], Tensor], ...] = ()) -> None:
-        self.hidden, self.refusal, self.steps = hidden, refusal, steps
-
-    def of(self, output: Tensor) -> Tensor:
-        """Return logits, from the output of the head."""
-        for step in self.steps:
-            output = step(output)
-        return output
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
-    def tanh(self) -> Logits:
-        return self._then(torch.tanh)
-
-    def float(self) -> Logits:
-        return self.to(torch.float32)
-
-    def to(self, *args: Any, **kwargs: Any) -> Logits:
-        return self._then(lambda x: x.to(*args, **kwargs))
-
-    def contiguous(self) -> Logits:
-        return self
-
-    def __mul__(self, other: Any) -> Logits:
-        return self._with(operator.mul, other)
-
-    def __truediv__(self, other: Any) -> Logits:
-        return self._with(operator.truediv, other)
-
-    __rmul__ = __mul__
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        logits = next(each for each in args if isinstance(each, cls))
-        if func not in _NAMED or args[0] is not logits or kwargs:
-            logits._refuse(getattr(func, "__name__", str(func)))
-        return getattr(logits, _NAMED[func])(*args[1:])
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._refuse("indexing")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse(name)
-
-    def _with(self, operation: Callable[[Any, Any], Any], other: Any) -> Logits:
-        """Note a step with a number, or a tensor of one that is not trained."""
-        if isinstance(other, Tensor) and (other.numel() != 1 or other.requires_grad):
-            self._refuse(f"{operation.__name__} of {list(other.shape)}")
-        return self._then(lambda x: operation(x, other))
-
-    def _then(self, step: Callable[[Tensor], Tensor]) -> Logits:
-        return Logits(self.hidden, self.refusal, (*self.steps, step))
-
-    def _refuse(self, what: str) -> Any:
-        raise ValueError(
-            f"{self.refusal} does more with its logits than scale or cap them before the loss ({what}); {_INSTEAD}"
         )

@@ -113,7 +113,7 @@ def _low(rank: int, runs: Sequence[Run]) -> list[dict[str, torch.Tensor]]:
 
 
 def test_bfloat16_is_as_exact_as_with_whole_logits() -> None:
-    """The head's gradient, against float32 on one rank; with ZeRO 3, `F.linear` is DeepSpeed's."""
+    """The head's gradient, against float32 on one rank."""
     low = replace(RUN, config={**RUN.config, "bf16": {"enabled": True}})
     runs = [replace(low, stage=stage, block=block) for stage in (1, 3) for block in ({"loss_chunk": 2}, {})]
     truth = _mean_of_steps(RUN).grads["lm_head.weight"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.nn import functional as F
 
 from burst_plugin import ContextParallel, shard_batch
@@ -72,6 +73,9 @@ def _trained(rank: int, names: list[str]) -> dict[str, tuple[float, dict[str, to
     for name in names:
         model = prepare(_model(name))
         head = model.get_output_embeddings()
+        own = transformers.loss.loss_utils.ForCausalLMLoss if name == "llama" else None
+        if own is not None:
+            model.loss_function = own
         local = shard_batch(BATCH, cp)
         given = {**local, "labels": local["shift_labels"], "num_items_in_batch": local["burst"].valid_tokens}
         with LargestLogits(VOCAB, 32) as largest:
@@ -86,6 +90,7 @@ def _trained(rank: int, names: list[str]) -> dict[str, tuple[float, dict[str, to
                 grads[each] = torch.zeros_like(p) if p.grad is None else p.grad
                 dist.all_reduce(grads[each])
         is_back = model.get_output_embeddings() is head and "forward" not in head.__dict__
+        is_back = is_back and model.__dict__.get("_loss_function") is own
         logits = model.eval()(**given, use_cache=False).logits
         found[name] = float(loss), grads, output.logits is None and is_back and logits.shape[-1] == VOCAB
     return found
@@ -128,6 +133,32 @@ def test_a_mean_over_the_labels_of_a_shard() -> None:
 
     for chunked, whole in run_ranks(mean, 2):
         assert chunked == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_weight_in_bfloat16_gets_its_gradient_as_exactly_as_without_chunks() -> None:
+    """In 64 chunks, against float64 of the same hidden states, where zero.Init has replaced `F.linear`."""
+
+    def errors(rank: int) -> tuple[float, float]:
+        cp = ContextParallel(dist.group.WORLD, loss_chunk=8, ranks_per_node=1)
+        model = prepare(build(Run(model=llama()), dtype=torch.bfloat16))
+        hidden: list[torch.Tensor] = []
+        model.model.register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state.detach()))
+        local = shard_batch(draw(1, rows=2, length=256)[0], cp)
+        labels = local["shift_labels"]
+        with mock.patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
+            model(**local, labels=labels, num_items_in_batch=1, use_cache=False).loss.backward()
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            weight = model.lm_head.weight.detach().to(dtype).requires_grad_()
+            logits = (hidden[0].to(dtype) @ weight.T).to(torch.promote_types(dtype, torch.float32))
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            found.append(weight.grad.double())
+        whole, exact = found
+        chunked = model.lm_head.weight.grad.double()
+        return tuple(float((each - exact).norm() / exact.norm()) for each in (chunked, whole))
+
+    ((chunked, whole),) = run_ranks(errors, 1)
+    assert 1e-4 < chunked <= 1.1 * whole
 
 
 # --------------------------------------------------------------------------------------------------------- refusals
