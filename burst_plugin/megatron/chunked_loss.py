@@ -46,9 +46,8 @@ _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part
 
 def follow_losses(registry: Registry) -> str:
     """Have models compute their losses in chunks where the options say so; return a line that says it."""
-    for model, name in ((GPTModel, "_postprocess"), (MambaModel, "forward")):
-        wrap(model, "__init__", partial(_check_model, registry))
-        wrap(model, name, partial(_with_chunks, registry))
+    wrap(GPTModel, "__init__", partial(_check_model, registry))
+    wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
     for model in _models_of_whole_logits():
         wrap(model, "__init__", partial(_refuse_model, registry))
     return "GPT models compute their losses in chunks of tokens, if loss_chunk says so"
@@ -59,7 +58,7 @@ def _models_of_whole_logits() -> tuple[type, ...]:
         warnings.simplefilter("ignore")
         from megatron.core.models.bert.bert_model import BertModel
         from megatron.core.models.T5.t5_model import T5Model
-    return BertModel, T5Model
+    return BertModel, MambaModel, T5Model
 
 
 def _refuse_model(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
