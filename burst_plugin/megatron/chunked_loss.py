@@ -9,15 +9,14 @@ however many chunks there are; a chunk's sums over the vocabulary take two colle
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.mamba import MambaModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -48,25 +47,16 @@ def follow_losses(registry: Registry) -> str:
     """Have models compute their losses in chunks where the options say so; return a line that says it."""
     wrap(GPTModel, "__init__", partial(_check_model, registry))
     wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
-    for model in _models_of_whole_logits():
-        wrap(model, "__init__", partial(_refuse_model, registry))
+    wrap(LanguageModule, "__init__", partial(_refuse_others, registry))
     return "GPT models compute their losses in chunks of tokens, if loss_chunk says so"
 
 
-def _models_of_whole_logits() -> tuple[type, ...]:
-    with warnings.catch_warnings():  # about Apex, which is needed for BERT only
-        warnings.simplefilter("ignore")
-        from megatron.core.models.bert.bert_model import BertModel
-        from megatron.core.models.T5.t5_model import T5Model
-    return BertModel, MambaModel, T5Model
-
-
-def _refuse_model(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a model whose loss is not computed in chunks; raise ValueError if that is asked for."""
-    if registry.asked().loss_chunk:
+def _refuse_others(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a language model; raise ValueError if its loss is not computed in chunks although that is asked for."""
+    chunk = registry.asked().loss_chunk
+    if chunk and not isinstance(model, GPTModel):
         raise ValueError(
-            f"--burst-loss-chunk {registry.asked().loss_chunk} is not supported with {type(model).__name__}: it is "
-            "for GPT models; drop it"
+            f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it is for GPT models; drop it"
         )
     original(model, *args, **kwargs)
 
@@ -90,7 +80,8 @@ def _problems(model: Any) -> list[str]:
     if not model.post_process:
         return reasons
     layer = model.output_layer
-    if type(layer) is not ColumnParallelLinear:
+    is_megatrons = isinstance(layer, ColumnParallelLinear) and type(layer).__module__.startswith("megatron.core.")
+    if not is_megatrons:  # newer releases have a subclass, which is no different without a fused loss
         reasons.append(
             f"its output layer is a {type(layer).__name__}, of which the weight alone would be used: use Megatron's "
             "ColumnParallelLinear, or drop --burst-loss-chunk"
@@ -148,9 +139,9 @@ class _StandIn(torch.nn.Module):
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **more: Any
     ) -> tuple[DeferredLogits, None]:
-        if runtime_gather_output or more:
-            asked = "runtime_gather_output" if runtime_gather_output else ", ".join(more)
-            raise ValueError(f"{self.refusal} asks its output layer for {asked}; drop it")
+        asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
+        if asked:
+            raise ValueError(f"{self.refusal} asks its output layer for {', '.join(asked)}; drop it")
         return DeferredLogits(hidden, self.refusal, self._layer.weight if weight is None else weight), None
 
 
