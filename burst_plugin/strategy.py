@@ -135,6 +135,13 @@ class Strategy:
             "tokens per chunk of each MLP, which then [never exists whole](memory.md#mlp-in-chunks); 0: all at once"
         ),
     )
+    loss_chunk: int = field(
+        default=0,
+        metadata=_about(
+            "tokens per chunk of the [LM head and loss](memory.md#loss-in-chunks), so that logits are never whole in "
+            "training; 0: whole logits"
+        ),
+    )
     late_after: float = field(
         default=60.0,
         metadata=_about(
@@ -184,11 +191,12 @@ class Strategy:
             )
         object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
         degree, per_node = _as_positive(self.ulysses_degree), _as_positive(self.ranks_per_node)
-        chunk = whole_number("mlp_chunk={}", self.mlp_chunk, "use a number of tokens, or 0 for all at once")
-        object.__setattr__(self, "mlp_chunk", chunk)
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)
+        for name, without in (("mlp_chunk", "all at once"), ("loss_chunk", "whole logits")):
+            expected = f"use a number of tokens, or 0 for {without}"
+            object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
         if per_node is not None:
             object.__setattr__(self, "ranks_per_node", per_node)
         elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:

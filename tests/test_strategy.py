@@ -36,6 +36,10 @@ GQA = MHA._replace(kv_heads=8)
         ({"parts": [1, 2, 4]}, r"parts=\[1, 2, 4\] is not valid"),
         ({"parts": "2"}, "parts='2' is not valid"),
         ({"parts": True}, "parts=True is not valid"),
+        ({"loss_chunk": -1}, "loss_chunk=-1 is not valid; use a number of tokens, or 0 for whole logits"),
+        ({"loss_chunk": 0.5}, "loss_chunk=0.5 is not valid"),
+        ({"loss_chunk": "1k"}, "loss_chunk='1k' is not valid"),
+        ({"loss_chunk": True}, "loss_chunk=True is not valid"),
         ({"check": "never"}, "check='never' .* use one of: auto, always, sparse"),
     ],
 )

@@ -1,1 +1,18 @@
 """Memory beside attention: what is kept for the backward pass, and what is computed again."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from burst_plugin.activations.chunked_loss import linear_cross_entropy, token_log_probs
+
+__all__ = ["linear_cross_entropy", "token_log_probs"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for: importing the package, which needs none of it, takes less time."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("burst_plugin.activations.chunked_loss"), name)

@@ -8,8 +8,7 @@ which reduce them over ranks run once for each parameter, as without chunks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, adds_nothing_itself
 from burst_plugin.checks import shown, whole_number
 
 __all__ = ["ChunkedForward", "chunked_mlp", "restore_forward"]
-
-
-def _never(parameter: Tensor) -> bool:
-    return False
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ def chunked_mlp(
     parameters: Sequence[Tensor],
     *,
     chunk: int,
-    adds_itself: Callable[[Tensor], bool] = _never,
+    adds_itself: Callable[[Tensor], bool] = adds_nothing_itself,
 ) -> Tensor:
     """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
 
@@ -102,7 +98,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.call, ctx.trained, ctx.surroundings = call, trained, _Surroundings(hidden.device)
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden)
         ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -110,17 +106,17 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        call, sums = ctx.call, _Sums(ctx.trained, ctx.call.adds_itself)
+        call, sums = ctx.call, GradientSums(ctx.trained, ctx.call.adds_itself)
         grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
         rows, start = grad_hidden.view(-1, hidden.shape[-1]), 0
-        with ctx.surroundings.again(), _without_hooks(ctx.trained):
+        with ctx.surroundings.again(), sums.collecting():
             for piece, grad in zip(call.pieces(hidden), call.pieces(grad_out), strict=True):
                 of_piece, *of_trained = _differentiate(call.mlp, piece, grad, ctx.trained, ctx.needs_input_grad[1])
                 sums.add(of_trained)
                 stop = start + piece.shape[:-1].numel()
                 rows[start:stop] = 0 if of_piece is None else of_piece.reshape(-1, hidden.shape[-1])
                 start = stop
-        return None, grad_hidden if ctx.needs_input_grad[1] else None, *sums.totals()
+        return None, grad_hidden if ctx.needs_input_grad[1] else None, *sums.cast()
 
 
 def _differentiate(
@@ -138,75 +134,6 @@ def _differentiate(
     inputs = [piece, *trained] if wants_piece else [*trained]
     found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
     return [*found] if wants_piece else [None, *found]
-
-
-class _Sums:
-    """Gradients of parameters, summed over chunks in float32 at least."""
-
-    def __init__(self, trained: Sequence[Tensor], adds_itself: Callable[[Tensor], bool]) -> None:
-        self._trained, self._adds_itself = trained, adds_itself
-        self._sums: list[Tensor | None] = [None] * len(trained)
-
-    def add(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one chunk; None for those of parameters that it did not use."""
-        for number, (parameter, grad) in enumerate(zip(self._trained, grads, strict=True)):
-            if self._adds_itself(parameter):
-                self._sums[number] = grad
-            elif grad is not None:
-                total = self._sums[number]
-                kind = torch.promote_types(grad.dtype, torch.float32)
-                # A copy, since autograd may give the same tensor to several.
-                self._sums[number] = grad.to(kind, copy=True) if total is None else total.add_(grad)
-
-    def totals(self) -> Iterator[Tensor | None]:
-        """Yield the sums in the types of the parameters."""
-        for parameter, total in zip(self._trained, self._sums, strict=True):
-            yield None if total is None else total.to(parameter.dtype)
-
-
-class _Surroundings:
-    """The random state and the autocast of a forward pass, for the same again in the backward pass."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = torch.get_rng_state()
-        self._has_own = device.type not in ("cpu", "meta")
-        self._own_random = self._module().get_rng_state(device) if self._has_own else None
-        self._autocasts = {
-            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in {"cpu", device.type} - {"meta"}
-        }
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore both, and put back the random state of now at the end."""
-        devices = [self._device] if self._has_own else []
-        kind = self._device.type if self._has_own else "cuda"
-        with ExitStack() as stack:
-            for where, (enabled, dtype) in self._autocasts.items():
-                stack.enter_context(torch.autocast(where, dtype=dtype, enabled=enabled))
-            stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
-            torch.set_rng_state(self._random)
-            if self._has_own:
-                self._module().set_rng_state(self._own_random, self._device)
-            yield
-
-    def _module(self) -> Any:
-        return torch.get_device_module(self._device)
-
-
-@contextmanager
-def _without_hooks(trained: Sequence[Tensor]) -> Iterator[None]:
-    """Keep hooks on gradients of parameters from seeing those of single chunks: they see the sum later."""
-    hooked = [each._backward_hooks for each in trained if each._backward_hooks]
-    kept = [dict(hooks) for hooks in hooked]
-    try:
-        for hooks in hooked:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, before in zip(hooked, kept, strict=True):
-            hooks.update(before)
 
 
 class ChunkedForward:

@@ -78,6 +78,14 @@ class Adapter:
 
             called = module_taking_batches(model)
             session.whole_batches = True
+            if session.cp.strategy.loss_chunk:
+                _gather_heads_whole(called)
+        elif session.cp.strategy.loss_chunk:
+            raise ValueError(
+                f'"{BLOCK}": loss_chunk={session.cp.strategy.loss_chunk} is for models of transformers, and '
+                f"{type(model).__name__} is none: leave it out, and call "
+                "burst_plugin.activations.linear_cross_entropy in the model"
+            )
         session.hooks = ModelHooks(session, called)
         if session.whole_batches:  # hooks of these models come after those that cut batches
             use_burst(model)
@@ -173,6 +181,15 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
         loader.bind(session)
     announce(cp)
     return engine
+
+
+def _gather_heads_whole(model: torch.nn.Module) -> None:
+    """Have ZeRO-3 gather a head of several modules, such as LoRA's, at once: not part by part for every chunk."""
+    modules: list[Any] = [*model.modules()]
+    for module in modules:
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        if isinstance(head, torch.nn.Module) and any(True for _ in head.children()):
+            set_z3_leaf_module(head, True)
 
 
 def _without_batch_of_one_ring(config: dict[str, Any]) -> dict[str, Any]:

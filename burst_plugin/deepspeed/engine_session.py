@@ -135,6 +135,11 @@ class Session:
             A scalar with the value of the mean, the same on all ranks. Its gradient is that of this rank's part,
             times the number of ranks, since DeepSpeed averages gradients over them.
         """
+        if logits is None:
+            raise ValueError(
+                f"got no logits: with loss_chunk={self.cp.strategy.loss_chunk} the model computes its loss without "
+                "them; use its loss, or leave labels and shift_labels out of its batch, for logits"
+            )
         local = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )

@@ -178,6 +178,8 @@ class ModelHooks:
         if self._checked_losses & (self._checked_losses - 1):
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        if logits is None and self._session.cp.strategy.loss_chunk:  # a loss in chunks, which is this package's own
+            return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
             labels = shifted(kwargs["labels"])
         if labels is None or logits is None or logits.shape[:2] != labels.shape:

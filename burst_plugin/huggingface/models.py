@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
+from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_mlps import chunk_mlps
 from burst_plugin.huggingface.masks import enter_forward, leave_forward
 
@@ -54,6 +55,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
     """
     if _note_shard not in pretrained._forward_pre_hooks.values():
         pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
+        pretrained.register_forward_hook(_without_logits, prepend=True)  # before those that read what is returned
         pretrained.register_forward_hook(_check_calls, with_kwargs=True)
         pretrained.register_forward_hook(_forget_shard, always_call=True)
     for key in [key for key, hook in pretrained._forward_pre_hooks.items() if hook is _note_shard]:
@@ -69,11 +71,19 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
         chunk_mlps(model, shard.cp.strategy.mlp_chunk)
     enter_forward(model, shard, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
+    begin_chunked_loss(model, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _without_logits(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> Any:
+    """Return the output of a forward, without logits if its loss was computed in chunks."""
+    return end_chunked_loss(model, output)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forget_shard(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
     """Note the end of a forward, also of one that failed, even before it began."""
+    restore_head(model)
     leave_forward(model)
 
 

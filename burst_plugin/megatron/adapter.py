@@ -31,6 +31,7 @@ from burst_plugin.megatron.arguments import (
     refuse_flags,
 )
 from burst_plugin.megatron.choice import ChosenCoreAttention
+from burst_plugin.megatron.chunked_loss import follow_losses
 from burst_plugin.megatron.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
@@ -91,6 +92,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
     adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
+    adapter.report.append(follow_losses(adapter.registry))
     adapter.report.append(_extend_argument_parser())
     return adapter
 

@@ -41,6 +41,10 @@ class Registry:
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
 
+    def asked(self) -> Strategy:
+        """Return the options: those of `install()`, else those of Megatron's parsed arguments, else the defaults."""
+        return self.strategy or parsed_strategy() or Strategy()
+
     def contexts(self) -> list[ContextParallel]:
         """Return all rings in use."""
         return list(self._contexts.values())
@@ -89,7 +93,7 @@ class Registry:
 
         hierarchy: Megatron's list of groups, innermost first. part: whether the group may be smaller than a node.
         """
-        strategy = self.strategy or parsed_strategy() or Strategy()
+        strategy = self.asked()
         size = 1 if group is None else group.size()
         if part and isinstance(strategy.ranks_per_node, int):
             strategy = replace(strategy, ranks_per_node=min(size, strategy.ranks_per_node))

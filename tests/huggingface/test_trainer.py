@@ -16,7 +16,7 @@ from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.trainer import install_trainer
 from tests.support.deepspeed_run import Run, draw, llama, worst
 from tests.support.families import families
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 from tests.support.trainer_run import (
     Outcome,
     Rows,
@@ -64,8 +64,9 @@ def _reference(setup: Setup, ranks: int) -> Outcome:
         (2, Run(cp=2, stage=2, accumulation=2, checkpointing=True)),
         (4, Run(cp=2, stage=3, accumulation=4)),
         (4, Run(cp=4, stage=3, accumulation=2, model=families()["gemma2"])),
+        (2, Run(cp=2, stage=3, accumulation=2, model=families()["gemma2"], block={"loss_chunk": 5})),
     ],
-    ids=["cp2_zero2", "cp2_dp2_zero3", "cp4_zero3_gemma2"],
+    ids=["cp2_zero2", "cp2_dp2_zero3", "cp4_zero3_gemma2", "loss_in_chunks"],
 )
 def test_training_evaluation_and_generation_equal_one_rank(tmp_path: Path, ranks: int, run: Run) -> None:
     """Uneven labels, accumulation, clipping; with ZeRO 3 the model is read under zero.Init."""
@@ -110,6 +111,16 @@ def test_sft_trainer_equals_one_rank(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="trl is not installed")
     setup = save_model(Setup(Run(cp=2, stage=3, accumulation=2), str(tmp_path), trainer=Supervised))
     check(run_ranks(_train, 2, [setup], True, timeout_s=120.0), _reference(setup, 2))
+
+
+def test_trl_has_its_own_loss_in_chunks_and_one_of_the_two_is_refused(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    if tuple(map(int, trl.__version__.split(".")[:2])) < (1, 15):
+        pytest.skip("TRL computes its loss of whole logits before 1.15")
+    run = Run(cp=2, stage=2, accumulation=2, block={"loss_chunk": 5})
+    setup = save_model(Setup(run, str(tmp_path), trainer=Supervised))
+    with pytest.raises(RankError, match=r"loss_chunk=5 is not supported with .* fused losses of Liger and TRL"):
+        run_ranks(_train, 2, [setup], True, timeout_s=120.0)
 
 
 class WithoutLogits(Trainer):

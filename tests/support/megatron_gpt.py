@@ -56,6 +56,8 @@ class GptRun:
     """More fields of TransformerConfig or, with multi_latent_attention, of MLATransformerConfig."""
     core: Any = None
     """A core attention for every layer, in the place of Megatron's own."""
+    tied: bool = False
+    """Whether the output layer has the embedding's weight."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,7 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
+        share_embeddings_and_output_weights=run.tied,
     )
 
 

@@ -1,0 +1,198 @@
+"""What computing chunks again in a backward pass takes: the surroundings of the forward pass, and sums of gradients.
+
+The gradient of a weight in bfloat16 that is rounded once per chunk, and then summed, is less exact than one that is
+rounded once. So what `F.linear` gives a weight is added to the sum before it is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+__all__ = ["GradientSums", "Surroundings", "adds_nothing_itself", "check_all_are_listed", "linear", "wide_dtype"]
+
+linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
+_ROWS_AT_ONCE = 8192  # of a weight
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which to compute and to add up numbers of `dtype`: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a forward pass found: autocast, and generators of random numbers, for modules with dropout."""
+
+    device: str
+    autocast_dtype: torch.dtype | None
+    random_state: Tensor
+    of_devices: tuple[list[int], list[Tensor]] = field(default=([], []))
+
+    @classmethod
+    def of(cls, x: Tensor) -> Surroundings:
+        """Return those of a forward pass on `x`."""
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        devices, states = get_device_states(x)
+        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)))
+
+    def autocast(self) -> torch.autocast:
+        """Return a context of the forward pass's autocast."""
+        return torch.autocast(self.device, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Do all as in the forward pass, with the same random numbers; leave generators as they are found."""
+        devices, states = self.of_devices
+        with torch.random.fork_rng(devices, device_type=self.device if devices else "cuda"), self.autocast():
+            torch.set_rng_state(self.random_state)
+            if devices:
+                set_device_states(devices, states, device_type=self.device)
+            yield
+
+
+def adds_nothing_itself(parameter: Tensor) -> bool:
+    """Return False: gradients are left to autograd."""
+    return False
+
+
+class GradientSums:
+    """The gradients of parameters, added up over chunks in float32 and rounded once.
+
+    adds_itself: whether what is differentiated adds the gradient of a parameter up in a buffer of its own; what
+        autograd gets for it then means nothing, and is handed on as it is.
+    """
+
+    def __init__(
+        self, parameters: Sequence[Tensor], adds_itself: Callable[[Tensor], bool] = adds_nothing_itself
+    ) -> None:
+        self._parameters, self._adds_itself = parameters, adds_itself
+        self._sums: dict[int, Tensor] = {}  # by parameter; in the form of the parameter
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep hooks of parameters from seeing the gradients of chunks: they see the sum, which autograd gets."""
+        hooks: list[tuple[Any, Any]] = [
+            (each, each._backward_hooks) for each in self._parameters if each.is_leaf and each._backward_hooks
+        ]
+        try:
+            for each, _ in hooks:
+                each._backward_hooks = None
+            yield
+        finally:
+            for each, of_it in hooks:
+                each._backward_hooks = of_it
+
+    def of_linears(self) -> AbstractContextManager[object]:
+        """Return a context in which `F.linear` adds gradients to the sums before they are rounded."""
+        return _Linears(self, {id(each) for each in self._parameters if wide_dtype(each.dtype) != each.dtype})
+
+    def add(self, parts: Sequence[Tensor | None]) -> None:
+        """Add the gradients of a chunk, None for parameters without one."""
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            if part is None:
+                continue
+            if self._adds_itself(parameter):
+                self._sums[id(parameter)] = part
+            else:
+                self.sum_of(parameter).add_(part)
+
+    def sum_of(self, parameter: Tensor) -> Tensor:
+        """Return the sum so far, to be added to."""
+        if id(parameter) not in self._sums:
+            self._sums[id(parameter)] = torch.zeros_like(parameter, dtype=wide_dtype(parameter.dtype))
+        return self._sums[id(parameter)]
+
+    def cast(self) -> list[Tensor | None]:
+        """Return the sums in the types of the parameters, and forget them; None for parameters without gradients."""
+        found = [(each, self._sums.pop(id(each), None)) for each in self._parameters]
+        return [None if total is None else total.to(each.dtype) for each, total in found]
+
+
+class _Linears(TorchFunctionMode):
+    """`F.linear` of weights in `of` goes by a function that adds up their gradients itself."""
+
+    def __init__(self, sums: GradientSums, of: set[int]) -> None:
+        super().__init__()
+        self._sums, self._of = sums, of
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not linear or torch.is_autocast_enabled((args or (kwargs["input"],))[0].device.type):
+            return func(*args, **kwargs)
+        x, weight, bias = _linear_arguments(*args, **kwargs)
+        if id(weight) not in self._of and id(bias) not in self._of:
+            return func(*args, **kwargs)
+        return _Linear.apply(x, weight, bias, self._sums, id(weight) in self._of, id(bias) in self._of)  # type: ignore[no-untyped-call]
+
+
+def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
+    return input, weight, bias
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` that adds the gradients of its weight and bias to sums; the graph gives them none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: GradientSums, *is_summed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.sums, ctx.is_summed = sums, is_summed
+        y: Tensor = linear(x, weight, bias)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        of_rows, rows = grad.flatten(0, -2), x.flatten(0, -2)
+        grads = [grad @ weight if ctx.needs_input_grad[0] else None, None, None]
+        if ctx.is_summed[0]:
+            _add_product(ctx.sums.sum_of(weight), of_rows.t(), rows)
+        elif ctx.needs_input_grad[1]:
+            grads[1] = of_rows.t() @ rows
+        if ctx.is_summed[1]:
+            total = ctx.sums.sum_of(bias)
+            total += of_rows.sum(0, dtype=total.dtype)
+        elif ctx.needs_input_grad[2]:
+            grads[2] = of_rows.sum(0)
+        return (*grads, None, None, None)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, of low precision, to `total` without rounding the product."""
+    if not total.is_cuda or a.dtype != b.dtype:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        return
+    for start in range(0, len(total), _ROWS_AT_ONCE):  # the product of all would be as large as the sum
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        total[rows] += torch.mm(a[rows], b, out_dtype=total.dtype)
+
+
+def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Raise ValueError if a result depends on a trained tensor that is not among those that get a gradient."""
+    leaves = {id(each) for each in inputs}
+    seen = {each.grad_fn for each in inputs if each.grad_fn is not None}
+    nodes: list[Any] = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in leaves:
+            raise ValueError(
+                f"project uses a trained tensor {list(leaf.shape)} that is not among its parameters and would get no "
+                "gradient; pass parameters=[...] with all that it trains"
+            )
+        nodes += [each for each, _ in node.next_functions]

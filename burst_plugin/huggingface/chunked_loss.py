@@ -1,0 +1,175 @@
+"""The head and the loss of a causal language model in chunks of tokens, for any model that computes as these do:
+
+    hidden = self.model(...)
+    logits = self.lm_head(hidden)  # perhaps scaled or capped
+    loss = self.loss_function(logits, labels, vocab_size, ...)
+
+For one forward in training a stand-in takes the head's place. It returns what notes the steps that the model takes
+from logits to the loss. Then the loss function calls the head itself, once, as a module: so hooks such as those of
+ZeRO-3 gather its weight once. What it computes in that call is the chunked loss, with the noted steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
+
+from burst_plugin.activations import linear_cross_entropy
+from burst_plugin.activations.deferred_logits import DeferredLogits
+from burst_plugin.activations.recomputed_chunks import linear
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
+
+__all__ = ["begin_chunked_loss", "end_chunked_loss", "restore_head"]
+
+_STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
+_INSTEAD = "leave loss_chunk out, for whole logits"
+
+
+def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Have a forward compute its loss in chunks, if it trains on a shard of a ring that asks for it."""
+    shard = kwargs.get(SHARD_KEY)
+    chunk = 0 if shard is None else shard.cp.strategy.loss_chunk
+    if chunk and kwargs.get("labels") is not None and model.training and torch.is_grad_enabled():
+        setattr(model, _STATE, _ChunkedLoss(model, chunk))
+
+
+def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
+    """Return what a forward returned, without logits. Raise ValueError if its loss was not computed in chunks."""
+    state: _ChunkedLoss | None = getattr(model, _STATE, None)
+    if state is None:
+        return output
+    name, loss = type(model).__name__, output.get("loss") if isinstance(output, ModelOutput) else None
+    if loss is None or loss is not state.loss:
+        what = "computes no loss" if loss is None else "adds to its loss, or computes it in another way"
+        raise ValueError(
+            f"loss_chunk={state.chunk} is not supported with {name}: it {what}, and not as `loss_function` of its "
+            f"logits in a ModelOutput; {_INSTEAD}"
+        )
+    return type(output)(**{key: x for key, x in output.items() if key != "logits"})
+
+
+def restore_head(model: PreTrainedModel) -> None:
+    """Undo what `begin_chunked_loss` did, also after a forward that failed."""
+    state: _ChunkedLoss | None = model.__dict__.pop(_STATE, None)
+    if state is not None:
+        state.restore()
+
+
+class _ChunkedLoss:
+    """The loss function of one forward, which has taken the head of the model. loss: what it returned."""
+
+    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+        self.chunk = chunk
+        self.loss: Tensor | None = None
+        self._model = model
+        _check_own_loss(model, chunk)
+        self._head = model.get_output_embeddings()
+        owners = [] if self._head is None else [*_owners(model, self._head)]
+        if not owners:
+            raise ValueError(
+                f"loss_chunk={chunk} is not supported with {type(model).__name__}, which has no head that "
+                f"get_output_embeddings() returns; {_INSTEAD}"
+            )
+        self._owners, self._own_loss = owners, model.__dict__.get("_loss_function")
+        stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it")
+        for owner, name in owners:
+            owner._modules[name] = stand_in
+        model._loss_function = self
+
+    def restore(self) -> None:
+        """Put the head and the model's own loss function back."""
+        for owner, name in self._owners:
+            owner._modules[name] = self._head
+        del self._model._loss_function
+        if self._own_loss is not None:
+            self._model._loss_function = self._own_loss
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        logits: DeferredLogits,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | float | None = None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Return what transformers' `ForCausalLMLoss` returns."""
+        targets = shifted(labels) if shift_labels is None else shift_labels
+        losses = self._losses(logits, targets.to(logits.device), ignore_index)
+        if num_items_in_batch is None:
+            self.loss = losses.sum() / (targets != ignore_index).sum().clamp(min=1).to(losses.device)
+        else:
+            count = num_items_in_batch
+            self.loss = losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+        return self.loss
+
+    def _losses(self, logits: DeferredLogits, labels: Tensor, ignore_index: int) -> Tensor:
+        """Call the head, which computes the losses of all tokens in place of their logits."""
+        head: Any = self._head
+        own = head.__dict__.get("forward")
+        project = head.forward
+        if own is None and type(head).forward is torch.nn.Linear.forward:
+            project = lambda rows: linear(rows, head.weight, head.bias)  # noqa: E731
+
+        def forward(hidden: Tensor) -> Tensor:
+            return linear_cross_entropy(
+                hidden,
+                lambda rows: logits.of(project(rows)),
+                labels,
+                chunk=self.chunk,
+                ignore_index=ignore_index,
+                parameters=head.parameters(),
+            )
+
+        head.forward = forward
+        try:
+            losses: Tensor = head(logits.hidden)
+            return losses
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
+
+
+def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:
+    """Raise ValueError for a model whose loss is not transformers' own."""
+    if model.loss_function is not LOSS_MAPPING["ForCausalLM"]:
+        asked = getattr(model.loss_function, "__name__", model.loss_function)
+        raise ValueError(
+            f"loss_chunk={chunk} is not supported with {type(model).__name__}: its loss has been set to {asked}; "
+            f"leave one of the two out"
+        )
+
+
+def _owners(model: torch.nn.Module, head: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Return the modules that have `head` as a child, and its name there."""
+    found = [(model, name) for name, child in model.named_children() if child is head]
+    if found:
+        return found
+    return [(owner, name) for owner in model.modules() for name, child in owner._modules.items() if child is head]
+
+
+class _StandIn(torch.nn.Module):
+    """Takes a head's place: it hands hidden states on. A model that reads the head's weight itself is refused."""
+
+    def __init__(self, refusal: str) -> None:
+        super().__init__()
+        self.refusal = refusal
+
+    def forward(self, hidden: Tensor) -> DeferredLogits:
+        return DeferredLogits(hidden, self.refusal)
+
+    @property
+    def weight(self) -> Tensor:
+        raise ValueError(
+            f"{self.refusal} reads the weight of its head itself, as the fused losses of Liger and TRL do; leave one "
+            "of the two out"
+        )

@@ -1,0 +1,242 @@
+"""Models of transformers that compute their losses in chunks on a ring: losses and gradients as of whole logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from torch.nn import functional as F
+
+from burst_plugin import ContextParallel, shard_batch
+from burst_plugin.huggingface import prepare
+from tests.support.deepspeed_run import VOCAB, Run, build, draw, llama, worst
+from tests.support.families import families
+from tests.support.largest import LargestLogits
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+BATCH = draw(1, rows=2, length=32)[0]
+CHUNK = 5  # of 16 tokens on each of two ranks, in two rows
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+}
+
+
+def _configs() -> dict[str, Any]:
+    """All families, and those that scale their logits, or have the head's weight in common with their embedding."""
+    t = transformers
+    return {
+        **families(),
+        "cohere": t.CohereConfig(**SHAPE, logit_scale=0.25, tie_word_embeddings=True),
+        "granite": t.GraniteConfig(**SHAPE, logits_scaling=3.0),
+        "tied": llama(tie_word_embeddings=True),
+    }
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False, lora_dropout=0.0)
+    return peft.get_peft_model(model, config)
+
+
+def _saved(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def _model(name: str) -> Any:
+    prepared = {"lora": _lora, "modules_to_save": _saved}
+    return build(Run(model=deepcopy(_configs().get(name) or llama()), prepare=prepared.get(name)))
+
+
+def _trained(rank: int, names: list[str]) -> dict[str, tuple[float, dict[str, torch.Tensor], bool]]:
+    """The loss and gradients, summed up over the ring, and whether evaluation has logits and the head is back."""
+    cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=dist.get_world_size())
+    found = {}
+    for name in names:
+        model = prepare(_model(name))
+        head = model.get_output_embeddings()
+        own = transformers.loss.loss_utils.ForCausalLMLoss if name == "llama" else None
+        if own is not None:
+            model.loss_function = own
+        local = shard_batch(BATCH, cp)
+        given = {**local, "labels": local["shift_labels"], "num_items_in_batch": local["burst"].valid_tokens}
+        with LargestLogits(VOCAB, 32) as largest:
+            output = model(**given, use_cache=False)
+            output.loss.backward()
+        assert largest.rows == CHUNK or name not in ("llama", "gemma2", "lora"), name  # others have such weights
+        loss = output.loss.detach().clone()
+        dist.all_reduce(loss)
+        grads = {}
+        for each, p in model.named_parameters():
+            if p.requires_grad:
+                grads[each] = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(grads[each])
+        is_back = model.get_output_embeddings() is head and "forward" not in head.__dict__
+        is_back = is_back and model.__dict__.get("_loss_function") is own
+        logits = model.eval()(**given, use_cache=False).logits
+        found[name] = float(loss), grads, output.logits is None and is_back and logits.shape[-1] == VOCAB
+    return found
+
+
+def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    model = _model(name)
+    logits = model(input_ids=BATCH["input_ids"], use_cache=False).logits
+    labels = F.pad(BATCH["labels"][:, 1:], (0, 1), value=-100)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters() if p.requires_grad
+    }
+    return float(loss.detach()), grads
+
+
+def test_every_familys_loss_and_gradients_are_those_of_whole_logits() -> None:
+    names = [*_configs(), "lora", "modules_to_save"]
+    found = run_ranks(_trained, 2, names, timeout_s=180.0)[0]
+    for name in names:
+        loss, grads = _reference(name)
+        assert found[name][0] == pytest.approx(loss, rel=1e-5), name
+        error, parameter = worst(found[name][1], grads)
+        assert error <= 1e-5, (name, parameter, error)
+        assert found[name][2], name
+
+
+def test_a_mean_over_the_labels_of_a_shard() -> None:
+    """As transformers has it, without num_items_in_batch."""
+
+    def mean(rank: int) -> tuple[float, float]:
+        cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=2)
+        model = prepare(_model("llama"))
+        local = shard_batch(BATCH, cp)
+        given = {**local, "labels": local["shift_labels"]}
+        chunked = model(**given, use_cache=False).loss
+        whole = model.eval()(**given, use_cache=False).loss
+        return float(chunked.detach()), float(whole.detach())
+
+    for chunked, whole in run_ranks(mean, 2):
+        assert chunked == pytest.approx(whole, rel=1e-6)
+
+
+def test_a_weight_in_bfloat16_gets_its_gradient_as_exactly_as_without_chunks() -> None:
+    """In 64 chunks, against float64 of the same hidden states, where zero.Init has replaced `F.linear`."""
+
+    def errors(rank: int) -> tuple[float, float]:
+        cp = ContextParallel(dist.group.WORLD, loss_chunk=8, ranks_per_node=1)
+        model = prepare(build(Run(model=llama()), dtype=torch.bfloat16))
+        hidden: list[torch.Tensor] = []
+        model.model.register_forward_hook(lambda _, args, output: hidden.append(output.last_hidden_state.detach()))
+        local = shard_batch(draw(1, rows=2, length=256)[0], cp)
+        labels = local["shift_labels"]
+        with mock.patch.object(torch.nn.functional, "linear", zero3_linear_wrap):
+            model(**local, labels=labels, num_items_in_batch=1, use_cache=False).loss.backward()
+        found = []
+        for dtype in (torch.bfloat16, torch.float64):
+            weight = model.lm_head.weight.detach().to(dtype).requires_grad_()
+            logits = (hidden[0].to(dtype) @ weight.T).to(torch.promote_types(dtype, torch.float32))
+            F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+            found.append(weight.grad.double())
+        whole, exact = found
+        chunked = model.lm_head.weight.grad.double()
+        return tuple(float((each - exact).norm() / exact.norm()) for each in (chunked, whole))
+
+    ((chunked, whole),) = run_ranks(errors, 1)
+    assert 1e-4 < chunked <= 1.1 * whole
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+class _Biased(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        head = self.lm_head
+        with mock.patch.dict(self._modules, {"lm_head": torch.nn.Sequential(head, _Changed(self.change))}):
+            return super().forward(*args, **kwargs)
+
+
+class _Changed(torch.nn.Module):
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, logits: Any) -> Any:
+        return self.change(logits)
+
+
+class _Adding(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 0.1
+        return output
+
+
+class _Fused(transformers.LlamaForCausalLM):
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        super().forward(*args, **kwargs)
+        return torch.nn.functional.linear(torch.ones(1, 32), self.lm_head.weight)
+
+
+def _refused(rank: int) -> list[str]:
+    cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=2)
+    local = shard_batch(BATCH, cp)
+    given = {**local, "labels": local["shift_labels"], "num_items_in_batch": 8}
+    trained = torch.nn.Parameter(torch.tensor(2.0))
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (_Biased, {"change": change})
+        for change in (lambda z: z[..., :3], lambda z: z.softmax(-1), torch.relu, lambda z: z * trained)
+    ]
+    cases += [(_Adding, {}), (_Fused, {}), (transformers.LlamaForCausalLM, {"_loss_function": _another_loss})]
+    messages = []
+    for kind, attributes in cases:
+        model = kind(llama())
+        for name, value in attributes.items():
+            model.__dict__[name] = value
+        model, head = prepare(model.train()), model.lm_head
+        try:
+            model(**given, use_cache=False)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+        assert model.lm_head is head, "a forward that failed puts it back"
+        assert model.__dict__.get("_loss_function") is attributes.get("_loss_function")
+    return messages
+
+
+def _another_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **kwargs: Any) -> Any:
+    return logits.sum()
+
+
+def test_what_a_loss_in_chunks_cannot_do_is_refused() -> None:
+    expected = [
+        "_Biased: it does more with its logits than scale or cap them before the loss (indexing); leave loss_chunk",
+        "before the loss (softmax); leave loss_chunk out",
+        "before the loss (relu); leave loss_chunk out",
+        "before the loss (mul of []); leave loss_chunk out",
+        "not supported with _Adding: it adds to its loss",
+        "not supported with _Fused: it reads the weight of its head itself, as the fused losses of Liger and TRL do",
+        "its loss has been set to _another_loss; leave one of the two out",
+    ]
+    for found in run_ranks(_refused, 2):
+        for message, part in zip(found, expected, strict=True):
+            assert f"loss_chunk={CHUNK}" in message
+            assert part in message
