@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
@@ -66,6 +67,8 @@ class ContextParallel(Session):
                 "pass their process group, torch.distributed.group.WORLD for all, hierarchy=[1] for this rank alone"
             )
         follow_torch()
+        if strategy.offload:
+            offload_while_alive(self)
         groups = [level for level in levels or () if not isinstance(level, int)]
         super().__init__(group, groups, *_place(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]

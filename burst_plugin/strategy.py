@@ -142,6 +142,13 @@ class Strategy:
             "training; 0: whole logits"
         ),
     )
+    offload: bool = field(
+        default=False,
+        metadata=_about(
+            "whether what [activation checkpoints keep](memory.md#activations-on-the-host), inputs of layers and "
+            "outputs of attention, waits for the backward pass in host memory"
+        ),
+    )
     late_after: float = field(
         default=60.0,
         metadata=_about(
@@ -159,8 +166,9 @@ class Strategy:
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
                 _one_of(each.name, getattr(self, each.name), each.metadata["choices"])
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"deterministic={self.deterministic!r} is not valid; use True or False")
+        for name in ("deterministic", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
         if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
             raise ValueError(
                 f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "

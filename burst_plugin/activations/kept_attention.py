@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint
 
+from burst_plugin.activations.host_memory import host_memory, park_inputs_of, park_inputs_of_frames
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.request import Inputs
 
@@ -106,9 +107,9 @@ def next_memo(share: float, inputs: Inputs) -> Memo | None:
     memo = None if inner is None else inner.next_memo()
     first_runs = [run.of for run in runs if not run.recomputes]
     if memo is None and any(each.saves_attention(inputs) for each in first_runs):
-        memo = Memo(1.0)
+        memo = Memo(1.0, host_memory(inputs.q.device))
     elif memo is None and first_runs and share:
-        memo = Memo(share)
+        memo = Memo(share, host_memory(inputs.q.device))
     for each in first_runs:
         each.memos.append(memo)
     return memo
@@ -130,6 +131,7 @@ class _FollowedFunction:
 def follow_torch() -> None:
     """Follow the checkpoints of PyTorch; harmless when repeated."""
     follow_checkpoint_class(checkpoint.CheckpointFunction)
+    park_inputs_of_frames()
     original = getattr(checkpoint, _NON_REENTRANT)
     if hasattr(original, _MARK):
         return
@@ -157,6 +159,7 @@ def follow_checkpoint_class(kind: Any) -> None:
 
     setattr(forward, _MARK, True)
     kind.forward = staticmethod(forward)
+    park_inputs_of(kind)
 
 
 def follow_checkpoint_function(module: ModuleType, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,14 +15,27 @@ from burst_plugin.sequence.layout import positions
 __all__ = ["Memo"]
 
 
+class Host(Protocol):
+    """Where tensors may wait in host memory; see `activations.host_memory`."""
+
+    def park(self, x: Tensor) -> Any:
+        """Start to copy a tensor to the host; return what `fetch` takes."""
+        ...
+
+    def fetch(self, parked: Any) -> Tensor:
+        """Return a tensor that was parked."""
+        ...
+
+
 class Memo:
     """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
 
     rest: the plan of the queries before these, which the ring works on again; None if there are none.
     """
 
-    def __init__(self, share: float) -> None:
-        self.share = share
+    def __init__(self, share: float, host: Host | None = None) -> None:
+        self.share, self._host = share, host
+        self._parked: tuple[Any, Any] | None = None  # lse and out on the host, not in `_kept`
         self.rest: Plan | None = None
         self._plan: Plan | None = None  # of the first run
         self._kept = Outputs(torch.empty(0), None)
@@ -71,18 +86,31 @@ class Memo:
         if first > 0:
             late = _rows_from(first, plan)
             outputs = outputs._replace(out=outputs.out[:, late], lse=_lse(outputs)[:, :, late])
-        self._plan, self._kept = plan, _aliased(outputs)
+        self._plan = plan
+        if self._host is None:
+            self._kept = _aliased(outputs)
+        else:  # in the order opposite to that of `_outputs`, for which memory on the host is made
+            self._parked = self._host.park(_lse(outputs)), self._host.park(outputs.out)
+            self._kept = self._kept._replace(max_logits=outputs.max_logits)
         self._version = self._kept.out._version
+
+    def _outputs(self) -> Outputs:
+        """Return what is kept, in new tensors."""
+        if self._host is None or self._parked is None:
+            return _aliased(self._kept)
+        lse, out = self._parked
+        return Outputs(self._host.fetch(out), self._host.fetch(lse), self._kept.max_logits)
 
     def _with_kept(self, outputs: Outputs | None) -> Outputs:
         """Return what is kept; of queries that are not, what `outputs` have."""
+        kept = self._outputs()
         if outputs is None:
-            return _aliased(self._kept)
+            return kept
         assert self._plan is not None
         late = _rows_from(self.first_kept(self._plan), self._plan)
-        for whole, kept in ((outputs.out, self._kept.out), (_lse(outputs), _lse(self._kept))):
-            whole.index_copy_(token_dim(whole), late, kept)
-        return outputs._replace(max_logits=self._kept.max_logits)
+        for whole, part in ((outputs.out, kept.out), (_lse(outputs), _lse(kept))):
+            whole.index_copy_(token_dim(whole), late, part)
+        return outputs._replace(max_logits=kept.max_logits)
 
 
 def _rows_from(first: int, plan: Plan) -> Tensor:

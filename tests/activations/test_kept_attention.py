@@ -42,11 +42,11 @@ class Layers:
         self.cp = ContextParallel(dist.group.WORLD, strategy=strategy)
         self.mask, self.attention = mask, attention
         drawn = torch.Generator().manual_seed(3)
-        self.weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=drawn) / 6 for _ in range(2)]
-        self.sinks = [torch.randn(HEADS, dtype=torch.float64, generator=drawn) for _ in range(2)]
+        weights = [torch.randn(WIDTH, WIDTH, dtype=torch.float64, generator=drawn) / 6 for _ in range(2)]
+        sinks = [torch.randn(HEADS, dtype=torch.float64, generator=drawn) for _ in range(2)]
+        self.weights, self.sinks = ([torch.nn.Parameter(x) for x in each] for each in (weights, sinks))
         self.x = self.cp.shard(torch.randn(1, TOKENS, WIDTH, dtype=torch.float64, generator=drawn))
-        for leaf in (self.x, *self.weights, *self.sinks):
-            leaf.requires_grad_()
+        self.x.requires_grad_()
 
     def layer(self, x: Tensor, weight: Tensor, sink: Tensor) -> Tensor:
         heads = (x @ weight).view(1, -1, HEADS, DIM)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import peft
@@ -12,6 +13,8 @@ import torch
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
+from burst_plugin.activations import host_memory
+from burst_plugin.activations.host_memory import HostMemory
 from tests.support.deepspeed_run import Result, Run, draw, stop, train
 from tests.support.ranks import run_ranks
 
@@ -37,6 +40,26 @@ def test_gradients_are_those_without_recomputation(stage: int, lora: bool, share
         assert result.losses == pytest.approx(expected.losses, rel=1e-6)
         for name, grad in result.grads.items():
             assert (grad - expected.grads[name]).norm() <= 1e-6 * expected.grads[name].norm(), name
+
+
+@pytest.mark.parametrize(("stage", "lora"), [(0, False), (3, False), (2, True)])
+def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool) -> None:
+    run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None)
+    kept = replace(run, checkpointing=True, block={"keep_attention": "all", "offload": True})
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1):
+        found = run_ranks(_parked, 2, kept)
+    for (result, parked), expected in zip(found, run_ranks(_trained, 2, run), strict=True):
+        assert parked > 0
+        for name, grad in result.grads.items():
+            assert (grad - expected.grads[name]).norm() <= 1e-6 * expected.grads[name].norm(), name
+
+
+def _parked(rank: int, run: Run) -> tuple[Result, int]:
+    with mock.patch.dict(host_memory._BY_DEVICE, {torch.device("cpu"): HostMemory(torch.device("cpu"))}):
+        result = train(run, BATCHES)
+        memory = host_memory._BY_DEVICE[torch.device("cpu")]
+        assert memory.parked_bytes == memory.fetched_bytes
+        return result, memory.parked_bytes
 
 
 class _Own(torch.nn.Module):

@@ -395,7 +395,7 @@ def test_packed_samples_with_padding() -> None:
     wide = {name: torch.nn.functional.pad(x, (5, 7), value=1) for name, x in packed.items()}
     wide["labels"] = wide["labels"].masked_fill(mask == 0, IGNORED_LABEL)
     for name in MASKED:
-        (found,) = run_ranks(_on_ring, 4, [name], {**wide, "attention_mask": mask}, "zigzag", {})[:1]
+        (found,) = run_ranks(_on_ring, 4, [name], {**wide, "attention_mask": mask}, {}, {})[:1]
         truth = _on_one_rank(name, packed, {})
         torch.testing.assert_close(found[name].logits[:, 5:37], truth.logits, rtol=2e-5, atol=2e-5)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from burst_plugin import Strategy
+from burst_plugin.activations import host_memory
 from burst_plugin.megatron import install
 from tests.megatron.test_model_parity import DEEPSEEK, GPT_OSS, MTP, TWO_LAYERS
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, full_grads, leave, random_tokens
@@ -54,6 +57,27 @@ def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: s
         for parameter, grad in result.grads.items():
             error = (grad - expected.grads[parameter]).norm()
             assert error <= 1e-6 * expected.grads[parameter].norm(), parameter
+
+
+@pytest.mark.parametrize("name", ["tp2_cp2", "pp2_cp2", "mtp"])
+def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
+    plain = _on_ranks(RUNS[name], "none", "none")
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1):
+        parked = run_ranks(_parked, RUNS[name].tp * RUNS[name].pp * RUNS[name].cp, RUNS[name])
+    for (result, sent, parked_bytes), (expected, sent_plainly) in zip(parked, plain, strict=True):
+        assert sent == sent_plainly
+        assert parked_bytes > 0
+        for parameter, grad in result.grads.items():
+            error = (grad - expected.grads[parameter]).norm()
+            assert error <= 1e-6 * expected.grads[parameter].norm(), parameter
+
+
+def _parked(rank: int, run: GptRun) -> tuple[StepResult, Any, int]:
+    """Run a step with everything on the host; return also how many bytes went there, all of which came back."""
+    found, sent = _step(rank, replace(run, recompute="full", strategy=Strategy(keep_attention="all", offload=True)))
+    memory = host_memory._BY_DEVICE[torch.device("cpu")]
+    assert memory.parked_bytes == memory.fetched_bytes
+    return found, sent, memory.parked_bytes
 
 
 def test_a_share_is_kept() -> None:
