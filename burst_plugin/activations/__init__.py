@@ -6,9 +6,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from burst_plugin.activations.chunked_loss import linear_cross_entropy, token_log_probs
+    from burst_plugin.activations.chunked_loss import Head, linear_cross_entropy, token_log_probs
 
-__all__ = ["linear_cross_entropy", "token_log_probs"]
+__all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,8 @@
 """The head of a language model and its loss on a few tokens at a time: logits [T, V] are never whole.
 
-    losses = linear_cross_entropy(hidden, model.lm_head, labels, chunk=1024)  # [T], float32
-    log_probs, entropy = token_log_probs(hidden, model.lm_head, tokens, chunk=1024)
+    head = Head(model.lm_head, chunk=1024)
+    losses = linear_cross_entropy(hidden, head, labels)  # [T], float32
+    log_probs, entropy = token_log_probs(hidden, head, tokens)
 
 The forward pass keeps two numbers of every token. The backward pass computes the logits of a chunk once more, has the
 head turn their gradient into those of the hidden states and of its parameters, and adds the latter up in float32: a
@@ -12,7 +13,7 @@ vocabulary each (`group`), a chunk's sums are reduced over the group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -23,115 +24,55 @@ from torch.autograd.function import once_differentiable
 from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, check_all_are_listed, wide_dtype
 from burst_plugin.checks import number, shown, whole_number
 
-__all__ = ["linear_cross_entropy", "token_log_probs"]
+__all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
 
 _REDUCTIONS = ("none", "sum", "mean")
 
 
-def linear_cross_entropy(
-    hidden: Tensor,
-    project: Callable[[Tensor], Tensor],
-    labels: Tensor,
-    *,
-    chunk: int,
-    reduction: str = "none",
-    softcap: float | None = None,
-    scale: float = 1.0,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    ignore_index: int = -100,
-    group: dist.ProcessGroup | None = None,
-    parameters: Iterable[Tensor] | None = None,
-) -> Tensor:
-    """Return the cross entropy of `project(hidden)` and `labels`; at most `chunk` rows of logits exist at a time.
+@dataclass(frozen=True, eq=False)
+class Head:
+    """The head of a language model, on `chunk` tokens at a time.
 
-    Args:
-        hidden: [..., H], the hidden states before the head.
-        project: the head, a module such as `nn.Linear`, or any function of hidden states [N, H] to logits [N, V], of
-            one row each. It is called once per chunk, in the backward pass again.
-        labels: [...], whole numbers; `ignore_index` where there is none, which is a loss of 0.
-        chunk: rows of logits at a time, at least 1.
-        reduction: "none", "sum", or "mean" over the labels that count (0 if none does).
-        softcap: logits z become softcap * tanh(z / softcap).
-        scale: what logits are multiplied by, after the cap.
-        z_loss: the weight of logsumexp(logits) ** 2, which is added to each loss.
-        label_smoothing: only 0 is supported.
-        group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks. `project`
-            returns a rank's share. The gradient of `hidden` is that of this share: adding up over the group is the
-            head's own affair. Collective.
-        parameters: what gets a gradient besides `hidden`; needed if `project` is a function and no module.
+    project: the head, a module such as `nn.Linear`, or any function of hidden states [N, H] to logits [N, V], of one
+        row each. It is called once per chunk, in the backward pass again.
+    chunk: rows of logits at a time, at least 1.
+    softcap: logits z become softcap * tanh(z / softcap).
+    scale: what logits are multiplied by, after the cap; one over the temperature.
+    group: the process group whose ranks have equal shares of the vocabulary, in the order of the ranks. `project`
+        returns a rank's share. The gradient of hidden states is that of this share: adding up over the group is the
+        head's own affair. Collective.
+    parameters: what gets a gradient besides hidden states; needed if `project` is a function and no module.
 
-    Returns:
-        Losses of the shape of `labels`, or a scalar; in float32, or float64 if `hidden` is.
+    Raises ValueError for options that are not valid.
 
-    Raises:
-        ValueError: for shapes, numbers and options that are not valid, and in the backward pass if the head has
-            trained parameters that are not in `parameters`.
-
-    Example:
-        loss = linear_cross_entropy(hidden, model.lm_head, labels, chunk=1024, reduction="mean")
-        loss.backward()
+        head = Head(model.lm_head, chunk=1024)
     """
-    if label_smoothing:
-        raise ValueError(
-            f"label_smoothing={shown(label_smoothing)} is not supported in chunks: leave it out, or compute the loss "
-            "of whole logits"
-        )
-    if reduction not in _REDUCTIONS:
-        raise ValueError(f"reduction={shown(reduction)} is not valid; use one of: {', '.join(_REDUCTIONS)}")
-    z_weight = number("z_loss={}", z_loss, "use a number, 0 for none")
-    head = _head(project, parameters, chunk, softcap, scale, group)
-    _check_shapes(hidden, labels, "labels")
-    counted = (labels != ignore_index).flatten()
-    targets = labels.flatten().masked_fill(~counted, 0)
-    log_probs, log_sums, _ = _run(hidden, targets, head)
-    losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
-    losses = losses.where(counted, losses.new_zeros(()))
-    if reduction == "none":
-        return losses.view(labels.shape)
-    total = torch.sum(losses)
-    return total if reduction == "sum" else torch.div(total, counted.sum().clamp(min=1))
-
-
-def token_log_probs(
-    hidden: Tensor,
-    project: Callable[[Tensor], Tensor],
-    tokens: Tensor,
-    *,
-    chunk: int,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    group: dist.ProcessGroup | None = None,
-    parameters: Iterable[Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each of `tokens`, and the entropy of the distribution that it was drawn from.
-
-    Both have the shape of `tokens` and gradients. scale: one over the temperature. For all else, and errors, see
-    `linear_cross_entropy`; every token counts, so that those of a padded batch are to be masked by the caller.
-
-    Example:
-        log_probs, entropy = token_log_probs(hidden, model.lm_head, tokens, chunk=1024)
-        loss = -(advantages * log_probs + 0.01 * entropy).mean()
-    """
-    head = _head(project, parameters, chunk, softcap, scale, group)
-    _check_shapes(hidden, tokens, "tokens")
-    log_probs, _, entropy = _run(hidden, tokens.flatten(), head, with_entropy=True)
-    return log_probs.view(tokens.shape), entropy.view(tokens.shape)
-
-
-# ---------------------------------------------------------------------------------------------------------- the head
-
-
-@dataclass(frozen=True)
-class _Head:
-    """A head: what it computes of the hidden states of a chunk, and what is trained in it."""
 
     project: Callable[[Tensor], Tensor]
-    parameters: tuple[Tensor, ...]
+    _: KW_ONLY
     chunk: int
-    softcap: float | None
-    scale: float
-    group: dist.ProcessGroup | None
+    softcap: float | None = None
+    scale: float = 1.0
+    group: dist.ProcessGroup | None = None
+    parameters: Iterable[Tensor] | None = None
+    trained: tuple[Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        chunk = whole_number("chunk={}", self.chunk, "use a number of tokens, at least 1", least=1)
+        object.__setattr__(self, "chunk", chunk)
+        if self.softcap is not None and number("softcap={}", self.softcap, "use a positive number, or None") <= 0:
+            raise ValueError(f"softcap={shown(self.softcap)} is not valid; use a positive number, or None")
+        object.__setattr__(self, "scale", number("scale={}", self.scale, "use a number"))
+        parameters = self.parameters
+        if parameters is None:
+            if not isinstance(self.project, torch.nn.Module):
+                raise ValueError(
+                    f"project is {shown(self.project)}, of which the trained parameters cannot be told; pass the "
+                    "module itself, or parameters=[...], [] for none"
+                )
+            parameters = self.project.parameters()
+        trained = {id(each): each for each in parameters if each.requires_grad}
+        object.__setattr__(self, "trained", tuple(trained.values()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states [N, H], or this rank's share of them."""
@@ -155,27 +96,69 @@ class _Head:
         return 0 if self.group is None else dist.get_rank(self.group) * share
 
 
-def _head(
-    project: Callable[[Tensor], Tensor],
-    parameters: Iterable[Tensor] | None,
-    chunk: int,
-    softcap: float | None,
-    scale: float,
-    group: dist.ProcessGroup | None,
-) -> _Head:
-    chunk = whole_number("chunk={}", chunk, "use a number of tokens, at least 1", least=1)
-    if softcap is not None and number("softcap={}", softcap, "use a positive number, or None") <= 0:
-        raise ValueError(f"softcap={shown(softcap)} is not valid; use a positive number, or None")
-    scale = number("scale={}", scale, "use a number")
-    if parameters is None:
-        if not isinstance(project, torch.nn.Module):
-            raise ValueError(
-                f"project is {shown(project)}, of which the trained parameters cannot be told; pass the module "
-                "itself, or parameters=[...], [] for none"
-            )
-        parameters = project.parameters()
-    trained = {id(each): each for each in parameters if each.requires_grad}
-    return _Head(project, tuple(trained.values()), chunk, softcap, scale, group)
+def linear_cross_entropy(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    reduction: str = "none",
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the cross entropy of a head's logits and `labels`; at most `head.chunk` rows of logits exist at a time.
+
+    Args:
+        hidden: [..., H], the hidden states before the head.
+        labels: [...], whole numbers; `ignore_index` where there is none, which is a loss of 0.
+        reduction: "none", "sum", or "mean" over the labels that count (0 if none does).
+        z_loss: the weight of logsumexp(logits) ** 2, which is added to each loss.
+        label_smoothing: only 0 is supported.
+
+    Returns:
+        Losses of the shape of `labels`, or a scalar; in float32, or float64 if `hidden` is.
+
+    Raises:
+        ValueError: for shapes, numbers and options that are not valid, and in the backward pass if the head has
+            trained parameters that are not in its `parameters`.
+
+    Example:
+        loss = linear_cross_entropy(hidden, Head(model.lm_head, chunk=1024), labels, reduction="mean")
+        loss.backward()
+    """
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing={shown(label_smoothing)} is not supported in chunks: leave it out, or compute the loss "
+            "of whole logits"
+        )
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction={shown(reduction)} is not valid; use one of: {', '.join(_REDUCTIONS)}")
+    z_weight = number("z_loss={}", z_loss, "use a number, 0 for none")
+    _check_shapes(hidden, labels, "labels")
+    counted = (labels != ignore_index).flatten()
+    targets = labels.flatten().masked_fill(~counted, 0)
+    log_probs, log_sums, _ = _run(hidden, targets, head)
+    losses: Tensor = -log_probs + z_weight * log_sums.square() if z_weight else -log_probs
+    losses = losses.where(counted, losses.new_zeros(()))
+    if reduction == "none":
+        return losses.view(labels.shape)
+    total = torch.sum(losses)
+    return total if reduction == "sum" else torch.div(total, counted.sum().clamp(min=1))
+
+
+def token_log_probs(hidden: Tensor, head: Head, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each of `tokens`, and the entropy of the distribution that it was drawn from.
+
+    Both have the shape of `tokens` and gradients. For all else, and errors, see `linear_cross_entropy`; every token
+    counts, so that those of a padded batch are to be masked by the caller.
+
+    Example:
+        log_probs, entropy = token_log_probs(hidden, Head(model.lm_head, chunk=1024), tokens)
+        loss = -(advantages * log_probs + 0.01 * entropy).mean()
+    """
+    _check_shapes(hidden, tokens, "tokens")
+    log_probs, _, entropy = _run(hidden, tokens.flatten(), head, with_entropy=True)
+    return log_probs.view(tokens.shape), entropy.view(tokens.shape)
 
 
 def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
@@ -190,23 +173,21 @@ def _check_shapes(hidden: Tensor, targets: Tensor, name: str) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _run(
-    hidden: Tensor, targets: Tensor, head: _Head, *, with_entropy: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run(hidden: Tensor, targets: Tensor, head: Head, *, with_entropy: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, log-sum-exps and entropies of tokens, [T] each."""
     rows = hidden.reshape(-1, hidden.shape[-1])
-    found: tuple[Tensor, Tensor, Tensor] = _ChunkedHead.apply(  # type: ignore[no-untyped-call]
-        rows, targets, head, with_entropy, *head.parameters
+    found: tuple[Tensor, Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
+        rows, targets, head, with_entropy, *head.trained
     )
     return found
 
 
-class _ChunkedHead(torch.autograd.Function):
+class _Chunked(torch.autograd.Function):
     """The head and what is wanted of its logits as one step of autograd, in which a parameter has one gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, targets: Tensor, head: _Head, with_entropy: bool, *parameters: Tensor
+        ctx: Any, hidden: Tensor, targets: Tensor, head: Head, with_entropy: bool, *parameters: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.head, ctx.with_entropy, ctx.surroundings = head, with_entropy, Surroundings.of(hidden)
         found = [hidden.new_empty(len(hidden), dtype=wide_dtype(hidden.dtype)) for _ in range(3)]
@@ -225,7 +206,7 @@ class _ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, targets, log_sums, entropy, *parameters = ctx.saved_tensors
-        head: _Head = ctx.head
+        head: Head = ctx.head
         wants_hidden = ctx.needs_input_grad[0]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         sums = GradientSums(parameters)
@@ -247,7 +228,7 @@ class _ChunkedHead(torch.autograd.Function):
         return (grad_hidden, None, None, None, *sums.cast())
 
 
-def _terms(logits: Tensor, targets: Tensor, head: _Head, with_entropy: bool) -> list[Tensor]:
+def _terms(logits: Tensor, targets: Tensor, head: Head, with_entropy: bool) -> list[Tensor]:
     """Return log-probabilities of targets, log-sum-exps and, if asked for, entropies: [N] each."""
     wide = logits.to(wide_dtype(logits.dtype))
     top = wide.amax(-1)
@@ -273,7 +254,7 @@ def _grad_of_logits(
     log_sums: Tensor,
     entropy: Tensor | None,
     grads: tuple[Tensor, ...],
-    head: _Head,
+    head: Head,
 ) -> Tensor:
     """Return the gradient of logits z from those of log p(target), of L = log-sum-exp and of the entropy E, `grads`.
 
@@ -292,7 +273,7 @@ def _grad_of_logits(
     return grad.to(logits.dtype)
 
 
-def _in_share(targets: Tensor, share: int, head: _Head) -> tuple[Tensor, Tensor]:
+def _in_share(targets: Tensor, share: int, head: Head) -> tuple[Tensor, Tensor]:
     """Return the columns [N, 1] of targets in this rank's share of the vocabulary, and whether they are in it."""
     index = targets - head.first_token(share)
     if head.group is None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
-from burst_plugin.activations import linear_cross_entropy
+from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
@@ -120,14 +120,8 @@ class _ChunkedLoss:
             project = lambda rows: linear(rows, head.weight, head.bias)  # noqa: E731
 
         def forward(hidden: Tensor) -> Tensor:
-            return linear_cross_entropy(
-                hidden,
-                lambda rows: logits.of(project(rows)),
-                labels,
-                chunk=self.chunk,
-                ignore_index=ignore_index,
-                parameters=head.parameters(),
-            )
+            chunked = Head(lambda rows: logits.of(project(rows)), chunk=self.chunk, parameters=head.parameters())
+            return linear_cross_entropy(hidden, chunked, labels, ignore_index=ignore_index)
 
         head.forward = forward
         try:

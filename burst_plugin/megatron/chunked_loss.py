@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor
 
-from burst_plugin.activations import linear_cross_entropy
+from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
@@ -158,14 +158,13 @@ class _ChunkedLoss:
         assert weight is not None
         bias = None if layer.skip_bias_add else layer.bias
         labels = labels.transpose(0, 1)
-        losses = linear_cross_entropy(
-            self._whole(logits.hidden),
+        head = Head(
             lambda rows: logits.of(linear(rows, weight, bias)),
-            labels.masked_fill(labels < 0, IGNORED_LABEL),
             chunk=self.chunk,
             group=layer.tp_group if layer.tp_group.size() > 1 else None,
             parameters=[each for each in (weight, bias) if each is not None],
         )
+        losses = linear_cross_entropy(self._whole(logits.hidden), head, labels.masked_fill(labels < 0, IGNORED_LABEL))
         return losses.transpose(0, 1).contiguous()
 
     def _whole(self, hidden: Tensor) -> Tensor:

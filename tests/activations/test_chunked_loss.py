@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from burst_plugin.activations import linear_cross_entropy, token_log_probs
+from burst_plugin.activations import Head, linear_cross_entropy, token_log_probs
 from tests.support.largest import LargestLogits
 from tests.support.ranks import run_ranks
 
@@ -26,6 +26,25 @@ def drawn(dtype: torch.dtype = torch.float32, rows: int = ROWS, seed: int = 0) -
     head = nn.Linear(WIDTH, VOCAB).to(dtype)
     labels = torch.randint(VOCAB, (2, rows // 2))
     return hidden, head, labels.masked_fill(torch.rand(labels.shape) < 0.3, -100)
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a head, and the others."""
+    of_head = {
+        name: options.pop(name) for name in ("chunk", "softcap", "scale", "group", "parameters") if name in options
+    }
+    return of_head, options
+
+
+def cross_entropy(hidden: Tensor, project: Callable[[Tensor], Tensor], labels: Tensor, **options: Any) -> Tensor:
+    of_head, others = _split(options)
+    return linear_cross_entropy(hidden, Head(project, **of_head), labels, **others)
+
+
+def log_probs_of(
+    hidden: Tensor, project: Callable[[Tensor], Tensor], tokens: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    return token_log_probs(hidden, Head(project, **options), tokens)
 
 
 def whole_loss(hidden: Tensor, head: Callable[[Tensor], Tensor], labels: Tensor, **options: Any) -> Tensor:
@@ -53,7 +72,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 def test_losses_and_gradients_are_those_of_whole_logits(chunk: int, options: dict[str, float]) -> None:
     hidden, head, labels = drawn()
     upstream = torch.randn(labels.shape)
-    found = linear_cross_entropy(hidden, head, labels, chunk=chunk, **options)
+    found = cross_entropy(hidden, head, labels, chunk=chunk, **options)
     truth = whole_loss(hidden, head, labels, **options)
     assert found.dtype == torch.float32
     assert error(found, truth) < 1e-6
@@ -68,7 +87,7 @@ def test_losses_and_gradients_are_those_of_whole_logits(chunk: int, options: dic
 def test_log_probabilities_and_entropies_have_the_gradients_of_whole_logits(options: dict[str, float]) -> None:
     hidden, head, labels = drawn(torch.float64)
     tokens = labels.clamp(min=0)
-    found = token_log_probs(hidden, head, tokens, chunk=CHUNK, **options)
+    found = log_probs_of(hidden, head, tokens, chunk=CHUNK, **options)
     logits = head(hidden)
     if options:
         logits = 0.5 * 2.0 * torch.tanh(logits / 2.0)
@@ -90,7 +109,7 @@ def test_tokens_that_are_masked_out_of_the_vocabulary_have_no_share_in_entropy()
     hidden, head, labels = drawn(torch.float64)
     out = torch.zeros(VOCAB, dtype=torch.float64).index_fill(0, torch.arange(5, VOCAB), -torch.inf)
     tokens = labels.clamp(0, 4)
-    log_probs, entropy = token_log_probs(
+    log_probs, entropy = log_probs_of(
         hidden, lambda x: head(x) + out, tokens, chunk=CHUNK, parameters=[head.weight, head.bias]
     )
     log_p = head(hidden)[..., :5].log_softmax(-1)
@@ -112,7 +131,7 @@ def test_bfloat16_is_as_exact_in_64_chunks_as_with_whole_logits() -> None:
     truth = gradients(whole_loss(x, wide, labels).sum(), x, wide.weight, wide.bias)
     tensors = (hidden, head.weight, head.bias)
     whole = gradients(whole_loss(hidden, head, labels).sum(), *tensors)
-    found = gradients(linear_cross_entropy(hidden, head, labels, chunk=16, reduction="sum"), *tensors)
+    found = gradients(cross_entropy(hidden, head, labels, chunk=16, reduction="sum"), *tensors)
     for got, unchunked, exact in zip(found, whole, truth, strict=True):
         assert error(got, exact) < 1.2 * error(unchunked, exact)
 
@@ -120,11 +139,11 @@ def test_bfloat16_is_as_exact_in_64_chunks_as_with_whole_logits() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_reductions(reduction: str) -> None:
     hidden, head, labels = drawn()
-    found = linear_cross_entropy(hidden, head, labels, chunk=CHUNK, reduction=reduction)
+    found = cross_entropy(hidden, head, labels, chunk=CHUNK, reduction=reduction)
     truth = F.cross_entropy(head(hidden).flatten(0, 1), labels.flatten(), reduction=reduction)
     assert error(found, truth) < 1e-6
     none = torch.full_like(labels, -100)
-    assert linear_cross_entropy(hidden, head, none, chunk=CHUNK, reduction=reduction).item() == 0.0
+    assert cross_entropy(hidden, head, none, chunk=CHUNK, reduction=reduction).item() == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -134,7 +153,7 @@ def test_reductions(reduction: str) -> None:
 def test_logits_are_never_whole(softcap: float | None) -> None:
     hidden, head, labels = drawn(rows=400)
     with LargestLogits(VOCAB, WIDTH) as largest:
-        loss = linear_cross_entropy(hidden, head, labels, chunk=CHUNK, reduction="sum", softcap=softcap)
+        loss = cross_entropy(hidden, head, labels, chunk=CHUNK, reduction="sum", softcap=softcap)
     assert largest.rows == CHUNK
     with largest:
         torch.autograd.grad(loss, [hidden, head.weight])
@@ -163,19 +182,19 @@ class _Lora(nn.Module):
 def test_a_frozen_head_trains_its_adapter_and_hidden_states() -> None:
     hidden, base, labels = drawn()
     head = _Lora(base)
-    found = linear_cross_entropy(hidden, head, labels, chunk=CHUNK).sum()
+    found = cross_entropy(hidden, head, labels, chunk=CHUNK).sum()
     tensors = (hidden, head.a.weight, head.b.weight)
     for got, expected in zip(
         gradients(found, *tensors), gradients(whole_loss(hidden, head, labels).sum(), *tensors), strict=True
     ):
         assert error(got, expected) < 1e-6
-    linear_cross_entropy(hidden, head, labels, chunk=CHUNK).sum().backward()
+    cross_entropy(hidden, head, labels, chunk=CHUNK).sum().backward()
     assert base.weight.grad is None
 
 
 def test_a_head_is_trained_on_hidden_states_that_are_not() -> None:
     hidden, head, labels = drawn()
-    linear_cross_entropy(hidden.detach(), head, labels, chunk=CHUNK).sum().backward()
+    cross_entropy(hidden.detach(), head, labels, chunk=CHUNK).sum().backward()
     expected = gradients(whole_loss(hidden, head, labels).sum(), head.weight)[0]
     assert error(head.weight.grad, expected) < 1e-6
 
@@ -185,7 +204,7 @@ def test_dropout_in_a_head_is_the_same_in_the_backward_pass() -> None:
     head = _Lora(base, dropout=0.5)
     rows = hidden.flatten(0, 1)
     torch.manual_seed(7)
-    loss = linear_cross_entropy(rows, head, labels.flatten(), chunk=CHUNK).sum()
+    loss = cross_entropy(rows, head, labels.flatten(), chunk=CHUNK).sum()
     torch.rand(3)
     after = torch.get_rng_state()
     found = gradients(loss, hidden, head.b.weight)
@@ -202,7 +221,7 @@ def test_hooks_of_a_parameter_see_one_gradient() -> None:
     seen, accumulated = [], []
     head.weight.register_hook(lambda grad: seen.append(grad.clone()) or 0.5 * grad)
     head.weight.register_post_accumulate_grad_hook(lambda x: accumulated.append(x.grad.clone()))
-    linear_cross_entropy(hidden, head, labels, chunk=CHUNK).sum().backward()
+    cross_entropy(hidden, head, labels, chunk=CHUNK).sum().backward()
     truth = torch.autograd.grad(whole_loss(hidden, head, labels).sum(), head.bias)[0]
     assert (len(seen), len(accumulated)) == (1, 1)
     assert torch.equal(accumulated[0], 0.5 * seen[0])
@@ -213,7 +232,7 @@ def test_hooks_of_a_parameter_see_one_gradient() -> None:
 def test_the_backward_pass_has_the_autocast_of_the_forward_pass() -> None:
     hidden, head, labels = drawn()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = linear_cross_entropy(hidden, head, labels, chunk=CHUNK).sum()
+        found = cross_entropy(hidden, head, labels, chunk=CHUNK).sum()
         whole = whole_loss(hidden, head, labels).sum()  # with the copy of the weight that has a gradient
     for got, expected in zip(
         gradients(found, hidden, head.weight), gradients(whole, hidden, head.weight), strict=True
@@ -225,8 +244,8 @@ def test_the_backward_pass_has_the_autocast_of_the_forward_pass() -> None:
 def test_what_would_not_be_trained_is_refused() -> None:
     hidden, head, labels = drawn()
     with pytest.raises(ValueError, match="pass the module itself, or parameters="):
-        linear_cross_entropy(hidden, lambda x: head(x), labels, chunk=CHUNK)
-    loss = linear_cross_entropy(hidden, lambda x: head(x), labels, chunk=CHUNK, parameters=[head.weight])
+        cross_entropy(hidden, lambda x: head(x), labels, chunk=CHUNK)
+    loss = cross_entropy(hidden, lambda x: head(x), labels, chunk=CHUNK, parameters=[head.weight])
     with pytest.raises(ValueError, match=r"trained tensor \[67\] that is not among its parameters"):
         loss.sum().backward()
 
@@ -248,7 +267,7 @@ def test_arguments_that_are_not_valid_are_refused(changes: dict[str, Any], messa
     hidden, head, labels = drawn()
     arguments = {"hidden": hidden, "project": head, "labels": labels, "chunk": CHUNK, **changes}
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(**arguments)
+        cross_entropy(**arguments)
 
 
 # -------------------------------------------------------------------------------------------- shares of a vocabulary
@@ -264,8 +283,8 @@ def _of_shares(rank: int) -> dict[str, tuple[float, ...]]:
     upstream = torch.randn(2, ROWS, dtype=torch.float64)
     share = weight.detach()[rank * VOCAB : (rank + 1) * VOCAB].clone().requires_grad_()
     given: dict[str, Any] = {"chunk": CHUNK, "group": dist.group.WORLD, "parameters": [share], "softcap": 4.0}
-    losses = linear_cross_entropy(hidden, lambda x: x @ share.T, labels, z_loss=0.1, **given)
-    sampled = token_log_probs(hidden, lambda x: x @ share.T, labels.clamp(min=0), **given)
+    losses = cross_entropy(hidden, lambda x: x @ share.T, labels, z_loss=0.1, **given)
+    sampled = log_probs_of(hidden, lambda x: x @ share.T, labels.clamp(min=0), **given)
     logits = 4.0 * torch.tanh(hidden @ weight.T / 4.0)
     log_p = logits.log_softmax(-1)
     counts = labels != -100
