@@ -17,7 +17,7 @@ from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
 from burst_plugin.types import Rows, Side
 
-__all__ = ["CountingPool", "Held", "as_many_buffers", "most_held"]
+__all__ = ["CountingPool", "Held", "as_many_buffers", "most_bytes", "most_held"]
 
 _CPU = torch.device("cpu")
 
@@ -34,8 +34,21 @@ class Held(NamedTuple):
 
 def most_held(schedule: Schedule) -> Held:
     """Return the most of either that any rank holds at once; the two need not be at the same time."""
-    counts = [_held(schedule.of_rank(rank), schedule.reduces) for rank in range(schedule.ranks)]
-    return Held(max(held.operands for held in counts), max(held.results for held in counts))
+    counts = [_counted(schedule.of_rank(rank), schedule.reduces).most for rank in range(schedule.ranks)]
+    return Held(max(most[_OPERANDS] for most in counts), max(most[_RESULTS] for most in counts))
+
+
+def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
+    """Return the most bytes of both together that any rank holds at the same time, for blocks of these sizes.
+
+    The pool keeps what was in use at the same time, whatever the sizes (`BufferPool`).
+    """
+    pools = [_counted(schedule.of_rank(rank), schedule.reduces) for rank in range(schedule.ranks)]
+    return max(
+        dict(held).get(_OPERANDS, 0) * operand_bytes + dict(held).get(_RESULTS, 0) * result_bytes
+        for pool in pools
+        for held in pool.held
+    )
 
 
 def as_many_buffers(topology: Topology) -> Topology:
@@ -47,8 +60,8 @@ def as_many_buffers(topology: Topology) -> Topology:
     return Topology(min(topology.nodes, 4), min(topology.ranks_per_node, 6))
 
 
-def _held(schedule: RankSchedule, reduces: bool) -> Held:
-    """Return the most buffers that a rank holds, where every visit adds to what travels with the block."""
+def _counted(schedule: RankSchedule, reduces: bool) -> CountingPool:
+    """Return the pool of a rank that has run a schedule, where every visit adds to what travels with the block."""
     pool = CountingPool()
     visited = [step.visit for step in schedule.steps if step.visit is not None]
     parts = [_Empty()] * (1 + max(map(schedule.part, visited), default=0))
@@ -60,7 +73,7 @@ def _held(schedule: RankSchedule, reduces: bool) -> Held:
             visit.accumulator.settle()
     for _ in ring.final_reduce_hops():
         pass
-    return Held(pool.most[_SIZES[Traffic.GATHER].nbytes], pool.most[_SIZES[Traffic.REDUCE].nbytes])
+    return pool
 
 
 class _Size(Packing):
@@ -73,7 +86,8 @@ class _Size(Packing):
         self.nbytes = nbytes
 
 
-_SIZES = {Traffic.GATHER: _Size(16), Traffic.REDUCE: _Size(32)}
+_OPERANDS, _RESULTS = 16, 32
+_SIZES = {Traffic.GATHER: _Size(_OPERANDS), Traffic.REDUCE: _Size(_RESULTS)}
 
 
 def _packing(traffic: Traffic, block: int, rows: Rows | None) -> Packing:
@@ -81,17 +95,22 @@ def _packing(traffic: Traffic, block: int, rows: Rows | None) -> Packing:
 
 
 class CountingPool(BufferPool):
-    """Counts the buffers that are leased, by size: `now`, and the `most` at once."""
+    """Counts the buffers that are leased, by size: `now`, the `most` of each at once, and what was `held` together.
+
+    `held` has the items of what `now` was after each lease.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now: Counter[int] = Counter()
         self.most: Counter[int] = Counter()
+        self.held: set[frozenset[tuple[int, int]]] = {frozenset()}
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
         """See `BufferPool.lease`."""
         self.now[nbytes] += 1
         self.most[nbytes] = max(self.most[nbytes], self.now[nbytes])
+        self.held.add(frozenset(self.now.items()))
         return super().lease(nbytes, device)
 
     def release(self, buffer: Buffer) -> None:

@@ -1,0 +1,227 @@
+"""What a rank's tensors take while one layer, or the head, is at work: at each moment that may be the fullest.
+
+A moment is a table from tensors to bytes; its sum is what the moment takes beside what is there all the time. With
+
+    row     [tokens, hidden] in 16 bits, outside attention: cut by context and tensor parallelism
+    q, kv   [tokens, heads, head_dim] of queries, or of keys and as much of values, in 16 bits, inside attention
+
+a layer's backward pass needs what its forward pass saved until it has passed, so that moments are named by the pass
+that is under way in the backward direction. Peaks are held to measured ones by tests/planning/test_memory.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.setting import Setting
+from burst_plugin.strategy import Strategy, choose_moving_side
+
+__all__ = ["BF16", "FP32", "Moment", "Widths", "moments", "ring_shapes", "saved_by_layer"]
+
+BF16, FP32 = 2, 4
+Moment = dict[str, float]
+
+
+class Widths:
+    """Bytes of a rank's tensors by what they are; see the module."""
+
+    def __init__(self, model: ModelShape, setting: Setting) -> None:
+        tokens, tensor = setting.local_tokens, setting.tensor
+        self.tokens = tokens
+        self.outside = tokens / tensor  # tokens outside attention, which tensor-parallel ranks share
+        self.row = BF16 * model.hidden * self.outside
+        self.gathered = BF16 * model.hidden * tokens if tensor > 1 else 0.0  # a row of all tensor-parallel ranks
+        self.q = BF16 * model.heads / tensor * model.head_dim * tokens
+        self.kv = 2 * BF16 * max(1.0, model.kv_heads / tensor) * model.head_dim * tokens
+        heads_of_group = max(setting.ulysses, model.kv_heads / tensor)  # several ranks may need the same key heads
+        self.kv_inside = 2 * BF16 * heads_of_group * model.head_dim * tokens  # where heads are exchanged
+        self.lse = FP32 * model.heads / tensor * tokens
+        self.mlp = BF16 * model.mlp_width / tensor * tokens  # one tensor [tokens, ffn]
+        self.routed = BF16 * model.hidden * model.active * self.outside  # tokens, once for each expert that sees them
+
+    @property
+    def kept_attention(self) -> float:
+        """What attention returned: out and lse."""
+        return self.q + self.lse
+
+
+def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
+    """Return the shapes of one rank's attention in the ring, after heads were exchanged."""
+    tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
+    heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
+    shapes = Shapes(1, tokens, tokens, heads, kv_heads, model.head_dim, model.head_dim, torch.bfloat16)
+    return shapes.of_ulysses_group(degree)._replace(q_len=degree * tokens, kv_len=degree * tokens)
+
+
+def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Moment:
+    """Return what a layer's forward pass saves for its backward pass, beside the layer's input."""
+    w, plain = Widths(model, setting), setting.code.plain_norms
+    saved = {"normalized input": w.row}
+    if plain:  # x in float32, and the product with 1 / rms in 16 bits
+        saved["norm before attention, copies"] = w.row * (2 + 1)
+    if model.qk_norm:  # before and after the norm, or with copies as above
+        saved["norms of q and k"] = (w.q + w.kv / 2) * (3 if plain else 1)
+    saved |= {"q": w.q, "k and v": w.kv_inside, "out and lse": w.q + w.lse}
+    if setting.ulysses > 1:
+        saved["out before heads are exchanged"] = w.q
+    saved["normalized input of the MLP"] = w.row
+    # With one kernel the norm saves its input, the sum of the layer's input and attention; else copies of that.
+    saved["norm before the MLP"] = w.row * (3 if plain else 1)
+    if whole_mlp:
+        saved["inside the MLP"] = w.mlp * setting.code.mlp_kept + 2 * w.routed
+    return saved
+
+
+def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
+    """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top."""
+    w = Widths(model, setting)
+    whole_mlp = not setting.mlp_chunk
+    saved = saved_by_layer(model, setting, whole_mlp)
+    if setting.recompute == "none":
+        saved = {}  # which counts as kept already
+    elif setting.recompute == "mlp":
+        saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
+    if setting.offload_hidden:
+        saved["inputs of layers, coming back"] = 2 * w.row
+    found = {
+        "MLP, backward": saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w),
+        "attention, backward": _before_mlp(saved)
+        | {"gradient past the MLP": w.row}
+        | _attention_backward(model, setting, w),
+        "projections, backward": _before_mlp(saved)
+        | {"gradient past the MLP": w.row}
+        | _projections_backward(setting, w),
+        "head and loss": _head(model, setting, w),
+    }
+    if setting.code.plain_norms:
+        # In float32 d(x / rms), its products with x and 1 / rms, d(x * x) and their sum, while a copy of x is gone
+        found["norm, backward"] = _without(saved, ("inside the MLP", "normalized input of the MLP")) | {
+            "gradient of the layer's output": w.row,
+            "gradients inside the norm": w.row * (5 * 2 - 1),
+        }
+    if setting.again_share or setting.recompute == "none":
+        found["attention, forward"] = _attention_forward(model, setting, w)
+    angles = 2 * BF16 * model.head_dim * w.tokens
+    return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
+
+
+def _before_mlp(saved: Moment) -> Moment:
+    after = ("inside the MLP", "normalized input of the MLP", "norm before the MLP", "out before heads are exchanged")
+    return _without(saved, after)
+
+
+def _without(saved: Moment, names: tuple[str, ...]) -> Moment:
+    return {name: nbytes for name, nbytes in saved.items() if name not in names}
+
+
+def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Tensors of the MLP's backward pass, besides what is saved: whole, or of one chunk that is computed again."""
+    share = min(1.0, setting.mlp_chunk / w.tokens) if setting.mlp_chunk else 1.0
+    inside = 2 * w.mlp  # of d(product), d(act(gate)) and d(up): two, and the third in place of the product
+    if setting.mlp_chunk:
+        inside += setting.code.mlp_kept * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
+    found = {"gradients inside the MLP": inside * share}
+    if setting.mlp_chunk:
+        found["gradient of the MLP's input"] = w.row
+    if w.gathered and not setting.mlp_chunk:  # the input, gathered again, and its gradient before it is scattered
+        found["gathered over tensor parallelism"] = 2 * w.gathered
+    if setting.code.sums_weights:
+        weights = model.mlp_parameters / setting.tensor
+        found["gradients of the MLP's weights"] = weights * (FP32 + BF16) if setting.mlp_chunk else 0.0
+    return found
+
+
+def _all_wait(setting: Setting) -> bool:
+    """Return whether all results of tiles wait until the end, when they are added up in 16 bits."""
+    return setting.parts == 1 and 1 < setting.visits <= setting.code.waiting
+
+
+def _results(setting: Setting, side: float) -> float:
+    """Return the bytes of results of the side that stays, `side` for each tile: a new one, waiting ones, their sum.
+
+    Up to `waiting` wait in 16 bits for being added up together. What was added up is in float32.
+    """
+    visits, waiting = setting.visits, setting.code.waiting
+    if visits == 1:
+        return side
+    if waiting == 1:
+        return side * (1 + 2)
+    if _all_wait(setting):
+        return side * visits
+    new = 1 / setting.parts if visits > waiting else 0.0
+    return side * (min(visits, waiting) + new + 2)
+
+
+def _attention_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Tensors of attention's backward pass, besides q, k, v, out and lse."""
+    moving = choose_moving_side(Strategy(), "backward", ring_shapes(model, setting))
+    stays, moves = (w.q, w.kv_inside) if moving == "kv" else (w.kv_inside, w.q)
+    stay, move = ("dq", "dk and dv") if moving == "kv" else ("dk and dv", "dq")
+    results = _results(setting, stays)
+    of_tile = moves / setting.parts + setting.code.workspace / BF16 * w.q / setting.parts
+    # What comes when the last tile, and then all that waits, is gone; of the side that moves there are float32 sums.
+    later = moves + stays if _all_wait(setting) else 0.0
+    if setting.ulysses > 1:
+        later = max(later, moves + w.q + w.kv - (results - stays))
+    found = {
+        "gradient of out": w.q,
+        "rowsum(out * dout)": w.lse,
+        f"{stay} of tiles, waiting and summed up": results,
+        f"{move} of a tile and the kernel's workspace, or end results": max(of_tile, later),
+    }
+    if setting.visits > 1:  # which wait for what other ranks add to them
+        found[f"{move} of the own block"] = moves
+    if setting.ulysses > 1:
+        found["gradient of out, heads exchanged"] = w.q
+    return found
+
+
+def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Tensors of a forward pass of attention that runs again: up to it, and its own."""
+    saved = saved_by_layer(model, setting, whole_mlp=False)
+    found = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
+    found["gradient of the layer's output"] = w.row
+    if setting.offload_hidden:
+        found["inputs of layers, coming back"] = 2 * w.row
+    moving = choose_moving_side(Strategy(), "forward", ring_shapes(model, setting))
+    found["out and lse of tiles, waiting and summed up"] = (
+        _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention
+    )
+    if _all_wait(setting):
+        found["out, in the end"] = w.kept_attention
+    if setting.ulysses > 1:
+        found["q, k and v before heads are exchanged, or later out"] = w.q + w.kv
+    return found
+
+
+def _projections_backward(setting: Setting, w: Widths) -> Moment:
+    """Tensors of the backward pass from dq, dk and dv to the layer's input, and of rotary embedding's."""
+    gradients = w.q + w.kv
+    found = {
+        "dq, dk and dv": gradients,
+        "rotated back": gradients + w.q,
+        "gradients of the projections' input": w.row * (2 if not w.gathered else 1),
+    }
+    if w.gathered:
+        found["gathered over tensor parallelism"] = 2 * w.gathered
+    return found
+
+
+def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Tensors of the last norm, the head and the loss, forward and backward together."""
+    vocab = model.vocab / setting.tensor
+    rows = min(setting.loss_chunk, setting.local_tokens) if setting.loss_chunk else setting.local_tokens
+    # of a chunk: in 16 bits and in float32, less the largest, and exponentials; or their gradient in both types
+    per_logit = BF16 + 3 * FP32 if setting.loss_chunk else setting.code.logit_bytes
+    found = {
+        "last hidden states": w.row,
+        "last norm": w.row * (4 if setting.code.plain_norms else 1),
+        "logits": rows * vocab * per_logit,
+    }
+    if w.gathered:
+        found["gathered over tensor parallelism"] = 2 * w.gathered
+    if setting.code.sums_weights:
+        found["gradient of the head"] = model.hidden * vocab * (FP32 + BF16 if setting.loss_chunk else BF16)
+    return found

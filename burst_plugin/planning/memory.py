@@ -1,0 +1,135 @@
+"""The memory of a training run, part by part: of the fullest GPU, and of a node's host.
+
+    report = memory(MODELS["llama3_8b"], setting, cluster)
+    report.gpu["weights"], report.gpu_bytes, report.fullest            # bytes, bytes, "attention, backward"
+
+What is there all the time (weights, gradients, optimizer, ring buffers), what waits for the backward pass (inputs of
+layers, outputs of attention), and the fullest moment of one layer or the head at work (`layer_memory`) add up to the
+peak: at the beginning of the backward pass all that waits is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
+from burst_plugin.planning.layer_memory import BF16, FP32, Moment, Widths, moments, ring_shapes, saved_by_layer
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.setting import Cluster, Setting
+from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.strategy import Strategy, choose_moving_side
+from burst_plugin.topology import Topology
+from burst_plugin.types import DIRECTIONS
+
+__all__ = ["GIB", "Memory", "memory"]
+
+GIB = 2**30
+_BUCKET = 5e7  # parameters of a bucket in which gradients are reduced, where weights are sharded
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by part, on the fullest GPU and on the host of a node; `at_work` are the tensors of the `fullest` moment.
+
+    The last part of `gpu` is what is left free, which is no tensor.
+    """
+
+    gpu: Moment
+    host: Moment
+    fullest: str
+    at_work: Moment
+
+    @property
+    def gpu_bytes(self) -> float:
+        """All parts of a GPU's memory."""
+        return sum(self.gpu.values())
+
+    @property
+    def host_bytes(self) -> float:
+        """All parts of a host's memory."""
+        return sum(self.host.values())
+
+
+def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
+    """Return the memory of a setting, whether or not it fits."""
+    at = moments(model, setting)
+    fullest = max(at, key=lambda name: sum(at[name].values()))
+    hidden, attention = _kept(model, setting)
+    gpu = _states(model, setting)
+    gpu["inputs of layers"] = 0.0 if setting.offload_hidden else hidden
+    gpu["attention, kept"] = attention
+    gpu["ring buffers"] = _ring_buffers(
+        setting.topology.of_ulysses_groups(setting.ulysses), ring_shapes(model, setting), setting.parts
+    )
+    if setting.ulysses > 1:
+        gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
+    gpu["at work"] = sum(at[fullest].values())
+    gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
+    host = _host(model, setting, cluster, hidden)
+    return Memory(gpu, host, fullest, at[fullest])
+
+
+def _states(model: ModelShape, setting: Setting) -> Moment:
+    """Weights in bf16; gradients in float32; the optimizer's: weights and two moments in float32."""
+    own = model.parameters / (setting.tensor * setting.pipeline)
+    shard = own / (setting.context * setting.data)
+    is_sharded = setting.zero == 3
+    found = {"weights": BF16 * (shard if is_sharded else own)}
+    if is_sharded:
+        # Of two layers at once, this one and the next, or the head: weights, and gradients on the way to their shards
+        most = max(2 * model.layer_parameters, model.embedding_parameters)
+        found["weights of layers at work, gradients in buckets"] = 2 * BF16 * (most + _BUCKET)
+    gradients = FP32 * (shard if is_sharded else own)
+    on_host = setting.offload_optimizer
+    found["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
+    found["optimizer"] = 0.0 if on_host else 3 * FP32 * shard
+    return found
+
+
+def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
+    """Return the bytes of a rank's inputs of layers, and of what else is kept of layers: that of attention or all."""
+    w = Widths(model, setting)
+    # The first stage of a pipeline works on as many sequences at once as there are stages.
+    layers = model.layers / setting.pipeline * min(setting.pipeline, setting.microbatches)
+    if setting.recompute == "full":
+        return layers * w.row, layers * w.kept_attention * (setting.kept_share if setting.keep else 0.0)
+    saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
+    if setting.recompute == "mlp":  # its norm is computed again as well
+        saved = {name: nbytes for name, nbytes in saved.items() if name != "normalized input of the MLP"}
+    inputs = 0.0 if setting.code.plain_norms else layers * w.row  # of which those norms keep copies instead
+    return inputs, layers * sum(saved.values())
+
+
+def _host(model: ModelShape, setting: Setting, cluster: Cluster, hidden: float) -> Moment:
+    own = model.parameters / (setting.tensor * setting.pipeline) / (setting.context * setting.data)
+    gpus = min(cluster.gpus_per_node, setting.gpus)
+    host = {"processes": cluster.process_gib * GIB * gpus}
+    if setting.offload_hidden:
+        host["inputs of layers"] = hidden * gpus
+    if setting.offload_optimizer:  # gradients too, in float32
+        host["optimizer and gradients"] = 4 * FP32 * own * gpus
+    return host
+
+
+def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
+    """Bytes of what is sent to and received from the others of a Ulysses group: at most q, k and v, or gradients."""
+    w, degree = Widths(model, setting), setting.ulysses
+    return 2 * (degree - 1) / degree * (w.q + w.kv_inside)
+
+
+@lru_cache(maxsize=4096)
+def _ring_buffers(topology: Topology, shapes: Shapes, parts: int) -> float:
+    """Bytes of the ring's communication buffers, which both passes and all layers share."""
+    if topology.ranks == 1:
+        return 0.0
+    strategy = Strategy(parts=parts, ranks_per_node=topology.ranks_per_node)
+    make = SCHEDULES[strategy.schedule_for(topology)]
+    needed = []
+    for direction in DIRECTIONS:
+        moving = choose_moving_side(strategy, direction, shapes)
+        operands, results = hop_bytes_by_traffic(shapes, direction, moving)
+        schedule = make(as_many_buffers(topology), results > 0).in_parts(parts)
+        needed.append(most_bytes(schedule, operands / parts, results / parts))
+    return max(needed)

@@ -1,0 +1,207 @@
+"""The sizes of a language model that a plan needs: of well-known models by name, of others from a config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from burst_plugin.checks import as_whole, shown
+
+__all__ = ["MODELS", "ModelShape", "model_shape"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder with attention in every layer, and a gated MLP (gate, up, down) or experts of that kind.
+
+    experts: experts of a layer, 0 for a plain MLP; `active` of them, each `ffn` wide, see a token.
+    shared_ffn: width of the experts that see every token, together.
+    qk_norm: whether queries and keys are normalized, head by head.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    experts: int = 0
+    active: int = 0
+    shared_ffn: int = 0
+    qk_norm: bool = False
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of a layer's projections to q, k, v and back."""
+        return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of a layer's MLP, or of all its experts and their router."""
+        if not self.experts:
+            return 3 * self.hidden * self.ffn
+        return self.hidden * (3 * (self.experts * self.ffn + self.shared_ffn) + self.experts)
+
+    @property
+    def active_mlp_parameters(self) -> int:
+        """The part of `mlp_parameters` that a token meets."""
+        if not self.experts:
+            return self.mlp_parameters
+        return self.hidden * (3 * (self.active * self.ffn + self.shared_ffn) + self.experts)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, norms included."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return self.attention_parameters + self.mlp_parameters + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding, and as many of the head."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters, of which tied ones count once."""
+        tables = 1 if self.tied else 2
+        return self.layers * self.layer_parameters + tables * self.embedding_parameters + self.hidden
+
+    @property
+    def mlp_width(self) -> int:
+        """How wide the MLP is for one token: experts that see it side by side."""
+        return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
+
+
+def _qwen3(name: str, layers: int, hidden: int, ffn: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=8,
+        head_dim=128,
+        vocab=151936,
+        qk_norm=True,
+    )
+
+
+_BUILT_IN = (
+    ModelShape(name="llama2_7b", layers=32, hidden=4096, ffn=11008, heads=32, kv_heads=32, head_dim=128, vocab=32000),
+    ModelShape(name="llama3_8b", layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256),
+    ModelShape(
+        name="llama3_70b", layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, head_dim=128, vocab=128256
+    ),
+    _qwen3("qwen3_8b", 36, 4096, 12288, 32),
+    _qwen3("qwen3_14b", 40, 5120, 17408, 40),
+    _qwen3("qwen3_32b", 64, 5120, 25600, 64),
+)
+MODELS: Mapping[str, ModelShape] = MappingProxyType({each.name: each for each in _BUILT_IN})
+
+
+def model_shape(name: str) -> ModelShape:
+    """Return the sizes of a built-in model, or of the model whose config.json, or its folder, is at the path `name`.
+
+    Raises ValueError for a name that is not known, a file that cannot be read, and a model that cannot be planned.
+    """
+    if name in MODELS:
+        return MODELS[name]
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        close = get_close_matches(name.lower().replace("-", "_"), MODELS, 1, 0.5)
+        nearest = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(
+            f"model {name!r} is not known{nearest}: use one of {', '.join(MODELS)}, or the path of a config.json"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}; give the config.json of a model") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {shown(config)}, expected an object; give the config.json of a model")
+    return _from_config(config.get("text_config", config), str(path))
+
+
+# Keys of a config.json that say that a model is not what `ModelShape` describes.
+_REFUSED = MappingProxyType(
+    {
+        "kv_lora_rank": "latent attention",
+        "attn_layer_period": "layers without attention",
+        "hybrid_override_pattern": "layers without attention",
+        "linear_num_value_heads": "layers with linear attention",
+        "ssm_state_size": "state-space layers",
+        "mamba_d_state": "state-space layers",
+        "is_encoder_decoder": "an encoder",
+        "first_k_dense_replace": "experts in some layers only",
+        "mlp_only_layers": "experts in some layers only",
+        "num_kv_shared_layers": "layers that share keys and values",
+    }
+)
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+
+def _from_config(config: Mapping[str, Any], path: str) -> ModelShape:
+    others = [what for key, what in _REFUSED.items() if config.get(key)]
+    kinds = {kind for kind in config.get("layer_types") or () if kind not in _ATTENTION_LAYERS}
+    others += [f"layers of the type {kind}" for kind in sorted(map(str, kinds))]
+    if others:
+        raise ValueError(
+            f"{path} describes a model with {others[0]}, whose memory is not known; a plan takes decoders with "
+            "attention and a gated MLP, or experts, in every layer"
+        )
+    size = _Sizes(config, path)
+    heads, hidden, experts = size("num_attention_heads"), size("hidden_size"), size(*_EXPERTS, default=0)
+    ffn = size("moe_intermediate_size", "intermediate_size") if experts else size("intermediate_size")
+    shared = size("n_shared_experts", default=0) * ffn or size("shared_expert_intermediate_size", default=0)
+    return ModelShape(
+        name=str(config.get("model_type", "model")),
+        layers=size("num_hidden_layers"),
+        hidden=hidden,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads),
+        vocab=size("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=experts,
+        active=size("num_experts_per_tok") if experts else 0,
+        shared_ffn=shared if experts else 0,
+        qk_norm=str(config.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2")),
+    )
+
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+class _Sizes:
+    """Sizes out of a config.json."""
+
+    def __init__(self, config: Mapping[str, Any], path: str) -> None:
+        self._config, self._path = config, path
+
+    def __call__(self, *keys: str, default: int | None = None) -> int:
+        """Return the first size of these keys that is there; raise ValueError if it is none, or there is none."""
+        for key in keys:
+            value = self._config.get(key)
+            if value is None:
+                continue
+            whole = as_whole(value)
+            if whole is None or whole < (1 if default is None else 0):
+                raise ValueError(f"{self._path} has {key}={shown(value)}, expected a positive whole number")
+            return whole
+        if default is None:
+            raise ValueError(
+                f"{self._path} has no {' or '.join(keys)}; expected the config.json of a decoder with the sizes "
+                "num_hidden_layers, hidden_size, intermediate_size, num_attention_heads and vocab_size"
+            )
+        return default

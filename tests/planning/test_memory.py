@@ -1,0 +1,136 @@
+"""What a plan says about memory: against what a step and a ring hold, and against sums worked out by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
+from burst_plugin.planning.memory import GIB, memory
+from burst_plugin.planning.model_shape import MODELS, ModelShape
+from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.topology import Topology
+from tests.support.measured_step import activation_bytes, measured_code
+from tests.support.ring_memory import backward_bytes
+
+WAITS = ("inputs of layers", "attention, kept", "at work")
+TINY = ModelShape(name="tiny", layers=8, hidden=512, ffn=1536, heads=8, kv_heads=2, head_dim=64, vocab=256)
+GPU_CODE = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
+
+
+def said(shape: ModelShape, setting: Setting) -> tuple[float, str]:
+    """The bytes that a plan gives for what a step makes, and the moment of the peak."""
+    found = memory(shape, setting, Cluster())
+    return sum(found.gpu[name] for name in WAITS), found.fullest
+
+
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize(
+    ("changes", "tokens", "recompute", "fullest"),
+    [
+        ({}, 4096, "full", "MLP, backward"),
+        ({"layers": 2}, 16384, "full", "MLP, backward"),
+        ({"layers": 40, "hidden": 256, "head_dim": 32}, 2048, "full", "MLP, backward"),
+        ({"vocab": 8192}, 4096, "full", "head and loss"),
+        ({"vocab": 8192, "layers": 2}, 16384, "full", "head and loss"),
+        ({"ffn": 512, "kv_heads": 8}, 4096, "full", "norm, backward"),
+        ({}, 4096, "none", "norm, backward"),
+        ({"layers": 3, "vocab": 4096}, 8192, "none", "head and loss"),
+    ],
+)
+def test_a_step_takes_what_the_plan_says(changes: dict[str, int], tokens: int, recompute: str, fullest: str) -> None:
+    shape = replace(TINY, **changes)  # type: ignore[arg-type]
+    setting = Setting(tokens=tokens, code=measured_code(), recompute=recompute)
+    expected, moment = said(shape, setting)
+    assert moment == fullest
+    assert expected == pytest.approx(activation_bytes(shape, setting).peak, rel=0.05)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "ulysses", "parts"),
+    [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (8, 1, 4), (8, 8, 1), (8, 4, 1), (8, 2, 1)],
+)
+def test_a_rank_of_a_ring_holds_what_the_plan_says(
+    heads: tuple[int, int], ranks: int, ulysses: int, parts: int
+) -> None:
+    """On a GPU, where results of tiles wait; what kernels allocate and free inside is not seen.
+
+    Not to the byte: buffers and results of tiles need not be at their most at the same time.
+    """
+    q_heads, kv_heads = heads
+    shape = replace(TINY, heads=q_heads, kv_heads=kv_heads, head_dim=128)
+    setting = Setting(
+        tokens=1024 * ranks,
+        context=ranks,
+        inner=ranks,
+        ulysses=ulysses,
+        parts=parts,
+        code=replace(GPU_CODE, workspace=0),
+    )
+    w = Widths(shape, setting)
+    ring = ring_shapes(shape, replace(setting, ulysses=1))
+    measured = backward_bytes(Topology(1, ranks), ring, ulysses_degree=ulysses, parts=parts).peak
+    attention = moments(shape, setting)["attention, backward"]
+    others = ("normalized input", "gradient past the MLP", "gradient of out", "cos and sin of positions")
+    mine = sum(nbytes for name, nbytes in attention.items() if name not in others)
+    if ulysses == 1:
+        mine -= w.q + w.kv  # which the ring is given; it makes those that come of an exchange
+    gpu = memory(shape, setting, Cluster()).gpu
+    mine += gpu["ring buffers"] + gpu.get("buffers for exchanging heads", 0.0)
+    assert mine == pytest.approx(measured, rel=0.12)
+
+
+def test_sums_worked_out_by_hand() -> None:
+    """Llama 3 8B on 1M tokens, 8 ranks: a row is 1 GiB, the ring's block of keys and values half of that."""
+    setting = Setting(
+        tokens=2**20, context=8, inner=8, zero=3, keep=1.0, loss_chunk=1024, mlp_chunk=4096, code=GPU_CODE
+    )
+    found = memory(MODELS["llama3_8b"], setting, Cluster(margin_gib=4.0))
+    gib = {name: nbytes / GIB for name, nbytes in found.gpu.items()}
+    assert gib["inputs of layers"] == 32
+    assert gib["attention, kept"] == pytest.approx(32 * (1 + 32 * 4 / 8192))  # lse: 32 heads in float32
+    assert gib["weights"] == pytest.approx(8_030_261_248 * 2 / 8 / 2**30)
+    assert gib["gradients"] == pytest.approx(8_030_261_248 * 4 / 8 / 2**30)
+    assert gib["optimizer"] == pytest.approx(8_030_261_248 * 12 / 8 / 2**30)
+    assert gib["ring buffers"] == pytest.approx(2 * 0.5 + 3 * 1.0, rel=0.25)
+    assert gib["left for CUDA, NCCL and the allocator"] == 4
+    # normalized input, q, k and v, out, gradient past the MLP, dout; dq: 4 wait, a new one, the sum in float32;
+    # dk and dv of a tile and of the own block, and the kernel's dq in float32; cos and sin
+    rows = 1 + 1 + 0.5 + 1 + 1 + 1 + (4 + 1 + 2) + 0.5 + 0.5 + 2 + 0.0625
+    assert gib["at work"] == pytest.approx(rows + 2 * 32 * 4 / 8192)
+    assert found.fullest == "attention, backward"
+    assert found.host_bytes == 8 * 8 * GIB
+
+
+def test_the_host_gets_what_is_offloaded() -> None:
+    setting = Setting(tokens=2**20, context=8, inner=8, zero=3, loss_chunk=1024, mlp_chunk=4096, code=GPU_CODE)
+    kept = memory(MODELS["llama3_8b"], setting, Cluster())
+    moved = memory(MODELS["llama3_8b"], replace(setting, offload_hidden=True, offload_optimizer=True), Cluster())
+    assert moved.gpu["inputs of layers"] == moved.gpu["optimizer"] == moved.gpu["gradients"] == 0
+    assert moved.host["inputs of layers"] == 8 * kept.gpu["inputs of layers"]
+    assert moved.host["optimizer and gradients"] == pytest.approx(8 * (kept.gpu["optimizer"] + kept.gpu["gradients"]))
+    assert moved.at_work["inputs of layers, coming back"] == 2 * 2**30
+
+
+def test_a_share_of_attention_is_kept_and_the_rest_computed_again() -> None:
+    """In zigzag, rank r of P has chunks r and 2 P - 1 - r: half is kept of each rank, or three quarters of none."""
+    for ranks in (1, 4, 8):
+        setting = Setting(tokens=2**20, context=ranks, inner=ranks, code=GPU_CODE)
+        assert (replace(setting, keep=0.0).kept_share, replace(setting, keep=0.0).again_share) == (0, 1)
+        assert (replace(setting, keep=1.0).kept_share, replace(setting, keep=1.0).again_share) == (1, 0)
+        half = replace(setting, keep=0.5)
+        assert half.kept_share == 0.5
+        assert half.again_share == pytest.approx((2 * ranks - 1) / (4 * ranks))  # of the middle's chunk
+    most = replace(setting, keep=0.75)
+    assert most.kept_share == 1.0, "ranks 4 to 7 keep both chunks"
+
+
+def test_parameters_are_those_of_the_models() -> None:
+    assert MODELS["llama2_7b"].parameters == 6_738_415_616
+    assert MODELS["llama3_8b"].parameters == 8_030_261_248
+    assert MODELS["qwen3_8b"].parameters == 8_190_735_360
+    assert MODELS["qwen3_14b"].parameters == 14_768_307_200

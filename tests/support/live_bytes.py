@@ -1,0 +1,68 @@
+"""The bytes of all tensors that are alive at once, real or fake, while operations of PyTorch run.
+
+    with LiveBytes() as live:
+        step()
+    live.peak                                              # of what was made inside, in bytes
+
+Counts storages, each once however many views there are. What a kernel allocates and frees inside is not seen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LiveBytes"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """`now` and `peak`: bytes that are alive of what operations returned inside of the block.
+
+    counts: whether operations count now; switched off while other ranks of this process are at work.
+    shapes: what was alive at the peak, a list of (bytes, shape, type), to look at where a figure is not understood.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = True
+        self.peak = 0
+        self.shapes: list[tuple[int, tuple[int, ...], torch.dtype]] = []
+        self._alive: dict[int, tuple[StorageWeakRef, int, tuple[int, ...], torch.dtype]] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes that are alive."""
+        self._forget_the_dead()
+        return sum(nbytes for _, nbytes, *_ in self._alive.values())
+
+    def reset(self) -> None:
+        """Begin a new peak, from what is alive."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        if not self.counts:
+            return out
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self._note(x, given)
+        now = self.now
+        if now > self.peak:
+            self.peak = now
+            self.shapes = sorted(((each[1], each[2], each[3]) for each in self._alive.values()), reverse=True)
+        return out
+
+    def _note(self, x: Tensor, given: set[int]) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive and key not in given:
+            self._alive[key] = (StorageWeakRef(storage), storage.nbytes(), tuple(x.shape), x.dtype)
+
+    def _forget_the_dead(self) -> None:
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}

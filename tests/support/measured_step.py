@@ -1,0 +1,99 @@
+"""The most that the tensors of a training step take at once: a real model's, without their values.
+
+    code = measured_code()
+    setting = Setting(tokens=4096, code=code, recompute="full")
+    activation_bytes(shape, setting)                                   # what `planning.memory` says beside weights
+    activation_bytes(shape, setting, prepare=cut_mlps_into_chunks)     # with a feature switched on
+
+The model is a Llama of transformers with these sizes, in bfloat16, on one rank, on PyTorch's fake tensors, so that no
+length is too long. Attention is a stand-in that saves and returns what a ring of one rank does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.setting import Code, Setting
+from tests.support.live_bytes import LiveBytes
+
+__all__ = ["Prepare", "activation_bytes", "measured_code"]
+
+Prepare = Callable[[Any, Setting], None]
+"""Switches a feature of `setting` on in a model."""
+_NAME = "planned_stand_in"
+
+
+def measured_code() -> Code:
+    """Return what the code of this step keeps: on a CPU results do not wait, and kernels' workspaces are not seen."""
+    return Code(plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True, waiting=1, workspace=0)
+
+
+def _nothing(model: Any, setting: Setting) -> None:
+    pass
+
+
+def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _nothing) -> LiveBytes:
+    """Run a step and return what was alive: all that was made in it, but for gradients that are there before."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _model(shape, setting)
+        prepare(model, setting)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = torch.zeros(1, setting.tokens, dtype=torch.long)
+        positions = torch.arange(setting.tokens)[None]
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
+    return live
+
+
+def _model(shape: ModelShape, setting: Setting) -> Any:
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+    AttentionInterface.register(_NAME, _attention)
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_position_embeddings=setting.tokens,
+        attn_implementation=_NAME,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(config).train()
+    finally:
+        torch.set_default_dtype(before)
+    if setting.recompute == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+class _StandIn(torch.autograd.Function):
+    """Saves q, k, v, out and lse, and makes delta, dq, dk and dv, as the ring does where it has one rank."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, lse = torch.empty_like(q), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        q, k, v, _, lse = ctx.saved_tensors
+        torch.empty_like(lse)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
+    out: Any = _StandIn.apply(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # type: ignore[no-untyped-call]
+    return out, None

@@ -1,0 +1,84 @@
+"""The most that one rank of a ring holds at once in a backward pass of attention, on a GPU that is not there."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+
+from burst_plugin import Full, Strategy, Topology, VirtualRing
+from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.ring import autograd
+from burst_plugin.ring.autograd import RingAttention
+from tests.support.fake_gpu import GPU, fake_gpu
+from tests.support.live_bytes import LiveBytes
+
+__all__ = ["backward_bytes"]
+
+T = TypeVar("T")
+Program = Generator[None, None, T]
+
+
+class _Pass:
+    """An autograd function's context, without autograd."""
+
+    def __init__(self) -> None:
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.needs_input_grad: tuple[bool, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        pass
+
+    def apply(self, plans: Any, number: Any, *tensors: Any) -> tuple[Any, ...]:
+        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
+        return RingAttention.forward(self, plans, number, *tensors)
+
+
+def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBytes:
+    """Return what the last rank holds that it made itself: out, lse, gradients, buffers; not its q, k, v and dout.
+
+    `shapes` are those of a rank. Every rank has work at every visit.
+    """
+    last, done, lockstep = topology.ranks - 1, _Pass(), autograd.lockstep
+
+    def watched(program: Program[T], rank: int, live: LiveBytes) -> Program[T]:
+        while True:
+            live.counts = rank == last
+            try:
+                next(program)
+            except StopIteration as stop:
+                return stop.value  # type: ignore[no-any-return]
+            finally:
+                live.counts = False
+            yield
+
+    def of_all(programs: Sequence[Program[T]]) -> list[T]:
+        return lockstep([watched(program, rank, live) for rank, program in enumerate(programs)])
+
+    with (
+        fake_gpu(),
+        mock.patch.object(RingAttention, "apply", done.apply),
+        LiveBytes() as live,
+        mock.patch.object(autograd, "lockstep", of_all),
+    ):
+        live.counts = False
+        heads, tokens = (shapes.q_heads, shapes.kv_heads, shapes.kv_heads), topology.ranks * shapes.q_len
+        q, k, v = (torch.empty(1, tokens, n, shapes.qk_dim, dtype=shapes.dtype, device=GPU) for n in heads)
+        ring = VirtualRing(
+            topology, Strategy(kernel="torch_flash", **options), network=CopyNetwork(topology.ranks, GPU)
+        )
+        ring.attention(q, k, v, mask=Full())
+        del q, k, v
+        live.reset()
+        shape = (1, shapes.q_len, shapes.q_heads, shapes.v_dim)
+        douts: list[Any] = []
+        for _ in range(topology.ranks):
+            douts += [torch.empty(shape, dtype=shapes.dtype, device=GPU), None, None]
+        RingAttention.backward(done, *douts)
+    return live
