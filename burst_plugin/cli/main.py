@@ -7,14 +7,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from burst_plugin.cli import doctor, plan
+from burst_plugin.cli import doctor, plan, plan_model
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = _parser(_is_for_a_model(given)).parse_args(given)
     try:
         status = _print(options)
         sys.stdout.flush()
@@ -24,12 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _is_for_a_model(given: Sequence[str]) -> bool:
+    """Return whether a plan is asked for a model, which takes other options than one for an attention layer."""
+    return any(word.split("=")[0] == "--model" for word in given)
+
+
+def _parser(for_a_model: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
         ("doctor", doctor, "say what is installed, what is changed in frameworks, what is refused"),
-        ("plan", plan, "say what each schedule takes on a cluster that you describe"),
+        (
+            "plan",
+            plan_model if for_a_model else plan,
+            "say what fits for a model (--model), or what each schedule takes on a cluster that you describe",
+        ),
     ):
         subparser = commands.add_parser(name, help=text)
         command.add_arguments(subparser)

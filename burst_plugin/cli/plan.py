@@ -49,6 +49,9 @@ _EXAMPLE = """\
 example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GPU
   burst plan --nodes 2 --ranks-per-node 8 --seq 131072 --heads 32/8 \\
     --tflops 500 --intra-gb-s 400 --inter-gb-s 40
+
+for a whole model (its options: burst plan --model x --help):
+  burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
 """
 _LEGEND = """\
 over the bound: the time of both passes over {bound_ms} ms, the same for all rows. No plan is faster than that: every

@@ -18,8 +18,8 @@ __all__ = ["Framework"]
 class Framework:
     """A framework with an adapter: how its scripts are recognised, what it reports, and how it is installed.
 
-    Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)` and
-    `report.lines(subject)`.
+    Its adapter is the package `burst_plugin.<name>`, which has `install()`, `cpu.prepare(directory)`,
+    `report.lines(subject)`, and for plans `planning.space(fused_norms)`, `.files(model, setting)`, `.usage(folder)`.
 
     name: the Python package of the framework, and of its adapter in burst_plugin; also its option of `burst doctor`.
     title: its name in texts.
@@ -82,6 +82,10 @@ class Framework:
         """
         lines: Iterator[str] = self._module("report").lines(subject)
         return lines
+
+    def planning(self) -> Any:
+        """Return the module that says what the framework can do, for `burst plan`, and writes plans for it."""
+        return self._module("planning")
 
     def _module(self, name: str = "") -> Any:
         module: ModuleType = importlib.import_module(f"burst_plugin.{self.name}{f'.{name}' if name else ''}")

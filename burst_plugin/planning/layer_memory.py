@@ -90,7 +90,7 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         "attention, backward": _before_mlp(saved)
         | {"gradient past the MLP": w.row}
         | _attention_backward(model, setting, w),
-        "projections, backward": _before_mlp(saved)
+        "projections, backward": _without(_before_mlp(saved), ("q", "k and v", "out and lse"))
         | {"gradient past the MLP": w.row}
         | _projections_backward(setting, w),
         "head and loss": _head(model, setting, w),
@@ -119,7 +119,8 @@ def _without(saved: Moment, names: tuple[str, ...]) -> Moment:
 def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Tensors of the MLP's backward pass, besides what is saved: whole, or of one chunk that is computed again."""
     share = min(1.0, setting.mlp_chunk / w.tokens) if setting.mlp_chunk else 1.0
-    inside = 2 * w.mlp  # of d(product), d(act(gate)) and d(up): two, and the third in place of the product
+    # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
+    inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
     if setting.mlp_chunk:
         inside += setting.code.mlp_kept * w.mlp + 2 * (w.gathered or w.row) + 2 * w.routed
     found = {"gradients inside the MLP": inside * share}
@@ -197,16 +198,14 @@ def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment
 
 
 def _projections_backward(setting: Setting, w: Widths) -> Moment:
-    """Tensors of the backward pass from dq, dk and dv to the layer's input, and of rotary embedding's."""
-    gradients = w.q + w.kv
-    found = {
-        "dq, dk and dv": gradients,
-        "rotated back": gradients + w.q,
-        "gradients of the projections' input": w.row * (2 if not w.gathered else 1),
+    """Tensors of the backward pass from dq, dk and dv to the layer's input; q, k, v and out are gone by then."""
+    # Of rotary embedding: products with cos and sin. Of the projections: gradients of their input, one added to the
+    # other; with tensor parallelism their input, gathered again, and its gradient before it is scattered.
+    input_gradients = 2 * w.gathered + w.row if w.gathered else 2 * w.row
+    return {
+        "dq, dk and dv": w.q + w.kv,
+        "rotated back, or gradients of the projections' input": max(2 * w.q, input_gradients),
     }
-    if w.gathered:
-        found["gathered over tensor parallelism"] = 2 * w.gathered
-    return found
 
 
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:

@@ -60,9 +60,11 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     gpu = _states(model, setting)
     gpu["inputs of layers"] = 0.0 if setting.offload_hidden else hidden
     gpu["attention, kept"] = attention
-    gpu["ring buffers"] = _ring_buffers(
-        setting.topology.of_ulysses_groups(setting.ulysses), ring_shapes(model, setting), setting.parts
+    shapes = ring_shapes(model, setting)
+    per_token = _ring_buffers(
+        setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1), setting.parts
     )
+    gpu["ring buffers"] = per_token * shapes.q_len
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu["at work"] = sum(at[fullest].values())

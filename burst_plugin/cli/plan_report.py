@@ -1,0 +1,100 @@
+"""A training plan as text: what was chosen and why, its memory and its time part by part, and the runner-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from burst_plugin.planning.memory import GIB
+from burst_plugin.planning.run_options import layout_in_words, strategy_options
+from burst_plugin.planning.setting import Setting
+from burst_plugin.planning.step_time import bound_by
+from burst_plugin.planning.training_plan import Candidate, Goal, reasons
+
+__all__ = ["report"]
+
+_RECOMPUTED = {
+    "none": "nothing is computed again",
+    "mlp": "MLPs are computed again",
+    "full": "layers are computed again",
+}
+_NAMES = {
+    "keep": "keep_attention",
+    "offload_hidden": "offload",
+    "offload_optimizer": "optimizer on the host",
+    "ulysses": "ulysses_degree",
+}
+
+
+def report(goal: Goal, title: str, best_first: list[Candidate]) -> Iterator[str]:
+    """Yield the lines of a plan; `title` names the framework."""
+    best = best_first[0]
+    cluster = goal.cluster
+    yield (
+        f"{goal.model.name} ({goal.model.parameters / 1e9:.2f} G parameters) on {goal.tokens:,} tokens, {title}, "
+        f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:g} GiB: {best.step_s:.0f} s per step, "
+        f"{best.tokens_per_s:.0f} tokens/s per GPU, {best.memory.gpu_bytes / GIB:.1f} GiB"
+    )
+    yield ""
+    yield f"Chosen, of {len(best_first)} ways that fit"
+    yield from _chosen(goal, best)
+    yield ""
+    yield from _memory(best)
+    yield ""
+    yield from _table("Seconds per step", best.seconds, best.step_s, "s")
+    yield f"  bound by {bound_by(best.seconds)}"
+    yield ""
+    yield from _runner_up(best_first)
+
+
+def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
+    yield f"  {_in_words(best.setting)}"
+    options, why = strategy_options(best.setting), reasons(goal, best)
+    for lever, reason in why.items():
+        name = _NAMES.get(lever, lever)
+        value = f" = {options[name]}" if name in options and options[name] is not True else ""
+        yield f"  {name + value:<26}{reason}"
+
+
+def _in_words(setting: Setting) -> str:
+    return f"{layout_in_words(setting)}; ZeRO {setting.zero}; {_RECOMPUTED[setting.recompute]}"
+
+
+def _memory(best: Candidate) -> Iterator[str]:
+    found = best.memory
+    yield from _table("GiB per GPU", {k: v / GIB for k, v in found.gpu.items()}, found.gpu_bytes / GIB, "GiB")
+    yield f"  at work, in the fullest moment: {found.fullest}"
+    for name, nbytes in found.at_work.items():
+        if nbytes >= 0.05 * GIB:
+            yield f"    {name:<62}{nbytes / GIB:8.1f} GiB"
+    yield from _table("GiB per host", {k: v / GIB for k, v in found.host.items()}, found.host_bytes / GIB, "GiB")
+
+
+def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> Iterator[str]:
+    yield title
+    for name, value in parts.items():
+        if value >= 0.05:
+            yield f"  {name:<56}{value:8.1f} {unit}"
+    yield f"  {'together':<56}{total:8.1f} {unit}"
+
+
+def _runner_up(best_first: list[Candidate]) -> Iterator[str]:
+    best = best_first[0].setting
+    layout = (best.tensor, best.context, best.pipeline, best.zero, best.recompute, best.keep)
+    for each in best_first[1:]:
+        setting = each.setting
+        if (
+            setting.tensor,
+            setting.context,
+            setting.pipeline,
+            setting.zero,
+            setting.recompute,
+            setting.keep,
+        ) != layout:
+            options = ", ".join(f"{name} = {value}" for name, value in strategy_options(setting).items())
+            yield (
+                f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"
+                f"{'; optimizer on the host' if setting.offload_optimizer else ''}: {each.step_s:.0f} s, "
+                f"{each.tokens_per_s:.0f} tokens/s per GPU, {each.memory.gpu_bytes / GIB:.1f} GiB"
+            )
+            return
+    yield "No other way fits."

@@ -1,0 +1,85 @@
+"""What `burst plan` has to know of DeepSpeed: what models of transformers keep, and how a plan is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from burst_plugin.deepspeed.config import BLOCK
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.run_options import strategy_options
+from burst_plugin.planning.setting import Code, Setting
+from burst_plugin.planning.training_plan import Space
+
+__all__ = ["files", "space", "usage"]
+
+_CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
+_BUCKET = 50_000_000  # parameters; memory for two of them is part of the plan
+
+
+def space(fused_norms: bool) -> Space:
+    """Return what DeepSpeed can do with models of transformers, whose norms are single operations without Liger."""
+    code = Code(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True)
+    return Space(code=code, zeros=(1, 3), tensor=False, pipeline=False, recompute=("none", "full"), divides=False)
+
+
+def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
+    """Return DeepSpeed's configuration, and what Trainer is to be told besides, as two files in JSON."""
+    return {_CONFIG: _text(_config(setting)), _ARGUMENTS: _text(_arguments(setting))}
+
+
+def usage(folder: str) -> str:
+    """Return how the files are used."""
+    return (
+        f"TrainingArguments(**json.load(open('{folder}/{_ARGUMENTS}')), deepspeed='{folder}/{_CONFIG}', ...) after "
+        "burst_plugin.deepspeed.install()"
+    )
+
+
+def _config(setting: Setting) -> dict[str, Any]:
+    zero: dict[str, Any] = {
+        "stage": setting.zero,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": _BUCKET,
+    }
+    if setting.zero == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": _BUCKET,
+            "stage3_max_live_parameters": 4 * _BUCKET,
+            "stage3_max_reuse_distance": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    if setting.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": setting.microbatches,
+        "bf16": {"enabled": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": zero,
+        "gradient_clipping": 1.0,
+        BLOCK: {"enabled": True, "context_parallel_size": setting.context, **strategy_options(setting)},
+    }
+
+
+def _arguments(setting: Setting) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "bf16": True,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": setting.microbatches,
+        "max_grad_norm": 1.0,
+        "gradient_checkpointing": setting.recompute == "full",
+    }
+    if found["gradient_checkpointing"]:
+        found["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if not setting.code.plain_norms:  # only norms: all else is done in chunks, or by the ring
+        others = ("rope", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+        found["use_liger_kernel"] = True
+        found["liger_kernel_config"] = {"rms_norm": True} | dict.fromkeys(others, False)
+    return found
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"

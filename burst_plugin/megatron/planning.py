@@ -1,0 +1,87 @@
+"""What `burst plan` has to know of Megatron: what its code keeps, what can be chosen, and how a plan is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.run_options import strategy_options
+from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
+from burst_plugin.planning.training_plan import Space
+
+__all__ = ["files", "space", "usage"]
+
+_FILE = "megatron_flags.txt"
+_RECOMPUTE = {
+    "none": "",
+    "mlp": "--recompute-granularity selective --recompute-modules mlp",
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+
+
+def space(fused_norms: bool) -> Space:
+    """Return what Megatron can do, with Transformer Engine's layers: norms and activations are one kernel each."""
+    code = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
+    return Space(code=code, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
+
+
+def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
+    """Return the flags of a plan, as a file of lines, without data, tokenizer, learning rate and checkpoints."""
+    lines = [
+        *_model(model),
+        f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens} --position-embedding-type rope",
+        f"--micro-batch-size 1 --global-batch-size {setting.batch}",
+        *_parallel(setting),
+        _RECOMPUTE[setting.recompute],
+        "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader",
+        "--cp-comm-type burst",
+        *(f"--burst-{name.replace('_', '-')}{_value(value)}" for name, value in strategy_options(setting).items()),
+    ]
+    if setting.offload_optimizer:
+        lines.append(
+            "--optimizer-cpu-offload --optimizer-offload-fraction 1.0 --use-precision-aware-optimizer "
+            "--overlap-cpu-optimizer-d2h-h2d"
+        )
+    return {_FILE: "".join(f"{line}\n" for line in lines if line)}
+
+
+def usage(folder: str) -> str:
+    """Return how the files are used."""
+    return f"python -m burst_plugin.run --framework megatron pretrain_gpt.py $(cat {folder}/{_FILE}) ..."
+
+
+def _model(model: ModelShape) -> list[str]:
+    lines = [
+        f"--num-layers {model.layers} --hidden-size {model.hidden} --ffn-hidden-size {model.ffn} "
+        f"--num-attention-heads {model.heads} --kv-channels {model.head_dim} --vocab-size {model.vocab}",
+        "--normalization RMSNorm --swiglu --disable-bias-linear",
+    ]
+    if model.kv_heads != model.heads:
+        lines.append(f"--group-query-attention --num-query-groups {model.kv_heads}")
+    if model.qk_norm:
+        lines.append("--qk-layernorm")
+    if not model.tied:
+        lines.append("--untie-embeddings-and-output-weights")
+    if model.experts:
+        lines.append(
+            f"--num-experts {model.experts} --moe-router-topk {model.active} --moe-ffn-hidden-size {model.ffn}"
+        )
+        if model.shared_ffn:
+            lines.append(f"--moe-shared-expert-intermediate-size {model.shared_ffn}")
+    return lines
+
+
+def _parallel(setting: Setting) -> list[str]:
+    sizes = [f"--context-parallel-size {setting.context}"]
+    if setting.tensor > 1:
+        sizes.append(f"--tensor-model-parallel-size {setting.tensor} --sequence-parallel")
+    if setting.pipeline > 1:
+        sizes.append(f"--pipeline-model-parallel-size {setting.pipeline}")
+    if 1 < setting.inner < setting.context:  # ranks in a node, then nodes
+        sizes.append(f"--hierarchical-context-parallel-sizes {setting.inner} {setting.context // setting.inner}")
+    return [" ".join(sizes)]
+
+
+def _value(value: object) -> str:
+    return "" if value is True else f" {value}"

@@ -1,0 +1,150 @@
+"""The time of a training step, part by part: what computing takes, and what of moving data nothing hides.
+
+Rates come from the `Cluster`. Attention and its ring are priced by simulating the schedule that would run
+(`planning.price`); all else is operations or bytes over a rate, as the comments say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.layer_memory import BF16, FP32, Widths, ring_shapes
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.planner import pass_price, visit_seconds
+from burst_plugin.planning.price import Price
+from burst_plugin.planning.setting import Cluster, Setting
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Topology
+
+__all__ = ["bound_by", "step_seconds", "tokens_per_second"]
+
+_ADAM_BYTES = 28  # of host memory per parameter: reads weight, gradient and two moments, writes all but the gradient
+
+
+def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of an optimizer step by what they are spent on."""
+    layers = model.layers / setting.pipeline
+    forward, backward = _attention(model, setting, cluster)
+    again = setting.again_share
+    computed_s = forward.compute_s * (1 + again) + backward.compute_s
+    waited_s = forward.time_s * (1 + again) + backward.time_s - computed_s
+    micro = {
+        "linear layers": _linear_layers(model, setting, cluster) * layers,
+        "head and loss": _head(model, setting, cluster) / setting.pipeline,
+        "attention, forward": forward.compute_s * layers,
+        "attention, forward again": forward.compute_s * again * layers,
+        "attention, backward": backward.compute_s * layers,
+        "ring and exchange of heads, not hidden": max(0.0, waited_s) * layers,
+        "tensor parallelism": _tensor_parallel(model, setting, cluster) * layers,
+    }
+    layer_s = sum(micro.values()) - micro["head and loss"]
+    micro["offload, not hidden"] = max(0.0, _offload(model, setting, cluster) * layers - layer_s)
+    micro["weights gathered, not hidden"] = max(0.0, _gathered_weights(model, setting, cluster) - layer_s)
+    spent = {name: seconds * setting.microbatches for name, seconds in micro.items()}
+    spent["pipeline bubble"] = (setting.pipeline - 1) * sum(micro.values())
+    # Gradients are reduced behind the backward pass of the last sequence, about two thirds of its time.
+    reduced_s = _data_parallel(model, setting, cluster) - sum(micro.values()) * 2 / 3
+    spent["gradients and weights, not hidden"] = max(0.0, reduced_s)
+    spent["optimizer"] = _optimizer(model, setting, cluster)
+    return spent
+
+
+def tokens_per_second(setting: Setting, seconds: float) -> float:
+    """Return the tokens per second and GPU of steps that take so long."""
+    return setting.batch * setting.tokens / seconds / setting.gpus
+
+
+def bound_by(seconds: dict[str, float]) -> str:
+    """Return what most of the time is spent on, for people."""
+    groups = {"attention": ("attention",), "linear layers": ("linear", "head")}
+    by_group = {
+        group: sum(each for name, each in seconds.items() if name.startswith(prefixes))
+        for group, prefixes in groups.items()
+    }
+    by_group |= {name: each for name, each in seconds.items() if not name.startswith(("attention", "linear", "head"))}
+    most = max(by_group, key=by_group.__getitem__)
+    return f"{most}, {100 * by_group[most] / sum(by_group.values()):.0f} % of the time"
+
+
+def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[Price, Price]:
+    """Return the prices of both passes of one layer's causal attention."""
+    shapes = ring_shapes(model, replace(setting, ulysses=1))
+    strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
+    return _priced(strategy, setting.topology, shapes, cluster)
+
+
+@lru_cache(maxsize=4096)
+def _priced(strategy: Strategy, topology: Topology, shapes: Shapes, cluster: Cluster) -> tuple[Price, Price]:
+    forward_s, backward_s = visit_seconds(shapes, cluster.peak_flops * cluster.attention_share, True)
+    return (
+        pass_price(strategy, "forward", topology, shapes, forward_s, cluster.links),
+        pass_price(strategy, "backward", topology, shapes, backward_s, cluster.links),
+    )
+
+
+def _matmul_seconds(flops: float, setting: Setting, cluster: Cluster) -> float:
+    """Return the time of work that tensor- and context-parallel ranks share."""
+    share = setting.tensor * setting.context
+    return flops / share / (cluster.peak_flops * cluster.matmul_share)
+
+
+def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one layer: 2 operations per token and weight forward, 4 backward, and 2 each time that it runs again."""
+    full, chunked = setting.recompute == "full", setting.mlp_chunk > 0
+    mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
+    mlp = 2 * setting.tokens * model.active_mlp_parameters
+    projections = 2 * setting.tokens * model.attention_parameters
+    return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections, setting, cluster)
+
+
+def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of the head: as a linear layer; in chunks it runs twice."""
+    forward = 2 * setting.tokens * model.embedding_parameters
+    return _matmul_seconds((4 if setting.loss_chunk else 3) * forward, setting, cluster)
+
+
+def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one layer: 4 gathers or scatters of hidden states forward, 6 backward, 4 more where it runs again."""
+    if setting.tensor == 1:
+        return 0.0
+    others = (setting.tensor - 1) / setting.tensor
+    each_s = Widths(model, setting).gathered * others / cluster.intra_bytes_per_s
+    return (10 + 4 * (setting.recompute == "full") + 2 * (setting.mlp_chunk > 0)) * each_s
+
+
+def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one layer: its input goes to the host and comes back."""
+    return 2 * Widths(model, setting).row / cluster.pcie_bytes_per_s if setting.offload_hidden else 0.0
+
+
+def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:
+    """Return at what rate data- and context-parallel ranks exchange gradients and weights."""
+    return cluster.inter_bytes_per_s if setting.gpus > cluster.gpus_per_node else cluster.intra_bytes_per_s
+
+
+def _gathered_weights(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one sequence: sharded weights are gathered forward and backward, and gradients scattered, in 16 bits."""
+    if setting.zero != 3:
+        return 0.0
+    ranks = setting.context * setting.data
+    return 3 * BF16 * model.parameters * (ranks - 1) / ranks / _bytes_per_s(setting, cluster)
+
+
+def _data_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one step: float32 gradients are reduced and scattered, bf16 weights gathered; if sharded, see above."""
+    if setting.zero == 3:
+        return 0.0
+    ranks = setting.context * setting.data
+    own = model.parameters / (setting.tensor * setting.pipeline)
+    return own * (FP32 + BF16) * (ranks - 1) / ranks / _bytes_per_s(setting, cluster)
+
+
+def _optimizer(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
+    """Of one step, on the host: gradients come and weights go over PCIe, Adam runs at the rate of its memory."""
+    if not setting.offload_optimizer:
+        return 0.0
+    own = model.parameters / setting.gpus  # all are cut over all GPUs, one way or another
+    on_host = own * _ADAM_BYTES * min(cluster.gpus_per_node, setting.gpus) / cluster.host_bytes_per_s
+    return on_host + own * (FP32 + BF16) / cluster.pcie_bytes_per_s

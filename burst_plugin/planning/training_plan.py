@@ -1,0 +1,238 @@
+"""The fastest way to train a model on sequences of some length that fits: all settings, priced, the best first.
+
+goal = Goal(model=MODELS["llama3_8b"], tokens=2**20, cluster=Cluster(), space=space)
+best_first = plans_that_fit(goal)                # [Candidate(setting, memory, seconds), ...]
+longest(goal)                                    # the most tokens for which there is one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from burst_plugin.planning.memory import GIB, Memory, memory
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.planning.step_time import step_seconds, tokens_per_second
+
+__all__ = [
+    "LEVERS",
+    "Candidate",
+    "Goal",
+    "Space",
+    "longest",
+    "nearest",
+    "plans_that_fit",
+    "reasons",
+    "settings",
+    "some_plan_fits",
+]
+
+_LOSS_CHUNK, _MLP_CHUNK = 1024, 4096  # tokens: enough for full speed of a matrix product, and little memory
+_STEP = 2**16  # tokens to which the longest sequence is found
+_ALIKE = 1.01  # plans whose times differ by less are ordered by how plain they are
+
+LEVERS = {
+    "keep": 0.0,
+    "loss_chunk": 0,
+    "mlp_chunk": 0,
+    "offload_hidden": False,
+    "offload_optimizer": False,
+    "ulysses": 1,
+    "parts": 1,
+}
+"""What a plan may switch on, with the value that is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """What a framework can do: the code of its layers, and which degrees and kinds of sharding it has.
+
+    divides: whether a sequence has to be a multiple of twice its context-parallel ranks, times tensor-parallel ones.
+    """
+
+    code: Code
+    zeros: tuple[int, ...]
+    tensor: bool
+    pipeline: bool
+    recompute: tuple[str, ...]
+    divides: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What is to be trained, on what, with what."""
+
+    model: ModelShape
+    tokens: int
+    cluster: Cluster
+    space: Space
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting with what it takes: bytes, and seconds by part."""
+
+    setting: Setting
+    memory: Memory
+    seconds: dict[str, float]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step."""
+        return sum(self.seconds.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second and GPU."""
+        return tokens_per_second(self.setting, self.step_s)
+
+
+def settings(goal: Goal) -> Iterator[Setting]:
+    """Yield every setting of the space; whether it fits is another question."""
+    for setting in _layouts(goal):
+        degrees = [n for n in setting.topology.ulysses_degrees if _heads_allow(goal.model, setting, n)]
+        for recompute, degree in product(goal.space.recompute, degrees):
+            keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
+            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), (1, 4))
+            for keep, loss_chunk, mlp_chunk, hidden, optimizer, parts in switches:
+                if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
+                    continue
+                if parts > 1 and _kv_heads_in_ring(goal.model, setting, degree) % parts:
+                    continue
+                yield replace(
+                    setting,
+                    recompute=recompute,
+                    keep=keep,
+                    loss_chunk=loss_chunk,
+                    mlp_chunk=mlp_chunk,
+                    offload_hidden=hidden,
+                    offload_optimizer=optimizer,
+                    ulysses=degree,
+                    parts=parts,
+                )
+
+
+def _layouts(goal: Goal) -> Iterator[Setting]:
+    """Yield all cuts of model, sequence and batch over all GPUs, with nothing switched on."""
+    gpus, per_node, model = goal.cluster.gpus, goal.cluster.gpus_per_node, goal.model
+    tensors = [n for n in _divisors(per_node) if n == 1 or (goal.space.tensor and model.kv_heads % n == 0)]
+    pipelines = [n for n in (1, 2, 4) if n == 1 or (goal.space.pipeline and model.layers % n == 0)]
+    for tensor, pipeline, zero in product(tensors, pipelines, goal.space.zeros):
+        for context in _divisors(gpus // (tensor * pipeline)):
+            data = gpus // (tensor * pipeline * context)
+            inner = min(context, per_node // tensor)
+            if tensor * pipeline * context * data != gpus or goal.batch % data or context % inner:
+                continue
+            if goal.space.divides and goal.tokens % (2 * context * tensor):
+                continue
+            yield Setting(
+                tokens=goal.tokens,
+                code=goal.space.code,
+                tensor=tensor,
+                context=context,
+                pipeline=pipeline,
+                data=data,
+                inner=inner,
+                batch=goal.batch,
+                zero=zero,
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _heads_allow(model: ModelShape, setting: Setting, degree: int) -> bool:
+    """Return whether so many ranks can exchange the heads of a tensor-parallel rank."""
+    heads, kv_heads = model.heads // setting.tensor, max(1, model.kv_heads // setting.tensor)
+    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
+    return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
+
+
+def _fits(found: Memory, cluster: Cluster) -> bool:
+    return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
+
+
+def plans_that_fit(goal: Goal) -> list[Candidate]:
+    """Return all settings that fit, the fastest first; of those about as fast, the one with less switched on."""
+    found = []
+    for setting in settings(goal):
+        needed = memory(goal.model, setting, goal.cluster)
+        if _fits(needed, goal.cluster):
+            found.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
+    if not found:
+        return []
+    least = min(each.step_s for each in found)
+
+    def order(each: Candidate) -> tuple[bool, int, float, float]:
+        is_slower = each.step_s > _ALIKE * least
+        switched_on = sum(getattr(each.setting, name) != off for name, off in LEVERS.items())
+        switched_on += (each.setting.tensor > 1) + (each.setting.pipeline > 1)
+        return is_slower, 0 if is_slower else switched_on, each.step_s, each.memory.gpu_bytes
+
+    return sorted(found, key=order)
+
+
+def nearest(goal: Goal) -> Candidate | None:
+    """Return the setting that lacks least where none fits; None if the sequence cannot be cut at all."""
+    best: tuple[float, Setting, Memory] | None = None
+    for setting in settings(goal):
+        needed = memory(goal.model, setting, goal.cluster)
+        lacks = max(
+            needed.gpu_bytes / (goal.cluster.gpu_gib * GIB), needed.host_bytes / (goal.cluster.host_gib * GIB)
+        )
+        if best is None or lacks < best[0]:
+            best = lacks, setting, needed
+    if best is None:
+        return None
+    return Candidate(best[1], best[2], step_seconds(goal.model, best[1], goal.cluster))
+
+
+def some_plan_fits(goal: Goal) -> bool:
+    """Return whether any setting fits."""
+    return any(_fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in settings(goal))
+
+
+def longest(goal: Goal) -> int:
+    """Return the most tokens, a multiple of 65,536, for which a setting fits; 0 if there are none."""
+
+    def fit(steps: int) -> bool:
+        return some_plan_fits(replace(goal, tokens=steps * _STEP))
+
+    if not fit(1):
+        return 0
+    high = 2
+    while fit(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fit(middle) else (low, middle)
+    return low * _STEP
+
+
+def reasons(goal: Goal, chosen: Candidate) -> dict[str, str]:
+    """Return, for everything that a plan switches on, what it would be without it."""
+    found = {}
+    for name, off in LEVERS.items():
+        if getattr(chosen.setting, name) == off:
+            continue
+        without = replace(chosen.setting, **{name: off})  # type: ignore[arg-type]
+        needed = memory(goal.model, without, goal.cluster)
+        gib, host_gib = needed.gpu_bytes / GIB, needed.host_bytes / GIB
+        slower_s = sum(step_seconds(goal.model, without, goal.cluster).values()) - chosen.step_s
+        if gib > goal.cluster.gpu_gib:
+            found[name] = f"without it a GPU needs {gib:.1f} GiB"
+        elif host_gib > goal.cluster.host_gib:
+            found[name] = f"without it a host needs {host_gib:.0f} GiB"
+        elif slower_s > 0:
+            found[name] = f"without it a step takes {slower_s:.1f} s more"
+        else:
+            found[name] = f"without it a GPU has {gib - chosen.memory.gpu_bytes / GIB:.1f} GiB less to spare"
+    return found
