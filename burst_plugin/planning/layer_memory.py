@@ -210,17 +210,20 @@ def _projections_backward(setting: Setting, w: Widths) -> Moment:
 
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Tensors of the last norm, the head and the loss, forward and backward together."""
-    vocab = model.vocab / setting.tensor
-    rows = min(setting.loss_chunk, setting.local_tokens) if setting.loss_chunk else setting.local_tokens
-    # of a chunk: in 16 bits and in float32, less the largest, and exponentials; or their gradient in both types
-    per_logit = BF16 + 3 * FP32 if setting.loss_chunk else setting.code.logit_bytes
-    found = {
-        "last hidden states": w.row,
-        "last norm": w.row * (4 if setting.code.plain_norms else 1),
-        "logits": rows * vocab * per_logit,
-    }
+    vocab, code = model.vocab / setting.tensor, setting.code
+    found = {"last norm": w.row * (4 if code.plain_norms else 2)}  # copies and its output; or its input and output
     if w.gathered:
         found["gathered over tensor parallelism"] = 2 * w.gathered
-    if setting.code.sums_weights:
-        found["gradient of the head"] = model.hidden * vocab * (FP32 + BF16 if setting.loss_chunk else BF16)
-    return found
+    if not setting.loss_chunk:
+        found["logits"] = setting.local_tokens * vocab * code.logit_bytes
+        if code.sums_weights:
+            found["gradient of the head"] = model.hidden * vocab * BF16
+        return found
+    logits = min(setting.loss_chunk, setting.local_tokens) * vocab
+    weights = model.hidden * vocab if code.sums_weights else 0.0
+    backward = {"gradient of the normalized": w.row, "gradient of the head": FP32 * weights}
+    # Forward in 16 bits and in float32, less the largest, and exponentials. Backward both and their gradients; when
+    # logits are gone, the gradient of the head is rounded.
+    forward_bytes = (BF16 + 3 * FP32) * logits - sum(backward.values())
+    found["logits of a chunk"] = max(forward_bytes, (2 * BF16 + 2 * FP32) * logits, BF16 * weights)
+    return found | backward

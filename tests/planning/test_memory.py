@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from burst_plugin.activations import linear_cross_entropy
 from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS, ModelShape
@@ -54,6 +58,47 @@ def test_a_step_takes_what_the_plan_says(
     print(f"{changes} {tokens} {recompute} plain {plain_norms}: {expected / measured:.4f} {moment}")
     assert moment == fullest or not plain_norms
     assert expected == pytest.approx(measured, rel=0.05)
+
+
+def in_chunks(model: Any, setting: Setting) -> None:
+    """Switch on what the setting has in chunks."""
+    from burst_plugin.huggingface.chunked_mlps import chunk_mlps
+
+    chunk_mlps(model, setting.mlp_chunk)
+    if not setting.loss_chunk:
+        return
+
+    def forward(input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+        hidden = model.model(input_ids=input_ids, **options).last_hidden_state
+        losses = linear_cross_entropy(hidden, model.lm_head, labels, chunk=setting.loss_chunk)
+        return SimpleNamespace(loss=losses.mean())
+
+    model.forward = forward
+
+
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("plain_norms", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "loss_chunk", "mlp_chunk"),
+    [
+        ({}, 0, 1024),
+        ({"ffn": 2048}, 0, 256),
+        ({"vocab": 32768}, 512, 512),
+        ({"vocab": 8192, "layers": 2}, 2048, 512),
+        ({"vocab": 8192, "ffn": 512}, 256, 0),
+    ],
+)
+def test_a_step_in_chunks_takes_what_the_plan_says(
+    changes: dict[str, int], loss_chunk: int, mlp_chunk: int, plain_norms: bool
+) -> None:
+    shape = replace(TINY, **changes)  # type: ignore[arg-type]
+    code = replace(measured_code(), plain_norms=plain_norms)
+    setting = Setting(tokens=16384, code=code, loss_chunk=loss_chunk, mlp_chunk=mlp_chunk)
+    expected, moment = said(shape, setting)
+    live = activation_bytes(shape, setting, prepare=in_chunks)
+    print(f"{changes} {loss_chunk} {mlp_chunk} plain {plain_norms}: {expected / live.peak:.4f} {moment}")
+    assert expected == pytest.approx(live.peak, rel=0.1)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)

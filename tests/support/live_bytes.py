@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
         now = self.now
         if now > self.peak:
             self.peak = now
-            self.shapes = sorted(((each[1], each[2], each[3]) for each in self._alive.values()), reverse=True)
+            self.shapes = sorted((each[1:] for each in self._alive.values()), key=str)
         return out
 
     def _note(self, x: Tensor, given: set[int]) -> None:
