@@ -19,7 +19,6 @@ _RECOMPUTED = {
 }
 _NAMES = {
     "keep": "keep_attention",
-    "offload_hidden": "offload",
     "offload_optimizer": "optimizer on the host",
     "ulysses": "ulysses_degree",
 }

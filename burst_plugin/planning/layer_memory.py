@@ -83,8 +83,8 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         saved = {}  # which counts as kept already
     elif setting.recompute == "mlp":
         saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
-    if setting.offload_hidden:
-        saved["inputs of layers, coming back"] = 2 * w.row
+    if setting.offload:
+        saved["inputs of layers, back from the host"] = 2 * w.row
     found = {
         "MLP, backward": saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w),
         "attention, backward": _before_mlp(saved)
@@ -184,8 +184,8 @@ def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment
     saved = saved_by_layer(model, setting, whole_mlp=False)
     found = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
     found["gradient of the layer's output"] = w.row
-    if setting.offload_hidden:
-        found["inputs of layers, coming back"] = 2 * w.row
+    if setting.offload:
+        found["inputs of layers, back from the host"] = 2 * w.row
     moving = choose_moving_side(Strategy(), "forward", ring_shapes(model, setting))
     found["out and lse of tiles, waiting and summed up"] = (
         _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention

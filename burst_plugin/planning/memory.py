@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil, log2
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
@@ -58,8 +59,8 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     fullest = max(at, key=lambda name: sum(at[name].values()))
     hidden, attention = _kept(model, setting)
     gpu = _states(model, setting)
-    gpu["inputs of layers"] = 0.0 if setting.offload_hidden else hidden
-    gpu["attention, kept"] = attention
+    gpu["inputs of layers"] = 0.0 if setting.offload else hidden
+    gpu["attention, kept"] = 0.0 if setting.offload else attention
     shapes = ring_shapes(model, setting)
     per_token = _ring_buffers(
         setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1), setting.parts
@@ -69,7 +70,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu["at work"] = sum(at[fullest].values())
     gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
-    host = _host(model, setting, cluster, hidden)
+    host = _host(model, setting, cluster)
     return Memory(gpu, host, fullest, at[fullest])
 
 
@@ -93,8 +94,7 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
 def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
     """Return the bytes of a rank's inputs of layers, and of what else is kept of layers: that of attention or all."""
     w = Widths(model, setting)
-    # The first stage of a pipeline works on as many sequences at once as there are stages.
-    layers = model.layers / setting.pipeline * min(setting.pipeline, setting.microbatches)
+    layers = _layers_that_wait(model, setting)
     if setting.recompute == "full":
         return layers * w.row, layers * w.kept_attention * (setting.kept_share if setting.keep else 0.0)
     saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
@@ -104,15 +104,29 @@ def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
     return inputs, layers * sum(saved.values())
 
 
-def _host(model: ModelShape, setting: Setting, cluster: Cluster, hidden: float) -> Moment:
+def _layers_that_wait(model: ModelShape, setting: Setting) -> float:
+    """Return the layers of a rank, times as many sequences as the first stage of a pipeline works on at once."""
+    return model.layers / setting.pipeline * min(setting.pipeline, setting.microbatches)
+
+
+def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
     own = model.parameters / (setting.tensor * setting.pipeline) / (setting.context * setting.data)
     gpus = min(cluster.gpus_per_node, setting.gpus)
     host = {"processes": cluster.process_gib * GIB * gpus}
-    if setting.offload_hidden:
-        host["inputs of layers"] = hidden * gpus
+    if setting.offload:
+        w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
+        host["inputs of layers"] = _pinned(w.row) * times
+        if setting.keep:
+            share = setting.kept_share
+            host["attention, kept"] = (_pinned(share * w.q) + _pinned(share * w.lse)) * times
     if setting.offload_optimizer:  # gradients too, in float32
         host["optimizer and gradients"] = 4 * FP32 * own * gpus
     return host
+
+
+def _pinned(nbytes: float) -> float:
+    """Return what a tensor takes in pinned memory, which PyTorch rounds up to powers of two."""
+    return float(2 ** ceil(log2(nbytes)))
 
 
 def _exchange_buffers(model: ModelShape, setting: Setting) -> float:

@@ -20,7 +20,7 @@ def strategy_options(setting: Setting) -> dict[str, object]:
         found["loss_chunk"] = setting.loss_chunk
     if setting.mlp_chunk:
         found["mlp_chunk"] = setting.mlp_chunk
-    if setting.offload_hidden:
+    if setting.offload:
         found["offload"] = True
     return found
 

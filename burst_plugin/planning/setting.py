@@ -78,7 +78,7 @@ class Setting:
         gradients too.
     keep: the share of the sequence whose attention is kept while layers are computed again.
     loss_chunk, mlp_chunk: tokens per chunk, 0 for all at once.
-    offload_hidden: inputs of layers wait for their backward pass in host memory.
+    offload: what waits for the backward pass of layers that are computed again waits in host memory.
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
     """
@@ -96,7 +96,7 @@ class Setting:
     keep: float = 0.0
     loss_chunk: int = 0
     mlp_chunk: int = 0
-    offload_hidden: bool = False
+    offload: bool = False
     offload_optimizer: bool = False
     ulysses: int = 1
     parts: int = 1

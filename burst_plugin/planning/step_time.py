@@ -115,8 +115,10 @@ def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> f
 
 
 def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one layer: its input goes to the host and comes back."""
-    return 2 * Widths(model, setting).row / cluster.pcie_bytes_per_s if setting.offload_hidden else 0.0
+    """Of one layer: its input, and what is kept of attention, go to the host and come back."""
+    w = Widths(model, setting)
+    kept = w.kept_attention * setting.kept_share if setting.keep else 0.0
+    return 2 * (w.row + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0
 
 
 def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:

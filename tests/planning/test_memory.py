@@ -162,11 +162,20 @@ def test_sums_worked_out_by_hand() -> None:
 def test_the_host_gets_what_is_offloaded() -> None:
     setting = Setting(tokens=2**20, context=8, inner=8, zero=3, loss_chunk=1024, mlp_chunk=4096, code=GPU_CODE)
     kept = memory(MODELS["llama3_8b"], setting, Cluster())
-    moved = memory(MODELS["llama3_8b"], replace(setting, offload_hidden=True, offload_optimizer=True), Cluster())
+    moved = memory(MODELS["llama3_8b"], replace(setting, offload=True, offload_optimizer=True), Cluster())
     assert moved.gpu["inputs of layers"] == moved.gpu["optimizer"] == moved.gpu["gradients"] == 0
     assert moved.host["inputs of layers"] == 8 * kept.gpu["inputs of layers"]
+    kept = memory(MODELS["llama3_8b"], replace(setting, keep=1.0), Cluster())
+    moved = memory(
+        MODELS["llama3_8b"],
+        replace(setting, keep=1.0, offload=True, offload_optimizer=True, tokens=3 * 2**18),
+        Cluster(),
+    )
+    assert moved.gpu["attention, kept"] == 0
+    assert moved.host["inputs of layers"] == 8 * 32 * 2**30, "0.75 GiB each, pinned in powers of two"
+    assert moved.host["attention, kept"] == pytest.approx(8 * 32 * 2**30 * (1 + 2**24 / 2**30))
     assert moved.host["optimizer and gradients"] == pytest.approx(8 * (kept.gpu["optimizer"] + kept.gpu["gradients"]))
-    assert moved.at_work["inputs of layers, coming back"] == 2 * 2**30
+    assert moved.at_work["inputs of layers, back from the host"] == 2 * 0.75 * 2**30
 
 
 def test_a_share_of_attention_is_kept_and_the_rest_computed_again() -> None:

@@ -59,7 +59,7 @@ def test_time_follows_the_formulas() -> None:
 
 
 def test_what_nothing_hides_costs_time() -> None:
-    setting = Setting(tokens=M, code=FUSED, context=8, inner=8, zero=3, offload_hidden=True)
+    setting = Setting(tokens=M, code=FUSED, context=8, inner=8, zero=3, offload=True)
     fast, slow = Cluster(), Cluster(pcie_bytes_per_s=1e7, intra_bytes_per_s=1e8)
     assert step_seconds(LLAMA, setting, fast)["offload, not hidden"] == 0
     spent = step_seconds(LLAMA, setting, slow)
@@ -87,7 +87,7 @@ def test_settings_are_such_as_can_run(space: Space) -> None:
         assert each.inner * each.tensor <= 8
         assert LLAMA.kv_heads % each.tensor == 0
         assert each.context % each.ulysses == 0
-        assert each.recompute == "full" or not (each.keep or each.offload_hidden)
+        assert each.recompute == "full" or not (each.keep or each.offload)
         assert not space.divides or some.tokens % (2 * each.context * each.tensor) == 0
     assert {each.tensor for each in found} == ({1, 2, 4, 8} if space.tensor else {1})
 
@@ -130,7 +130,7 @@ def test_reasons_are_true() -> None:
     some = goal(gpu_gib=56.0)
     best = plans_that_fit(some)[0]
     why = reasons(some, best)
-    assert {"keep", "loss_chunk", "offload_hidden"} <= set(why)
+    assert {"keep", "loss_chunk", "offload"} <= set(why)
     without = memory(LLAMA, replace(best.setting, loss_chunk=0), some.cluster)
     assert why["loss_chunk"] == f"without it a GPU needs {without.gpu_bytes / GIB:.1f} GiB"
     slower = sum(step_seconds(LLAMA, replace(best.setting, keep=0.0), some.cluster).values()) - best.step_s
@@ -153,7 +153,7 @@ def test_what_a_plan_says_to_a_run() -> None:
     setting = Setting(tokens=M, code=FUSED, context=16, inner=8)
     assert strategy_options(setting) == {}
     assert layout_in_words(setting) == "TP 1 x CP 16 x PP 1 x DP 1, CP over 2 nodes of 8"
-    full = replace(setting, ulysses=8, parts=2, keep=1.0, loss_chunk=1024, mlp_chunk=4096, offload_hidden=True)
+    full = replace(setting, ulysses=8, parts=2, keep=1.0, loss_chunk=1024, mlp_chunk=4096, offload=True)
     assert strategy_options(full) == {
         "ulysses_degree": 8,
         "parts": 2,
