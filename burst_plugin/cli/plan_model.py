@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from burst_plugin.frameworks import FRAMEWORKS, framework
 from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.model_shape import MODELS, model_shape
 from burst_plugin.planning.setting import Cluster
-from burst_plugin.planning.training_plan import Goal, longest, nearest, plans_that_fit, some_plan_fits
+from burst_plugin.planning.training_plan import Candidate, Goal, longest, nearest, plans_that_fit, some_plan_fits
 
 __all__ = ["add_arguments", "lines"]
 
@@ -85,6 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seq", metavar="TOKENS", type=_tokens, help="length of a sequence, such as 131072 or 1m")
     what.add_argument("--max-tokens", action="store_true", help="find the longest sequence that fits")
+    what.add_argument(
+        "--flags",
+        metavar="FILE",
+        type=Path,
+        help="a command line or flags in a file, - for standard input: say what they take, without a search",
+    )
     parser.add_argument("--gpus", metavar="N", type=_count, default=8, help="GPUs of all nodes (default: 8)")
     parser.add_argument("--gpus-per-node", metavar="N", type=_count, default=8, help="(default: 8)")
     parser.add_argument("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="(default: %(default)s)")
@@ -116,6 +123,9 @@ def _flag(name: str) -> str:
 def lines(options: argparse.Namespace) -> Iterator[str]:
     """Yield what the command prints. Raise ValueError if nothing fits, and for what cannot be planned."""
     goal = _goal(options)
+    if options.flags is not None:
+        yield from _given(options, goal)
+        return
     if options.max_tokens:
         goal = replace(goal, tokens=longest(goal))
         if not goal.tokens:
@@ -129,6 +139,22 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     if options.emit is not None:
         yield ""
         yield _written(options, goal, best_first[0].setting)
+
+
+def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
+    """Yield what a command line takes that is there already."""
+    planning = framework(options.framework).planning()
+    if not hasattr(planning, "setting_of"):
+        raise ValueError(f"--flags: what {options.framework} is given cannot be read; use --seq")
+    try:
+        text = sys.stdin.read() if str(options.flags) == "-" else options.flags.read_text()
+        setting = planning.setting_of(text, goal.cluster.gpus, goal.cluster.gpus_per_node)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--flags {options.flags}: {error}") from error
+    if not setting.tokens:
+        raise ValueError(f"--flags {options.flags}: there is no --seq-length among them")
+    goal = replace(goal, tokens=setting.tokens, batch=setting.batch)
+    yield from report(goal, options.framework, [Candidate.of(goal, setting)], is_given=True)
 
 
 def _goal(options: argparse.Namespace) -> Goal:

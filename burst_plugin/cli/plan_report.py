@@ -8,7 +8,7 @@ from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.run_options import layout_in_words, strategy_options
 from burst_plugin.planning.setting import Setting
 from burst_plugin.planning.step_time import bound_by
-from burst_plugin.planning.training_plan import Candidate, Goal, reasons
+from burst_plugin.planning.training_plan import Candidate, Goal, fits, reasons
 
 __all__ = ["report"]
 
@@ -24,25 +24,27 @@ _NAMES = {
 }
 
 
-def report(goal: Goal, title: str, best_first: list[Candidate]) -> Iterator[str]:
-    """Yield the lines of a plan; `title` names the framework."""
+def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: bool = False) -> Iterator[str]:
+    """Yield the lines of a plan; `title` names the framework. A plan that `is_given` has no others beside it."""
     best = best_first[0]
     cluster = goal.cluster
     yield (
         f"{goal.model.name} ({goal.model.parameters / 1e9:.2f} G parameters) on {goal.tokens:,} tokens, {title}, "
         f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_gib:g} GiB: {best.step_s:.0f} s per step, "
         f"{best.tokens_per_s:.0f} tokens/s per GPU, {best.memory.gpu_bytes / GIB:.1f} GiB"
+        f"{'' if fits(best.memory, cluster) else ' (does not fit)'}"
     )
     yield ""
-    yield f"Chosen, of {len(best_first)} ways that fit"
+    yield "Given" if is_given else f"Chosen, of {len(best_first)} ways that fit"
     yield from _chosen(goal, best)
     yield ""
     yield from _memory(best)
     yield ""
     yield from _table("Seconds per step", best.seconds, best.step_s, "s")
     yield f"  bound by {bound_by(best.seconds)}"
-    yield ""
-    yield from _runner_up(best_first)
+    if not is_given:
+        yield ""
+        yield from _runner_up(best_first)
 
 
 def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:

@@ -49,7 +49,7 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
             f"it cuts documents over ranks in another way than their rotary embedding; drop it, or {_PACK}",
         ),
         "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
-        "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`, and the recipe's cost model"),
+        "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`"),
         "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
         "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
         "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),

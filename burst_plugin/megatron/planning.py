@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options
 from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
 from burst_plugin.planning.training_plan import Space
+from burst_plugin.strategy import Strategy
 
-__all__ = ["files", "space", "usage"]
+__all__ = ["files", "setting_of", "space", "usage"]
 
 _FILE = "megatron_flags.txt"
 _RECOMPUTE = {
@@ -44,6 +46,48 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
             "--overlap-cpu-optimizer-d2h-h2d"
         )
     return {_FILE: "".join(f"{line}\n" for line in lines if line)}
+
+
+def setting_of(text: str, gpus: int, per_node: int) -> Setting:
+    """Return the setting that a command line, or a file of flags, asks for; raise ValueError if it cannot be run."""
+    words = shlex.split(text, comments=True)
+
+    def value(flag: str, default: str = "1", place: int = 1) -> str:
+        places = [n for n, word in enumerate(words) if word == flag]
+        if places and places[-1] + place >= len(words):
+            raise ValueError(f"{flag} has no value; give flags as the script takes them")
+        return words[places[-1] + place] if places else default
+
+    tensor, context = int(value("--tensor-model-parallel-size")), int(value("--context-parallel-size"))
+    pipeline = int(value("--pipeline-model-parallel-size"))
+    if gpus % (tensor * context * pipeline):
+        raise ValueError(
+            f"{tensor} x {context} x {pipeline} (TP x CP x PP) does not divide {gpus} GPUs; give --gpus a multiple"
+        )
+    inner = min(context, max(1, per_node // tensor))
+    granularity = value("--recompute-granularity", "none")
+    return Setting(
+        tokens=int(value("--seq-length", "0")),
+        code=space(True).code,
+        tensor=tensor,
+        context=context,
+        pipeline=pipeline,
+        data=gpus // (tensor * context * pipeline),
+        inner=int(value("--hierarchical-context-parallel-sizes", str(inner))),
+        batch=int(value("--global-batch-size")),
+        recompute="mlp" if granularity == "selective" else granularity,
+        keep=Strategy(keep_attention=_share(value("--burst-keep-attention", "none"))).kept_share,
+        loss_chunk=int(value("--burst-loss-chunk", "0")),
+        mlp_chunk=int(value("--burst-mlp-chunk", "0")),
+        offload="--burst-offload" in words,
+        offload_optimizer="--optimizer-cpu-offload" in words,
+        ulysses=int(value("--burst-ulysses-degree")),
+        parts=int(value("--burst-parts")),
+    )
+
+
+def _share(text: str) -> float | str:
+    return float(text) if text[:1].isdigit() else text
 
 
 def usage(folder: str) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "Candidate",
     "Goal",
     "Space",
+    "fits",
     "longest",
     "nearest",
     "plans_that_fit",
@@ -79,6 +80,13 @@ class Candidate:
     memory: Memory
     seconds: dict[str, float]
 
+    @classmethod
+    def of(cls, goal: Goal, setting: Setting) -> Candidate:
+        """Return what a setting takes, whether or not it fits."""
+        return cls(
+            setting, memory(goal.model, setting, goal.cluster), step_seconds(goal.model, setting, goal.cluster)
+        )
+
     @property
     def step_s(self) -> float:
         """Seconds per step."""
@@ -98,6 +106,8 @@ def settings(goal: Goal) -> Iterator[Setting]:
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
             switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), (1, 4))
             for keep, loss_chunk, mlp_chunk, hidden, optimizer, parts in switches:
+                if mlp_chunk and goal.model.experts:  # which chunks refuse
+                    continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
                     continue
                 if parts > 1 and _kv_heads_in_ring(goal.model, setting, degree) % parts:
@@ -155,7 +165,8 @@ def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:
     return max(1, model.kv_heads // setting.tensor // degree) if setting.context > degree else 1
 
 
-def _fits(found: Memory, cluster: Cluster) -> bool:
+def fits(found: Memory, cluster: Cluster) -> bool:
+    """Return whether a GPU and a host of the cluster have so much memory."""
     return found.gpu_bytes <= cluster.gpu_gib * GIB and found.host_bytes <= cluster.host_gib * GIB
 
 
@@ -164,7 +175,7 @@ def plans_that_fit(goal: Goal) -> list[Candidate]:
     found = []
     for setting in settings(goal):
         needed = memory(goal.model, setting, goal.cluster)
-        if _fits(needed, goal.cluster):
+        if fits(needed, goal.cluster):
             found.append(Candidate(setting, needed, step_seconds(goal.model, setting, goal.cluster)))
     if not found:
         return []
@@ -181,22 +192,22 @@ def plans_that_fit(goal: Goal) -> list[Candidate]:
 
 def nearest(goal: Goal) -> Candidate | None:
     """Return the setting that lacks least where none fits; None if the sequence cannot be cut at all."""
-    best: tuple[float, Setting, Memory] | None = None
+    best: tuple[float, Setting] | None = None
     for setting in settings(goal):
         needed = memory(goal.model, setting, goal.cluster)
         lacks = max(
             needed.gpu_bytes / (goal.cluster.gpu_gib * GIB), needed.host_bytes / (goal.cluster.host_gib * GIB)
         )
         if best is None or lacks < best[0]:
-            best = lacks, setting, needed
+            best = lacks, setting
     if best is None:
         return None
-    return Candidate(best[1], best[2], step_seconds(goal.model, best[1], goal.cluster))
+    return Candidate.of(goal, best[1])
 
 
 def some_plan_fits(goal: Goal) -> bool:
     """Return whether any setting fits."""
-    return any(_fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in settings(goal))
+    return any(fits(memory(goal.model, each, goal.cluster), goal.cluster) for each in settings(goal))
 
 
 def longest(goal: Goal) -> int:

@@ -117,7 +117,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
             ("plan", "--model", "llama3_8b", "--seq", "1x"),
             "argument --seq: got '1x', expected a number of tokens such",
         ),
-        (("plan", "--model", "llama3_8b"), "one of the arguments --seq --max-tokens is required"),
+        (("plan", "--model", "llama3_8b"), "one of the arguments --seq --max-tokens --flags is required"),
         ((*sized, "--gpus", "12"), "--gpus 12 is not a number of whole nodes of --gpus-per-node 8; use a multiple"),
         ((*sized, "--gpu-gib", "no"), "argument --gpu-gib: got 'no', expected a positive number"),
         ((*sized, "--emit", str(tmp_path / "file" / "x")), "cannot be written to: "),
@@ -138,3 +138,22 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.Capt
 
 def test_the_command_without_a_model_is_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the following arguments are required: --nodes" in refused(capsys, "plan", "--seq", "65536")
+
+
+def test_a_command_line_is_priced_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was written for a plan is read again as the same plan."""
+    out = printed(capsys, *NODE, "--seq", "1m", "--emit", str(tmp_path))
+    flags = str(tmp_path / "megatron_flags.txt")
+    again = printed(capsys, *NODE, "--flags", flags)
+    assert again.splitlines()[0] == out.splitlines()[0]
+    assert out.split("GiB per GPU\n")[1].split("\n\n")[0] in again
+    assert out.split("Chosen, ")[1].split("\n")[1] in again
+    assert "Runner-up" not in again
+    assert " (does not fit)\n" in printed(capsys, *NODE[:-1], "20", "--flags", flags)
+    (tmp_path / "none").write_text("--context-parallel-size 3")
+    assert "3 x 1 (TP x CP x PP) does not divide 8" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
+    (tmp_path / "none").write_text("--context-parallel-size 4")
+    assert "there is no --seq-length among them" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
+    (tmp_path / "none").write_text("--context-parallel-size")
+    assert "--context-parallel-size has no value" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
+    assert "cannot be read; use --seq" in refused(capsys, *NODE, "--framework", "deepspeed", "--flags", flags)

@@ -1,8 +1,7 @@
-"""The recipe of examples/pretrain_7b: command lines, cost model and, where there is a checkout, its smoke mode."""
+"""The recipe of examples/pretrain_7b: command lines, what they take and, where there is a checkout, smoke mode."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -12,26 +11,26 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from burst_plugin.cli import main
 from burst_plugin.deepspeed.config import Block, conflicts
+from burst_plugin.megatron.planning import setting_of
+from burst_plugin.planning.model_shape import MODELS
 from tests.support.megatron_lm import ROOT, checkout
 
 RECIPE = ROOT / "examples" / "pretrain_7b"
 
 
-@pytest.fixture(scope="module")
-def model() -> ModuleType:
-    """cost_model.py, which is no package."""
-    spec = importlib.util.spec_from_file_location("cost_model", RECIPE / "cost_model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cost_model"] = module
-    spec.loader.exec_module(module)
-    return module
+def read_flags(path: Path) -> dict[str, list[str]]:
+    """Variables of a file of shell assignments, each split into words; $NAME is one that came before."""
+    variables: dict[str, list[str]] = {}
+    for assignment in shlex.split(path.read_text(), comments=True):
+        name, value = assignment.split("=", 1)
+        words = [variables[word[1:]] if word.startswith("$") else [word] for word in value.split()]
+        variables[name] = [word for some in words for word in some]
+    return variables
 
 
 def pretrain(*arguments: str, timeout_s: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,39 +53,50 @@ def shown(tmp_path: Path) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------ command lines
 
 
-@pytest.mark.parametrize("name", ["llama2_7b", "llama3_8b"])
-@pytest.mark.parametrize("length", ["128k", "1m"])
-@pytest.mark.parametrize("nodes", ["1", "4", "8"])
-def test_the_command_is_what_the_cost_model_prices(
-    shown: dict[str, str], model: ModuleType, name: str, length: str, nodes: str
-) -> None:
-    where = {"NODES": nodes, "NODE_RANK": "0", "MASTER_ADDR": "head"}
-    line = pretrain("--print", **shown, MODEL=name, TOKENS=length, **where).stdout.split()
-    run = model.run_of(model.read_flags(RECIPE / "flags.env"), name, length, int(nodes))
+RUNS = [
+    (name, length, nodes) for name in ("llama2_7b", "llama3_8b") for length in ("128k", "1m") for nodes in (1, 4, 8)
+]
+
+
+def command(shown: dict[str, str], name: str, length: str, nodes: int) -> str:
+    """The command line of a run."""
+    where = {"NODES": str(nodes), "NODE_RANK": "0", "MASTER_ADDR": "head"}
+    return pretrain("--print", **shown, MODEL=name, TOKENS=length, **where).stdout
+
+
+@pytest.mark.parametrize(("name", "length", "nodes"), RUNS)
+def test_the_command_is_one_that_can_be_run(shown: dict[str, str], name: str, length: str, nodes: int) -> None:
+    text = command(shown, name, length, nodes)
+    line, run, model = text.split(), setting_of(text, 8 * nodes, 8), MODELS[name]
 
     def value(flag: str) -> int:
         return int(line[line.index(flag) + 1])
 
-    assert value("--context-parallel-size") == run.cp
-    assert value("--tensor-model-parallel-size") == run.tp
+    for flag, size in (
+        ("--num-layers", model.layers),
+        ("--hidden-size", model.hidden),
+        ("--ffn-hidden-size", model.ffn),
+        ("--num-attention-heads", model.heads),
+        ("--vocab-size", model.vocab),
+    ):
+        assert value(flag) == size
+    assert ("--num-query-groups" in line) == (model.kv_heads != model.heads)
     assert value("--seq-length") == run.tokens == {"128k": 2**17, "1m": 2**20}[length]
-    assert value("--global-batch-size") == run.batch
-    assert value("--nnodes") == int(nodes)
+    assert value("--nnodes") == nodes
     assert line[line.index("--cp-comm-type") + 1] == "burst"
-    assert ("full" in line) == (run.recompute == "full")
     # what Megatron and the ring want of a layout
     assert run.batch * run.tokens == 2**22
-    assert run.gpus == run.tp * run.cp * run.pp * run.dp
-    assert run.batch % run.dp == 0
-    assert run.groups % run.tp == 0
-    assert run.tokens % (2 * run.cp * run.tp) == 0
-    assert run.inner * run.tp <= model.GPUS_PER_NODE
-    if 1 < run.inner < run.cp:
+    assert run.gpus == 8 * nodes
+    assert run.batch % run.data == 0
+    assert model.kv_heads % run.tensor == 0
+    assert run.tokens % (2 * run.context * run.tensor) == 0
+    assert run.inner * run.tensor <= 8
+    if 1 < run.inner < run.context:
         sizes = line[line.index("--hierarchical-context-parallel-sizes") + 1 :][:2]
-        assert int(sizes[0]) * int(sizes[1]) == run.cp
+        assert int(sizes[0]) * int(sizes[1]) == run.context
     else:  # all in one node, or one in each: ranks find out by themselves
         assert "--hierarchical-context-parallel-sizes" not in line
-        assert run.cp * run.tp <= model.GPUS_PER_NODE or run.inner == 1
+        assert run.context * run.tensor <= 8 or run.inner == 1
 
 
 @pytest.mark.parametrize("apex", [False, True])
@@ -262,9 +272,9 @@ def test_data_that_is_not_there_stops_a_run(shown: dict[str, str]) -> None:
     assert "there is no /data/text.idx; make it with prepare_data.sh" in done.stderr
 
 
-def test_the_deepspeed_twin_says_the_same(model: ModuleType) -> None:
+def test_the_deepspeed_twin_says_the_same() -> None:
     twin = json.loads((RECIPE / "deepspeed.json").read_text())
-    variables = model.read_flags(RECIPE / "flags.env")
+    variables = read_flags(RECIPE / "flags.env")
     words = variables["TRAINING"] + variables["LENGTH_128K"]
 
     def value(flag: str) -> float:
@@ -290,65 +300,36 @@ def test_the_deepspeed_twin_says_the_same(model: ModuleType) -> None:
     assert conflicts(twin, 8) == []
 
 
-# --------------------------------------------------------------------------------------------------------- cost model
+# ----------------------------------------------------------------------------------------------------- what it takes
 
 
-def test_parameters_are_those_of_the_models(model: ModuleType) -> None:
-    variables = model.read_flags(RECIPE / "flags.env")
-    assert model.run_of(variables, "llama2_7b", "128k", 1).parameters == 6_738_415_616
-    assert model.run_of(variables, "llama3_8b", "128k", 1).parameters == 8_030_261_248
+def planned(text: str, name: str, nodes: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    """What `burst plan` says of a command line."""
+    (tmp_path / "flags").write_text(text)
+    words = ("plan", "--model", name, "--gpus", str(8 * nodes), "--flags", str(tmp_path / "flags"))
+    assert main(words) == 0
+    return capsys.readouterr().out
 
 
-def test_memory_and_time_follow_the_formulas(model: ModuleType) -> None:
-    """One small run, worked out by hand."""
-    run = model.Run(
-        layers=4, hidden=64, ffn=128, heads=8, groups=8, vocab=1000, tokens=4096, batch=2,
-        tp=2, cp=4, pp=1, inner=2, recompute="full", gpus=8,
-    )  # fmt: skip
-    assert run.dp == 1
-    assert run.parameters == 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 2 * 1000 * 64 + 64
-    memory = model.memory_bytes(run)
-    assert memory["weights and gradients"] == run.parameters / 2 * 6
-    assert memory["optimizer"] == run.parameters / 2 * 12 / 4
-    assert memory["kept activations"] == 64 * 2 * 512 * 4
-    assert memory["layer at work"] == 2 * (8 + 8) * 64 * 2 * 512
-    assert memory["logits"] == 1024 * 500 * 10
-    # travelling keys and values: 4 heads x (8 + 8) x (2 + 4) bytes; queries: 128 + 32 and 128 bytes, which is less
-    assert model._travelling(run) == (160, 128)
-    assert memory["ring buffers"] == 1024 * (5 * 160 + 6 * 128)
-    machine = model.Machine(
-        peak_flops=1e9, matmul_share=1, attention_share=0.5, intra_bytes_per_s=1e6, inter_bytes_per_s=1e5
-    )
-    spent = model.step_seconds(run, machine)
-    layer = 2 * 4096 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert spent["linear layers"] == pytest.approx(2 * (4 * layer * 4 + 6 * 4096 * 1000 * 64) / 8 / 1e9)
-    visit = 2 * 4096**2 * 64 / 8 / 0.5e9
-    assert spent["attention"] == pytest.approx(2 * 4 * visit * 4.5)
-    block = 1024 * 4 * 16 * 2  # bytes of keys and values; two-level: max(2 x 1 hops inside, 1 between)
-    forward = max(2 * block / 1e6, block / 1e5)
-    backward = max(2 * 1024 * 288 / 1e6, 1024 * 288 / 1e5)
-    assert spent["ring, not hidden"] == pytest.approx(
-        2 * 4 * (2 * (forward - visit) + max(0, backward - 2.5 * visit))
-    )
-    assert spent["tensor parallelism"] == pytest.approx(2 * 4 * 14 * 1024 * 64 * 2 * 0.5 / 1e6)
-
-
-def test_bytes_per_hop_are_those_of_the_package(model: ModuleType) -> None:
-    """32/32 heads of 128: 33.0 kB a token for queries; 32/8: 12.3 kB for keys and values (docs/internals.md)."""
-    variables = model.read_flags(RECIPE / "flags.env")
-    for name, length, expected in (("llama2_7b", "1m", 33_024 / 2), ("llama3_8b", "128k", 12_288 / 2)):
-        run = model.run_of(variables, name, length, 4)
-        assert run.tp == 2
-        assert sum(model._travelling(run)) == expected
-
-
-def test_the_page_has_the_tables_of_the_model() -> None:
+def test_the_page_has_what_burst_plan_says(
+    shown: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = (RECIPE / "README.md").read_text()
-    command = [sys.executable, str(RECIPE / "cost_model.py")]
-    table = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert table in page
-    details = subprocess.run([*command, "--show", "llama2_7b", "1m", "4"], capture_output=True, text=True, check=True)
-    assert details.stdout in page
+    rows = []
+    for name, length, nodes in RUNS:
+        text = command(shown, name, length, nodes)
+        run, out = setting_of(text, 8 * nodes, 8), planned(text, name, nodes, capsys, tmp_path)
+        found = re.search(r": (\d+) s per step, \d+ tokens/s per GPU, ([\d.]+) GiB( \(does not fit\))?\n", out)
+        assert found is not None
+        size = f"{float(found[2]):.0f}{found[3] or ''}"
+        cut = " × ".join(map(str, (run.tensor, run.context, run.pipeline, run.data)))
+        levels = f"{run.context // run.inner} × {run.inner}"
+        cells = (name, length, nodes, cut, levels, run.recompute, size, found[1])
+        rows.append("| " + " | ".join(map(str, cells)) + " |")
+    table = "\n".join(rows)
+    assert table in page, table
+    details = planned(command(shown, "llama2_7b", "1m", 4), "llama2_7b", 4, capsys, tmp_path)
+    assert details in page, details
 
 
 def test_every_flag_is_explained() -> None:
