@@ -106,6 +106,7 @@ def test_deepspeed_gets_its_configuration(tmp_path: Path, capsys: pytest.Capture
     assert arguments["gradient_checkpointing"] is True
     assert arguments["liger_kernel_config"]["rms_norm"] is True
     assert sum(arguments["liger_kernel_config"].values()) == 1
+    assert arguments["liger_kernel_config"]["fused_linear_cross_entropy"] is False, "Liger's default is true"
 
 
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

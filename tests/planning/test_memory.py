@@ -83,10 +83,10 @@ def in_chunks(model: Any, setting: Setting) -> None:
     ("changes", "loss_chunk", "mlp_chunk"),
     [
         ({}, 0, 1024),
-        ({"ffn": 2048}, 0, 256),
-        ({"vocab": 32768}, 512, 512),
-        ({"vocab": 8192, "layers": 2}, 2048, 512),
-        ({"vocab": 8192, "ffn": 512}, 256, 0),
+        ({"ffn": 2048, "layers": 3}, 0, 512),
+        ({"vocab": 32768, "layers": 3}, 512, 1024),
+        ({"vocab": 8192, "layers": 2}, 2048, 1024),
+        ({"vocab": 8192, "ffn": 512}, 512, 0),
     ],
 )
 def test_a_step_in_chunks_takes_what_the_plan_says(
@@ -94,7 +94,7 @@ def test_a_step_in_chunks_takes_what_the_plan_says(
 ) -> None:
     shape = replace(TINY, **changes)  # type: ignore[arg-type]
     code = replace(measured_code(), plain_norms=plain_norms)
-    setting = Setting(tokens=16384, code=code, loss_chunk=loss_chunk, mlp_chunk=mlp_chunk)
+    setting = Setting(tokens=8192, code=code, loss_chunk=loss_chunk, mlp_chunk=mlp_chunk)
     expected, moment = said(shape, setting)
     live = activation_bytes(shape, setting, prepare=in_chunks)
     print(f"{changes} {loss_chunk} {mlp_chunk} plain {plain_norms}: {expected / live.peak:.4f} {moment}")
@@ -187,6 +187,9 @@ def test_a_share_of_attention_is_kept_and_the_rest_computed_again() -> None:
         half = replace(setting, keep=0.5)
         assert half.kept_share == 0.5
         assert half.again_share == pytest.approx((2 * ranks - 1) / (4 * ranks))  # of the middle's chunk
+    alone = replace(setting, context=1, inner=1)
+    for keep in (0.1, 0.3, 0.75):  # whose chunks are cut
+        assert replace(alone, keep=keep).again_share == pytest.approx((1 - keep) ** 2)
     most = replace(setting, keep=0.75)
     assert most.kept_share == 1.0, "ranks 4 to 7 keep both chunks"
 
