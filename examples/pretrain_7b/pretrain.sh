@@ -13,7 +13,7 @@
 #     OUT        where checkpoints, logs and caches go (pretrain-out/MODEL-TOKENS); a run continues from what it finds
 #                there. On several nodes MEGATRON, DATA and OUT are on a file system that all of them see
 #     MODEL      llama2_7b or llama3_8b (llama2_7b)
-#     TOKENS     length of a sequence: 128k or 1m (128k)
+#     TOKENS     length of a sequence: 128k, 1m, or 4m on 4 nodes (128k)
 #     NODES      of 8 GPUs: 1, 4 or 8 (1)
 #     ITERS      optimizer steps (5000)
 #     LAUNCHER   torchrun: start this on every node, with NODE_RANK and MASTER_ADDR; slurm: by srun, see slurm.sbatch;
@@ -72,10 +72,9 @@ if [ "$mode" = smoke ]; then
     flags+="$(lookup "SMOKE_$(upper "$model")" "change MODEL") $SMOKE $CPU $(lookup "LAYOUT_SMOKE_$cp" "use CP=1, 2 or 4")"
     iters=${ITERS:-20} gpus_per_node=$ranks
 else
-    flags+="$(lookup "LENGTH_$(upper "$tokens")" "use TOKENS=128k or 1m") $GPU "
+    flags+="$(lookup "LENGTH_$(upper "$tokens")" "use TOKENS=128k, 1m or 4m") $GPU "
     flags+="$(lookup "LAYOUT_$(upper "${model}_${tokens}_$nodes")" "use NODES=1, 4 or 8, or add a layout")"
     iters=${ITERS:-5000}
-    [ "$tokens-$nodes" != 1m-1 ] || echo "pretrain.sh: 1M tokens do not fit on one node of 80 GiB GPUs, see README.md; use NODES=4 or 8" >&2
 fi
 # The tokenizer comes after the model, since its vocabulary counts.
 read -r -d '' -a words <<<"$flags $TOKENIZER" || true

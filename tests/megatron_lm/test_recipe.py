@@ -56,6 +56,7 @@ def shown(tmp_path: Path) -> dict[str, str]:
 RUNS = [
     (name, length, nodes) for name in ("llama2_7b", "llama3_8b") for length in ("128k", "1m") for nodes in (1, 4, 8)
 ]
+RUNS += [(name, "4m", 4) for name in ("llama2_7b", "llama3_8b")]
 
 
 def command(shown: dict[str, str], name: str, length: str, nodes: int) -> str:
@@ -81,7 +82,7 @@ def test_the_command_is_one_that_can_be_run(shown: dict[str, str], name: str, le
     ):
         assert value(flag) == size
     assert ("--num-query-groups" in line) == (model.kv_heads != model.heads)
-    assert value("--seq-length") == run.tokens == {"128k": 2**17, "1m": 2**20}[length]
+    assert value("--seq-length") == run.tokens == {"128k": 2**17, "1m": 2**20, "4m": 2**22}[length]
     assert value("--nnodes") == nodes
     assert line[line.index("--cp-comm-type") + 1] == "burst"
     # what Megatron and the ring want of a layout
@@ -243,7 +244,7 @@ def test_a_job_that_is_submitted_from_elsewhere_is_told_so(slurm: dict[str, str]
     [
         ({"MEGATRON": "/nowhere"}, "MEGATRON='/nowhere' is no Megatron-LM checkout"),
         ({"MODEL": "llama"}, "MODEL=llama is not known; use llama2_7b or llama3_8b"),
-        ({"TOKENS": "2m"}, "flags.env has no LENGTH_2M; use TOKENS=128k or 1m"),
+        ({"TOKENS": "2m"}, "flags.env has no LENGTH_2M; use TOKENS=128k, 1m or 4m"),
         ({"NODES": "3"}, "flags.env has no LAYOUT_LLAMA2_7B_128K_3; use NODES=1, 4 or 8, or add a layout"),
         ({"DATA": ""}, "DATA is not set"),
         ({"TOKENIZER": ""}, "TOKENIZER is not set"),
@@ -321,7 +322,8 @@ def test_the_page_has_what_burst_plan_says(
         run, out = setting_of(text, 8 * nodes, 8), planned(text, name, nodes, capsys, tmp_path)
         found = re.search(r": (\d+) s per step, \d+ tokens/s per GPU, ([\d.]+) GiB( \(does not fit\))?\n", out)
         assert found is not None
-        size = f"{float(found[2]):.0f}{found[3] or ''}"
+        assert not found[3], "what the recipe has fits"
+        size = f"{float(found[2]):.0f}"
         cut = " × ".join(map(str, (run.tensor, run.context, run.pipeline, run.data)))
         levels = f"{run.context // run.inner} × {run.inner}"
         cells = (name, length, nodes, cut, levels, run.recompute, size, found[1])
