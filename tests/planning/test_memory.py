@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from burst_plugin.activations import linear_cross_entropy
+from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS, ModelShape
@@ -70,7 +70,7 @@ def in_chunks(model: Any, setting: Setting) -> None:
 
     def forward(input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
         hidden = model.model(input_ids=input_ids, **options).last_hidden_state
-        losses = linear_cross_entropy(hidden, model.lm_head, labels, chunk=setting.loss_chunk)
+        losses = linear_cross_entropy(hidden, Head(model.lm_head, chunk=setting.loss_chunk), labels)
         return SimpleNamespace(loss=losses.mean())
 
     model.forward = forward
