@@ -34,14 +34,18 @@ class Parked:
         self.host, self.device = host, source.device
         self.copied: Any = None  # an event after the copy, on GPUs
         self.returning: tuple[Tensor, Any] | None = None  # a tensor, and an event after the copy to it
+        self.was_fetched = False
         self._source: Tensor | None = source
         self._version = source._version
         self._before = None if before is None else ref(before)  # which the backward pass needs next
 
     @property
     def before(self) -> Parked | None:
-        """The tensor that was parked before this one, if it is still needed."""
-        return None if self._before is None else self._before()
+        """The last tensor that was parked before this one and has not been fetched yet, if it is still needed."""
+        before = None if self._before is None else self._before()
+        while before is not None and before.was_fetched:
+            before = None if before._before is None else before._before()
+        return before
 
     def let_go(self) -> None:
         """Forget the source. Raise RuntimeError if it has changed, perhaps while it was copied."""
@@ -93,7 +97,7 @@ class HostMemory:
             self._leaving.remove(parked)
             self._end_copy(parked)
         x, done = parked.returning or self._start_back(parked)
-        parked.returning = None
+        parked.returning, parked.was_fetched = None, True
         before = parked.before
         if self._stream is not None and before is not None and before.returning is None:
             before.returning = self._start_back(before)

@@ -168,6 +168,18 @@ def test_the_tensor_before_is_on_its_way_while_a_layer_works(late_copies: tuple[
     assert len(stream.copies) == issued + 1, "its own copy was issued before; that of the one before is new"
 
 
+def test_a_tensor_that_was_fetched_is_not_copied_again(late_copies: tuple[HostMemory, _CopyStream]) -> None:
+    """As the input of a layer, which is needed before what attention gave in it, and was parked before."""
+    memory, stream = late_copies
+    before, used, _ = parked = [memory.park(torch.full((3,), float(n))) for n in range(3)]
+    memory.fetch(used)
+    issued = len(stream.copies)
+    memory.fetch(parked[2])
+    assert used.returning is None
+    assert before.returning is not None
+    assert len(stream.copies) == issued + 1, "its own; that of the one before is under way"
+
+
 def test_few_tensors_are_held_because_they_are_copied(late_copies: tuple[HostMemory, _CopyStream]) -> None:
     memory, _ = late_copies
     parked = [memory.park(torch.ones(3)) for _ in range(6)]
