@@ -87,9 +87,11 @@ class _Pass:
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         pass
 
-    def apply(self, plans: Sequence[Plan], number: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
-        return RingAttention.forward(self, plans, number, *tensors)
+    def apply(
+        self, plans: Sequence[Plan], number: int, memo: None, *tensors: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        self.needs_input_grad = (False, False, False, *(x is not None for x in tensors))
+        return RingAttention.forward(self, plans, number, memo, *tensors)
 
 
 def _run(
@@ -132,7 +134,7 @@ def _run(
                 saved[5].shape[1] // ring.rank_states[0].ulysses_group.degree
             )  # those of the team are together here
             douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
-        grads = RingAttention.backward(done, *douts)[2:]
+        grads = RingAttention.backward(done, *douts)[3:]
     assert len(grads) == 5 * topology.ranks
     for n, grad in enumerate(grads):
         assert (grad is None) == ([True, True, True, sink, bias][n % 5] is False)

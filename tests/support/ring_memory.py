@@ -35,9 +35,9 @@ class _Pass:
     def mark_non_differentiable(self, *tensors: Any) -> None:
         pass
 
-    def apply(self, plans: Any, number: Any, *tensors: Any) -> tuple[Any, ...]:
-        self.needs_input_grad = (False, False, *(x is not None for x in tensors))
-        return RingAttention.forward(self, plans, number, *tensors)
+    def apply(self, plans: Any, number: Any, memo: None, *tensors: Any) -> tuple[Any, ...]:
+        self.needs_input_grad = (False, False, False, *(x is not None for x in tensors))
+        return RingAttention.forward(self, plans, number, memo, *tensors)
 
 
 def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBytes:
