@@ -135,10 +135,10 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     best_first = plans_that_fit(goal)
     if not best_first:
         raise ValueError(_nothing_fits(goal))
+    # Before anything is printed: whoever reads that may stop after a few lines.
+    written = [] if options.emit is None else ["", _written(options, goal, best_first[0].setting)]
     yield from report(goal, options.framework, best_first)
-    if options.emit is not None:
-        yield ""
-        yield _written(options, goal, best_first[0].setting)
+    yield from written
 
 
 def _given(options: argparse.Namespace, goal: Goal) -> Iterator[str]:
