@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from burst_plugin.planning.memory import GIB
 from burst_plugin.planning.run_options import layout_in_words, strategy_options
@@ -79,18 +80,10 @@ def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> I
 
 
 def _runner_up(best_first: list[Candidate]) -> Iterator[str]:
-    best = best_first[0].setting
-    layout = (best.tensor, best.context, best.pipeline, best.zero, best.recompute, best.keep)
+    differs_in = attrgetter("tensor", "context", "pipeline", "zero", "recompute", "keep")
     for each in best_first[1:]:
         setting = each.setting
-        if (
-            setting.tensor,
-            setting.context,
-            setting.pipeline,
-            setting.zero,
-            setting.recompute,
-            setting.keep,
-        ) != layout:
+        if differs_in(setting) != differs_in(best_first[0].setting):
             options = ", ".join(f"{name} = {value}" for name, value in strategy_options(setting).items())
             yield (
                 f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"

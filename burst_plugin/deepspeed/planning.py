@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from burst_plugin.deepspeed.config import BLOCK
+from burst_plugin.planning.memory import BUCKET
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options
 from burst_plugin.planning.setting import Code, Setting
@@ -15,7 +16,6 @@ from burst_plugin.planning.training_plan import Space
 __all__ = ["files", "space", "usage"]
 
 _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
-_BUCKET = 50_000_000  # parameters; memory for two of them is part of the plan
 
 
 def space(fused_norms: bool) -> Space:
@@ -42,12 +42,12 @@ def _config(setting: Setting) -> dict[str, Any]:
         "stage": setting.zero,
         "overlap_comm": True,
         "contiguous_gradients": True,
-        "reduce_bucket_size": _BUCKET,
+        "reduce_bucket_size": BUCKET,
     }
     if setting.zero == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": _BUCKET,
-            "stage3_max_live_parameters": 4 * _BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": 4 * BUCKET,
             "stage3_max_reuse_distance": 0,
             "stage3_gather_16bit_weights_on_model_save": True,
         }

@@ -134,7 +134,7 @@ def _choose_core_attention(
                     stacklevel=2,
                 )
     original(layer, config, submodules, *args, **kwargs)
-    chunk_mlp(layer, adapter.registry.strategy)
+    chunk_mlp(layer, adapter.registry.asked())
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
 

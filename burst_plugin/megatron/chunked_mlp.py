@@ -15,7 +15,6 @@ from torch import Tensor
 
 from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
-from burst_plugin.megatron.arguments import parsed_strategy
 from burst_plugin.strategy import Strategy
 
 __all__ = ["chunk_mlp"]
@@ -30,12 +29,12 @@ _REFUSED = {
 }
 
 
-def chunk_mlp(layer: Any, strategy: Strategy | None) -> None:
-    """Run the MLP of a new `TransformerLayer` in chunks, if that was asked for by `install()` or by flags.
+def chunk_mlp(layer: Any, strategy: Strategy) -> None:
+    """Run the MLP of a new `TransformerLayer` in chunks, if `strategy` says so.
 
     Raises ValueError, with all reasons, for an MLP that cannot be.
     """
-    asked = (strategy or parsed_strategy() or Strategy()).mlp_chunk
+    asked = strategy.mlp_chunk
     if not asked or isinstance(layer.mlp, IdentityOp):
         return
     config = layer.config

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import flag_problems, parsed_strategy, warn_of_quantizers
+from burst_plugin.megatron.arguments import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.call_masks import MaskReader
 from burst_plugin.megatron.config import is_hybrid, problems, unknown_fields
 from burst_plugin.megatron.packed import is_packed
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
-from burst_plugin.strategy import Strategy
 
 __all__ = ["BurstCoreAttention"]
 
@@ -84,7 +83,7 @@ class BurstCoreAttention(MegatronModule):
 
     def _check(self, config: Any, windowed: bool, attention_type: str) -> None:
         reasons = problems(config, windowed, attention_type) + flag_problems()
-        strategy = self._registry.strategy or parsed_strategy() or Strategy()
+        strategy = self._registry.asked()
         if config.deterministic_mode and not (strategy.deterministic or torch.are_deterministic_algorithms_enabled()):
             reasons.append(
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "

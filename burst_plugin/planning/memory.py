@@ -24,10 +24,10 @@ from burst_plugin.strategy import Strategy, choose_moving_side
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS
 
-__all__ = ["GIB", "Memory", "memory"]
+__all__ = ["BUCKET", "GIB", "Memory", "memory"]
 
 GIB = 2**30
-_BUCKET = 5e7  # parameters of a bucket in which gradients are reduced, where weights are sharded
+BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, where weights are sharded
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
     if is_sharded:
         # Of two layers at once, this one and the next, or the head: weights, and gradients on the way to their shards
         most = max(2 * model.layer_parameters, model.embedding_parameters)
-        found["weights of layers at work, gradients in buckets"] = 2 * BF16 * (most + _BUCKET)
+        found["weights of layers at work, gradients in buckets"] = 2 * BF16 * (most + BUCKET)
     gradients = FP32 * (shard if is_sharded else own)
     on_host = setting.offload_optimizer
     found["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer

@@ -322,6 +322,7 @@ def test_a_core_attention_of_ones_own_may_be_anything_a_spec_names() -> None:
 def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> None:
     """As the full attention of Megatron-Bridge's WAN: it computes what its spec says."""
     from burst_plugin.megatron.adapter import _choose_core_attention
+    from burst_plugin.megatron.registry import Registry
 
     def spec(core: Any = "core") -> Any:
         return types.SimpleNamespace(module=object, submodules=types.SimpleNamespace(core_attention=core))
@@ -332,7 +333,7 @@ def test_an_attention_that_is_neither_self_nor_cross_attention_is_told_of() -> N
         built.append(submodules)
 
     config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
-    adapter = types.SimpleNamespace(registry=types.SimpleNamespace(strategy=None))
+    adapter = types.SimpleNamespace(registry=Registry(None))
     layer, usual = torch.nn.Module(), {"self_attention": spec(), "cross_attention": None, "mlp": object()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -23,6 +23,7 @@ from burst_plugin.megatron.arguments import (
     warn_of_quantizers,
 )
 from burst_plugin.megatron.config import REFUSED
+from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -256,7 +257,7 @@ def test_help_works_where_megatrons_own_is_broken() -> None:
     assert "half (50%) of it" in shown
 
 
-ADAPTER: Any = argparse.Namespace(registry=argparse.Namespace(strategy=None))
+ADAPTER: Any = argparse.Namespace(registry=Registry(None))
 
 
 def test_a_model_that_the_flag_did_not_reach_is_told() -> None:

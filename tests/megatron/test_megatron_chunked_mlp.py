@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_plugin import Strategy
 from burst_plugin.megatron.arguments import add_arguments
+from burst_plugin.megatron.registry import Registry
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, leave, one_step, random_tokens
 from tests.support.ranks import last_lines, run_ranks
 
@@ -220,6 +221,6 @@ def test_the_flag_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = argparse.Namespace(_GLOBAL_ARGS=flags)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     with pytest.raises(ValueError, match=r"mlp_chunk=7 \(--burst-mlp-chunk\) is not possible here: a layer has"):
-        chunk_mlp(_layer(), None)
-    chunk_mlp(_layer(IdentityOp()), None)  # a layer without an MLP
+        chunk_mlp(_layer(), Registry(None).asked())
+    chunk_mlp(_layer(IdentityOp()), Strategy(mlp_chunk=4))  # a layer without an MLP
     chunk_mlp(_layer(), Strategy())
