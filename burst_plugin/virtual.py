@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -31,7 +32,17 @@ from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since 3.11
+
 __all__ = ["VirtualRing"]
+
+
+class _Extras(TypedDict, total=False):
+    """Tensors that few calls have; see `burst_attention`."""
+
+    sink: Tensor | None
+    bias: Tensor | None
 
 
 class VirtualRing:
@@ -71,24 +82,23 @@ class VirtualRing:
         *,
         mask: Mask = Causal(),
         scores: Scores = Scores(),
-        sink: Tensor | None = None,
-        bias: Tensor | None = None,
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+        **extras: Unpack[_Extras],
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
-        As `burst_attention`, but that `bias` is [1 or B, 1 or Hq, Sq, Sk]; `tokens` are needed only to cut every
-        document by itself. The gradient of `sink` is the sum over ranks.
+        As `burst_attention`; extras are its `sink`, whose gradient is the sum over ranks, and its `bias`, here
+        [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
         """
         pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
-        whole = Inputs(q, k, v, sink, bias)
+        whole = Inputs(q, k, v, **extras)
         check_kinds(whole, Request(mask, scores, pair))
         check_tensors(q, k, v)
         tokens = pair[0] or Tokens(q.shape[1]), pair[1] or Tokens(k.shape[1])
         check_extras(whole, tokens[1].length)
         request = Request(mask, scores, tokens, lse=True)
-        if sink is not None:  # ranks' gradients add up
-            whole = whole._replace(sink=sink.to(torch.promote_types(sink.dtype, torch.float32)))
+        if whole.sink is not None:  # ranks' gradients add up
+            whole = whole._replace(sink=whole.sink.to(torch.promote_types(whole.sink.dtype, torch.float32)))
         inputs = self._sharded(whole, *tokens)
         plans = [
             make_plan(rank_state, mine, request, known)

@@ -68,9 +68,14 @@ class Accumulator:
         assert self._tensors is not None
         return self._tensors
 
+    def make_room(self) -> None:
+        """Add up what waits, if it will not wait for the next contribution: before a kernel makes that."""
+        if self._waiting and fan_in(self._waiting[0].tensors) == 1:
+            self._add_up()
+
     def add(self, tile: Tile, side: Side, contribution: Sequence[Tensor]) -> None:
         """Add what a tile contributes to its rows of this side; the contribution may be kept."""
-        rows, several = tile.rows(side), fan_in(contribution[0])
+        rows, several = tile.rows(side), fan_in(contribution)
         if tile.batch is not None or (several == 1 and self._tensors is not None):
             self.combine.add([rows_of(x, rows, tile.batch) for x in self.tensors], [contribution], True)
             return
@@ -108,7 +113,7 @@ class Accumulator:
         first = self._waiting[0]
         if len(self._waiting) == 1 and self._tensors is None and self._covers(first.rows):
             return tuple(_owned(x, x.shape, x.dtype) for x in first.tensors)
-        if fan_in(first.tensors[0]) == 1:
+        if fan_in(first.tensors) == 1:
             return self.tensors
         result = Accumulator(self.combine, Given(tuple(_of_length(x, self._length) for x in first.tensors)))
         result.join(self, None)
@@ -121,7 +126,7 @@ class Accumulator:
         filled = self._tensors is not None
         if may_keep and not filled and waiting and self._covers(waiting[0].rows):
             first = waiting[0].tensors
-            if len(waiting) == 1 or fan_in(first[0]) == 1:
+            if len(waiting) == 1 or fan_in(first) == 1:
                 self._tensors, filled = self.storage.take(first), True
                 del waiting[0]
         tensors = self._tensors = self._tensors if self._tensors is not None else self.storage.take(None)

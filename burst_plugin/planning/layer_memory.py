@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from burst_plugin.compute.online_softmax import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
@@ -134,9 +135,14 @@ def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     return found
 
 
-def _all_wait(setting: Setting) -> bool:
+def _waiting(setting: Setting, side: float) -> int:
+    """Return how many results of tiles wait for others: large ones are added up at once."""
+    return setting.code.waiting if side / setting.parts <= LARGEST_WAITING else 1
+
+
+def _all_wait(setting: Setting, side: float) -> bool:
     """Return whether all results of tiles wait until the end, when they are added up in 16 bits."""
-    return setting.parts == 1 and 1 < setting.visits <= setting.code.waiting
+    return setting.parts == 1 and 1 < setting.visits <= _waiting(setting, side)
 
 
 def _results(setting: Setting, side: float) -> float:
@@ -144,12 +150,12 @@ def _results(setting: Setting, side: float) -> float:
 
     Up to `waiting` wait in 16 bits for being added up together. What was added up is in float32.
     """
-    visits, waiting = setting.visits, setting.code.waiting
+    visits, waiting = setting.visits, _waiting(setting, side)
     if visits == 1:
         return side
     if waiting == 1:
         return side * (1 + 2)
-    if _all_wait(setting):
+    if _all_wait(setting, side):
         return side * visits
     new = 1 / setting.parts if visits > waiting else 0.0
     return side * (min(visits, waiting) + new + 2)
@@ -163,7 +169,7 @@ def _attention_backward(model: ModelShape, setting: Setting, w: Widths) -> Momen
     results = _results(setting, stays)
     of_tile = moves / setting.parts + setting.code.workspace / BF16 * w.q / setting.parts
     # What comes when the last tile, and then all that waits, is gone; of the side that moves there are float32 sums.
-    later = moves + stays if _all_wait(setting) else 0.0
+    later = moves + stays if _all_wait(setting, stays) else 0.0
     if setting.ulysses > 1:
         later = max(later, moves + w.q + w.kv - (results - stays))
     found = {
@@ -190,7 +196,7 @@ def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment
     found["out and lse of tiles, waiting and summed up"] = (
         _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention
     )
-    if _all_wait(setting):
+    if _all_wait(setting, w.kept_attention):
         found["out, in the end"] = w.kept_attention
     if setting.ulysses > 1:
         found["q, k and v before heads are exchanged, or later out"] = w.q + w.kv

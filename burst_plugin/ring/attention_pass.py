@@ -55,11 +55,13 @@ def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccu
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)
     positions = plan.positions(visit.owner)
+    stays = own["q" if plan.moving == "kv" else "kv"].parts[visit.part]
     for tile in plan.tiles[visit.owner, visit.is_tail]:
+        stays.make_room()
         contributions = part.compute(q, kv, tile, positions)
         for side, contribution in zip(SIDES, contributions, strict=True):
             if contribution:
-                accumulator = visit.accumulator if side == plan.moving else own[side].parts[visit.part]
+                accumulator = visit.accumulator if side == plan.moving else stays
                 accumulator.add(tile, side, contribution)
         del contributions, contribution  # whose memory the next tile may have
 
@@ -104,19 +106,27 @@ def backward_program(
 
     Returns the gradients of its inputs, in their types.
     """
-    given, out, lse = saved
     wants_dbias = wants_dbias or plan.rank_state.ulysses_group.degree > 1  # others of the group may want theirs
     exchange = plan.head_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
+    grads = yield from _ring_gradients(plan, which, dout, saved, wants_dbias)
+    del dout  # whose memory the exchange may have
+    grads = yield from exchange.grads_to_tokens(grads, plan.extras.shared_bias)
+    return _rounded(saved.given, grads)
+
+
+def _ring_gradients(
+    plan: Plan, which: CallId, dout: Tensor, saved: Saved, wants_dbias: bool
+) -> Generator[None, None, Inputs]:
+    """Run a rank's backward pass in the ring, and return the gradients of what the ring was given."""
+    given, out, lse = saved
     factor = row_factor(out, dout) if plan.sends_row_factor else None
     parts = plan.backward_parts(Queries(given.q, dout, out, lse), given, factor, wants_dbias)
     (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(given.bias, parts) if given.bias is not None and wants_dbias else None
     added_up_later = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
-    rounded = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
-    grads = yield from exchange.grads_to_tokens(rounded, plan.extras.shared_bias)
-    return _rounded(given, grads)
+    return _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
 
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
