@@ -37,17 +37,17 @@ class _Call:
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the output for all tokens, without a graph."""
-        whole: Tensor | None = None
+        whole: Tensor | None = None  # no view, so that a model may add to it in place
         start = 0
         for piece in self.pieces(hidden):
             out = self._checked(piece)
             if whole is None:
-                whole = out.new_empty((hidden.shape[:-1].numel(), out.shape[-1]))
+                whole = out.new_empty((*hidden.shape[:-1], out.shape[-1]))
             rows = out.reshape(-1, out.shape[-1])
-            whole[start : start + len(rows)] = rows
+            whole.view(-1, out.shape[-1])[start : start + len(rows)] = rows
             start += len(rows)
         assert whole is not None  # split gives one piece at least
-        return whole.view(*hidden.shape[:-1], whole.shape[-1])
+        return whole
 
     def _checked(self, piece: Tensor) -> Tensor:
         out = self.mlp(piece)

@@ -76,6 +76,19 @@ def test_outputs_and_gradients_are_those_of_the_whole(shape: tuple[int, ...], ch
     check_equal(grads_of(in_chunks(mlp, chunk), draw(*shape)), grads_of(mlp, draw(*shape)))
 
 
+def test_an_output_that_is_added_to_in_place() -> None:
+    """As models with parallel attention do, such as Falcon."""
+    torch.manual_seed(0)
+    mlp, x = Mlp(), draw(2, 29, HIDDEN)
+
+    def run(mlp: Any, x: Tensor) -> Tensor:
+        out: Tensor = mlp(x)
+        out += x
+        return out
+
+    check_equal(grads_of(in_chunks(mlp), x, run), grads_of(mlp, x, run))
+
+
 def test_inputs_and_gradients_that_are_not_dense() -> None:
     torch.manual_seed(0)
     mlp, x = Mlp(), draw(HIDDEN, 29, 2)
