@@ -132,7 +132,8 @@ class Strategy:
     mlp_chunk: int = field(
         default=0,
         metadata=_about(
-            "tokens per chunk of each MLP, which then [never exists whole](memory.md#mlp-in-chunks); 0: all at once"
+            "tokens per chunk of each MLP, which then [never exists whole](memory.md#mlp-in-chunks), and of each "
+            "norm that is not one kernel; 0: all at once"
         ),
     )
     loss_chunk: int = field(

@@ -1,9 +1,9 @@
 """An MLP on chunks of tokens: its intermediate [tokens, ffn] never exists whole, in neither direction.
 
-Tokens do not meet in an MLP. The forward pass keeps nothing but the input; the backward pass computes one chunk
-again, differentiates it, and goes on to the next (Blockwise Parallel Transformer, arXiv 2305.19370; TiledMLP in
-ALST, 2506.13996). Parameter gradients are summed over chunks in float32 and reach autograd once, so that hooks
-which reduce them over ranks run once for each parameter, as without chunks.
+Tokens do not meet in an MLP, nor in a norm, for which the same serves. The forward pass keeps nothing but the input;
+the backward pass computes one chunk again, differentiates it, and goes on to the next (Blockwise Parallel
+Transformer, arXiv 2305.19370; TiledMLP in ALST, 2506.13996). Parameter gradients are summed over chunks in float32
+and reach autograd once, so that hooks which reduce them over ranks run once for each parameter, as without chunks.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ class _Call:
     mlp: Callable[[Tensor], Tensor]
     chunk: int
     adds_itself: Callable[[Tensor], bool]
+    token_dims: int
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
-        ones = (1,) * (x.dim() - 2)
-        return torch.split(x.reshape(*ones, -1, x.shape[-1]), self.chunk, -2)
+        ones = (1,) * (x.dim() - 1 - self.token_dims)
+        return torch.split(x.reshape(*ones, -1, *x.shape[-self.token_dims :]), self.chunk, -1 - self.token_dims)
 
     def run(self, hidden: Tensor) -> Tensor:
         """Return the output for all tokens, without a graph."""
-        whole: Tensor | None = None
+        whole: Tensor | None = None  # no view, so that a model may add to it in place
         start = 0
         for piece in self.pieces(hidden):
             out = self._checked(piece)
             if whole is None:
-                whole = out.new_empty((hidden.shape[:-1].numel(), out.shape[-1]))
+                whole = out.new_empty((*hidden.shape[:-1], out.shape[-1]))
             rows = out.reshape(-1, out.shape[-1])
-            whole[start : start + len(rows)] = rows
+            whole.view(-1, out.shape[-1])[start : start + len(rows)] = rows
             start += len(rows)
         assert whole is not None  # split gives one piece at least
-        return whole.view(*hidden.shape[:-1], whole.shape[-1])
+        return whole
 
     def _checked(self, piece: Tensor) -> Tensor:
         out = self.mlp(piece)
@@ -67,6 +68,7 @@ def chunked_mlp(
     *,
     chunk: int,
     adds_itself: Callable[[Tensor], bool] = adds_nothing_itself,
+    token_dims: int = 1,
 ) -> Tensor:
     """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
 
@@ -81,11 +83,13 @@ def chunked_mlp(
         chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
         adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
+        token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
+            [1, chunk, heads, D].
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
-    call = _Call(mlp, chunk, adds_itself)
+    call = _Call(mlp, chunk, adds_itself, token_dims)
     trained = [each for each in parameters if each.requires_grad]
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
@@ -137,7 +141,7 @@ def _differentiate(
 
 
 class ChunkedForward:
-    """Takes the place of the `forward` of one MLP module, which goes on to have its hooks, name and parameters.
+    """Takes the place of the `forward` of one module, which goes on to have its hooks, name and parameters.
 
     mlp.forward = ChunkedForward(mlp, chunk=4096)
     """

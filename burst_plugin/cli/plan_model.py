@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fused-norms",
         action="store_true",
         help="norms are one kernel each, as with Liger; else those of models written in single operations keep "
-        "float32 copies",
+        "float32 copies, unless MLPs and norms run in chunks",
     )
     parser.add_argument("--emit", metavar="FOLDER", type=Path, help="write what the framework is started with there")
     defaults = {field.name: field.default for field in fields(Cluster)}

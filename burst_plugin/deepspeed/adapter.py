@@ -31,7 +31,7 @@ from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
 from burst_plugin.deepspeed.loaders import ShardedLoader
 from burst_plugin.deepspeed.model_hooks import ModelHooks
 from burst_plugin.frameworks.wrapping import announce, wrap
-from burst_plugin.huggingface.chunked_mlps import chunk_mlps, restore_mlps
+from burst_plugin.huggingface.chunked_modules import chunk_modules, restore_modules
 
 __all__ = ["Adapter", "install_adapter", "installed", "warn_if_untested"]
 
@@ -70,8 +70,10 @@ class Adapter:
 
     def attach(self, session: Session, model: torch.nn.Module) -> None:
         """Let a session cut the batches of `model`, whose engine is about to be made."""
-        for mlp in chunk_mlps(model, session.cp.strategy.mlp_chunk):
-            set_z3_leaf_module(mlp, True)  # so that ZeRO-3 gathers its parameters once, rather than for every chunk
+        for module in chunk_modules(model, session.cp.strategy.mlp_chunk):
+            # So that ZeRO-3 gathers the parameters of an MLP once, rather than for every chunk. Those of a norm are
+            # its own; and gradients of leaves are reduced once that of the input is there, perhaps before theirs are.
+            set_z3_leaf_module(module, any(True for _ in module.children()))
         called = model
         if is_transformers(model):
             from burst_plugin.huggingface.models import module_taking_batches, use_burst
@@ -92,11 +94,11 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Remove the hooks of earlier engines from `model` and its parts, and let its MLPs run at once."""
+        """Remove the hooks of earlier engines from `model` and its parts, and let its MLPs and norms run at once."""
         if not isinstance(model, torch.nn.Module):
             return
-        for mlp in restore_mlps(model):
-            set_z3_leaf_module(mlp, False)
+        for module in restore_modules(model):
+            set_z3_leaf_module(module, False)
         for module in model.modules():
             session = self.watched.pop(module, None)
             if session is not None:

@@ -58,7 +58,7 @@ def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
 
 def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Moment:
     """Return what a layer's forward pass saves for its backward pass, beside the layer's input."""
-    w, plain = Widths(model, setting), setting.code.plain_norms
+    w, plain = Widths(model, setting), setting.copying_norms
     saved = {"normalized input": w.row}
     if plain:  # x in float32, and the product with 1 / rms in 16 bits
         saved["norm before attention, copies"] = w.row * (2 + 1)
@@ -68,7 +68,7 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     if setting.ulysses > 1:
         saved["out before heads are exchanged"] = w.q
     saved["normalized input of the MLP"] = w.row
-    # With one kernel the norm saves its input, the sum of the layer's input and attention; else copies of that.
+    # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
     saved["norm before the MLP"] = w.row * (3 if plain else 1)
     if whole_mlp:
         saved["inside the MLP"] = w.mlp * setting.code.mlp_kept + 2 * w.routed
@@ -97,11 +97,11 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         "head and loss": _head(model, setting, w),
     }
     if setting.code.plain_norms:
-        # In float32 d(x / rms), its products with x and 1 / rms, d(x * x) and their sum, while a copy of x is gone
-        found["norm, backward"] = _without(saved, ("inside the MLP", "normalized input of the MLP")) | {
-            "gradient of the layer's output": w.row,
-            "gradients inside the norm": w.row * (5 * 2 - 1),
-        }
+        found["norm, backward"] = (
+            _without(saved, ("inside the MLP", "normalized input of the MLP"))
+            | {"gradient of the layer's output": w.row}
+            | _norm_backward(setting, w)
+        )
     if setting.again_share or setting.recompute == "none":
         found["attention, forward"] = _attention_forward(model, setting, w)
     angles = 2 * BF16 * model.head_dim * w.tokens
@@ -117,9 +117,25 @@ def _without(saved: Moment, names: tuple[str, ...]) -> Moment:
     return {name: nbytes for name, nbytes in saved.items() if name not in names}
 
 
+def _chunk_share(setting: Setting, w: Widths) -> float:
+    return min(1.0, setting.mlp_chunk / w.tokens) if setting.mlp_chunk else 1.0
+
+
+def _norm_backward(setting: Setting, w: Widths) -> Moment:
+    """Tensors of the backward pass of a norm in single operations, besides what is saved: whole, or of one chunk."""
+    if setting.copying_norms:
+        # In float32 d(x / rms), its products with x and 1 / rms, d(x * x) and their sum, while a copy of x is gone
+        return {"gradients inside the norm": w.row * (5 * 2 - 1)}
+    # In float32 these, x, the result and the gradient of x / rms times weights; in 16 bits x / rms
+    return {
+        "gradients of the norm's output and input": 2 * w.row,
+        "gradients inside the norm": w.row * (8 * 2 + 1) * _chunk_share(setting, w),
+    }
+
+
 def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Tensors of the MLP's backward pass, besides what is saved: whole, or of one chunk that is computed again."""
-    share = min(1.0, setting.mlp_chunk / w.tokens) if setting.mlp_chunk else 1.0
+    share = _chunk_share(setting, w)
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
     if setting.mlp_chunk:
@@ -217,7 +233,7 @@ def _projections_backward(setting: Setting, w: Widths) -> Moment:
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     """Tensors of the last norm, the head and the loss, forward and backward together."""
     vocab, code = model.vocab / setting.tensor, setting.code
-    found = {"last norm": w.row * (4 if code.plain_norms else 2)}  # copies and its output; or its input and output
+    found = {"last norm": w.row * (4 if setting.copying_norms else 2)}  # copies, or its input; and its output
     if w.gathered:
         found["gathered over tensor parallelism"] = 2 * w.gathered
     if not setting.loss_chunk:

@@ -100,7 +100,7 @@ def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
     saved = saved_by_layer(model, setting, whole_mlp=setting.recompute == "none" and not setting.mlp_chunk)
     if setting.recompute == "mlp":  # its norm is computed again as well
         saved = {name: nbytes for name, nbytes in saved.items() if name != "normalized input of the MLP"}
-    inputs = 0.0 if setting.code.plain_norms else layers * w.row  # of which those norms keep copies instead
+    inputs = 0.0 if setting.copying_norms else layers * w.row  # of which those norms keep copies instead
     return inputs, layers * sum(saved.values())
 
 

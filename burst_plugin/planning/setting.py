@@ -52,7 +52,8 @@ class Cluster:
 class Code:
     """What the code of a framework's layers keeps and allocates.
 
-    plain_norms: norms are written in single operations, which keep float32 copies; else they are one kernel each.
+    plain_norms: norms are written in single operations, which make float32 copies, and keep them unless they run in
+        chunks; else they are one kernel each.
     mlp_kept: how many tensors [tokens, ffn] an MLP keeps: gate, up, act(gate) and their product, or fewer if fused.
     logit_bytes: bytes per element of whole logits while their loss is at work: in 16 bits, and copies in float32.
     sums_weights: gradients of weights come out of a backward pass as tensors, and chunks are summed up in float32;
@@ -125,6 +126,11 @@ class Setting:
     def visits(self) -> int:
         """Ranks, or groups of ranks that exchange heads, of a ring."""
         return self.context // self.ulysses
+
+    @property
+    def copying_norms(self) -> bool:
+        """Whether norms keep float32 copies for their backward pass; in chunks they keep inputs, as kernels do."""
+        return self.code.plain_norms and not self.mlp_chunk
 
     @property
     def kept_share(self) -> float:

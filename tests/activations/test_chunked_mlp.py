@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import Strategy
 from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, restore_forward
+from tests.support.largest import LargestTensor
 
 HIDDEN, FFN, CHUNK = 8, 64, 8
 
@@ -76,6 +76,19 @@ def test_outputs_and_gradients_are_those_of_the_whole(shape: tuple[int, ...], ch
     check_equal(grads_of(in_chunks(mlp, chunk), draw(*shape)), grads_of(mlp, draw(*shape)))
 
 
+def test_an_output_that_is_added_to_in_place() -> None:
+    """As models with parallel attention do, such as Falcon."""
+    torch.manual_seed(0)
+    mlp, x = Mlp(), draw(2, 29, HIDDEN)
+
+    def run(mlp: Any, x: Tensor) -> Tensor:
+        out: Tensor = mlp(x)
+        out += x
+        return out
+
+    check_equal(grads_of(in_chunks(mlp), x, run), grads_of(mlp, x, run))
+
+
 def test_inputs_and_gradients_that_are_not_dense() -> None:
     torch.manual_seed(0)
     mlp, x = Mlp(), draw(HIDDEN, 29, 2)
@@ -100,21 +113,6 @@ def test_bfloat16_is_about_as_exact_as_the_whole() -> None:
         assert errors[1][name] <= 1.2 * errors[0][name], (name, errors)
 
 
-class _Largest(TorchDispatchMode):
-    """Notes the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(each, Tensor):
-                self.largest = max(self.largest, each.numel())
-        return out
-
-
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_no_tensor_is_larger_than_a_chunk_of_the_intermediate(reentrant: bool | None) -> None:
     """Sizes are chosen such that inputs and weights have as many elements."""
@@ -122,9 +120,9 @@ def test_no_tensor_is_larger_than_a_chunk_of_the_intermediate(reentrant: bool | 
     run = None if reentrant is None else lambda mlp, x: checkpoint(mlp, x, use_reentrant=reentrant)
     largest = []
     for mlp in (Mlp(), in_chunks(Mlp())):
-        with _Largest() as noted:
+        with LargestTensor() as noted:
             grads_of(mlp, draw(1, tokens, HIDDEN), run)
-        largest.append(noted.largest)
+        largest.append(noted.elements)
     assert largest == [tokens * FFN, CHUNK * FFN]
 
 

@@ -1,4 +1,4 @@
-"""MLPs in chunks of tokens under DeepSpeed, against plain PyTorch on one rank with whole MLPs."""
+"""MLPs and norms in chunks of tokens under DeepSpeed, against plain PyTorch on one rank with whole ones."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check(runs: Sequence[Run]) -> None:
                 assert error <= bound, (about, name, error)
 
 
-def test_every_zero_stage_equals_whole_mlps_on_one_rank() -> None:
+def test_every_zero_stage_equals_whole_modules_on_one_rank() -> None:
     """Recomputation by both kinds of checkpoints: reentrant ones at stage 3."""
     check([replace(STEPS, stage=stage, checkpointing=redo) for stage in range(4) for redo in (False, True)])
 
@@ -80,7 +80,7 @@ def test_lora_inside_mlps_and_frozen_layers() -> None:
 
 
 def _watched(rank: int, run: Run) -> dict[str, Any]:
-    """One step; the rows that MLPs computed at once, and how often the parameters of each were given up again."""
+    """One step; the rows that MLPs computed at once, and how often the parameters of modules were given up again."""
     engine, rows, released = start(run, 2), [], Counter[str]()
     mlps = [layer.mlp for layer in engine.module.model.layers]
     names = {p.ds_id: name for name, p in engine.module.named_parameters() if hasattr(p, "ds_id")}
@@ -99,8 +99,16 @@ def _watched(rank: int, run: Run) -> dict[str, Any]:
             engine.backward(engine(**batch, use_cache=False).loss)
             engine.step()
     leaves = [z3_leaf_module(mlp) for mlp in mlps]
+    norms = [module for name, module in engine.module.named_modules() if name.endswith("norm")]
+    leaves_of_norms, cut = [z3_leaf_module(norm) for norm in norms], ["forward" in vars(norm) for norm in norms]
     stop(engine)
-    return {"rows": rows, "released": dict(released), "leaves": leaves}
+    return {
+        "rows": rows,
+        "released": dict(released),
+        "leaves": leaves,
+        "leaves of norms": leaves_of_norms,
+        "norms cut": cut,
+    }
 
 
 def test_parameters_are_gathered_once_per_pass() -> None:
@@ -109,16 +117,19 @@ def test_parameters_are_gathered_once_per_pass() -> None:
     whole = run_ranks(_watched, 2, replace(run, block={}), timeout_s=120.0)
     for found, without in zip(run_ranks(_watched, 2, run, timeout_s=120.0), whole, strict=True):
         assert sorted(found["rows"]) == [2] * 4 + [CHUNK] * 24
-        of_mlps = {name: count for name, count in found["released"].items() if ".mlp." in name}
-        assert of_mlps == {name: count for name, count in without["released"].items() if ".mlp." in name}
-        assert len(of_mlps) == 6
-        assert max(of_mlps.values()) <= 3  # forward, backward, step
+        for kind, tensors in ((".mlp.", 6), ("norm", 5)):
+            of_kind = {name: count for name, count in found["released"].items() if kind in name}
+            assert of_kind == {name: count for name, count in without["released"].items() if kind in name}
+            assert len(of_kind) == tensors
+            assert max(of_kind.values()) <= 3  # forward, backward, step
         assert found["leaves"] == [True, True]
+        assert found["leaves of norms"] == [False] * 5
+        assert (found["norms cut"], without["norms cut"]) == ([True] * 5, [False] * 5)
         assert without["leaves"] == [False, False]
 
 
-def _engines(rank: int) -> list[tuple[bool, bool]]:
-    """One model in engines with the option, without, with it, and without the block; whether MLPs are cut."""
+def _engines(rank: int) -> list[tuple[bool, bool, bool]]:
+    """One model in engines with the option, without, with it, and without the block; whether modules are cut."""
     burst.install()
     model, found = build(STEPS), []
     chunked, whole = configuration(STEPS, 2), configuration(replace(STEPS, block={}), 2)
@@ -127,14 +138,14 @@ def _engines(rank: int) -> list[tuple[bool, bool]]:
         engine, *_ = deepspeed.initialize(
             model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
         )
-        mlp = model.model.layers[0].mlp
-        found.append(("forward" in vars(mlp), z3_leaf_module(mlp)))
+        mlp, norm = model.model.layers[0].mlp, model.model.norm
+        found.append(("forward" in vars(mlp), z3_leaf_module(mlp), "forward" in vars(norm)))
         stop(engine)
     return found
 
 
-def test_another_engine_without_the_option_has_whole_mlps() -> None:
-    assert run_ranks(_engines, 2) == [[(True, True), (False, False), (True, True), (False, False)]] * 2
+def test_another_engine_without_the_option_has_whole_modules() -> None:
+    assert run_ranks(_engines, 2) == [[(True,) * 3, (False,) * 3] * 2] * 2
 
 
 def _error_of_start(rank: int, run: Run) -> None:
@@ -162,16 +173,17 @@ def test_a_value_that_is_no_number_is_refused() -> None:
         assert '"burst_attention": mlp_chunk=-3 is not valid; use a number of tokens, or 0 for all at once' in line
 
 
-def test_low_precision_is_as_exact_as_whole_mlps() -> None:
-    """An SGD step in bf16, all parameters of MLPs as one, against float32; with two tokens at a time."""
+@pytest.mark.parametrize("kind", [".mlp.", "norm"])
+def test_low_precision_is_as_exact_as_whole_modules(kind: str) -> None:
+    """An SGD step in bf16, all parameters of MLPs or norms as one, against float32; with two tokens at a time."""
     config = {"gradient_clipping": 0.0, "bf16": {"enabled": True}, "zero_optimization": PARTITIONED}
     runs = [Run(stage=stage, block=block, config=config) for stage in (1, 3) for block in ({}, {"mlp_chunk": 2})]
     truth = reference(Run(model=llama()), BATCHES).changes
-    errors = [_total(each.changes, truth) for each in run_ranks(_several, 2, runs, timeout_s=120.0)[0]]
+    errors = [_total(each.changes, truth, kind) for each in run_ranks(_several, 2, runs, timeout_s=120.0)[0]]
     for whole, chunked in (errors[:2], errors[2:]):
         assert 1e-5 < chunked <= 1.2 * whole < 0.05, errors
 
 
-def _total(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
-    error = sum(float((found[name] - truth[name]).square().sum()) for name in truth if ".mlp." in name)
-    return (error / sum(float(x.square().sum()) for name, x in truth.items() if ".mlp." in name)) ** 0.5
+def _total(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor], kind: str) -> float:
+    error = sum(float((found[name] - truth[name]).square().sum()) for name in truth if kind in name)
+    return (error / sum(float(x.square().sum()) for name, x in truth.items() if kind in name)) ** 0.5

@@ -1,11 +1,27 @@
-"""The largest tensor of logits that any operation returns."""
+"""The largest tensor that any operation returns, of all or of logits."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes in `elements` the size of the largest tensor, of one type if asked for."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.dtype, self.elements = dtype, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor) and self.dtype in (None, x.dtype):
+                self.elements = max(self.elements, x.numel())
+        return out
 
 
 class LargestLogits(TorchDispatchMode):

@@ -5,8 +5,9 @@
     activation_bytes(shape, setting)                                   # what `planning.memory` says beside weights
     activation_bytes(shape, setting, prepare=cut_mlps_into_chunks)     # with a feature switched on
 
-The model is a Llama of transformers with these sizes, in bfloat16, on one rank, on PyTorch's fake tensors, so that no
-length is too long. Attention is a stand-in that saves and returns what a ring of one rank does.
+The model is a Llama of transformers with these sizes, or a Qwen3 if queries and keys are normalized, in bfloat16, on
+one rank, on PyTorch's fake tensors, so that no length is too long. Attention is a stand-in that saves and returns
+what a ring of one rank does.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _no
 
 
 def _model(shape: ModelShape, setting: Setting) -> Any:
-    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
     AttentionInterface.register(_NAME, _attention)
-    config = LlamaConfig(
+    config = (Qwen3Config if shape.qk_norm else LlamaConfig)(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
@@ -68,15 +69,10 @@ def _model(shape: ModelShape, setting: Setting) -> Any:
         max_position_embeddings=setting.tokens,
         attn_implementation=_NAME,
     )
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        model = LlamaForCausalLM(config).train()
-    finally:
-        torch.set_default_dtype(before)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     if not setting.code.plain_norms:
         for module in model.modules():
-            if type(module).__name__ == "LlamaRMSNorm":
+            if type(module).__name__.endswith("RMSNorm"):
                 module.forward = partial(_norm, module)
     if setting.recompute == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})

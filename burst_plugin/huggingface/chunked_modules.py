@@ -1,0 +1,143 @@
+"""Which modules of a model are its dense MLPs and its norms; they run in chunks of tokens, or at once again."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, restore_forward
+from burst_plugin.activations.recomputed_chunks import wide_dtype
+
+__all__ = ["chunk_modules", "restore_modules"]
+
+_MLPS = ("mlp", "feed_forward", "ffn", "ff")  # names of attributes of layers
+_EXPERTS = ("experts", "router")  # of attributes of MLPs with experts
+# Classes that normalize the last dimension in single operations, as long as they do so in code of transformers, or of
+# a model that it loaded. Elsewhere, as in Liger, they are one kernel, which keeps nothing but its input.
+_NORMS = re.compile(r"\w*RMSNorm|Cohere\w*LayerNorm")
+_PLAIN_CODE = ("transformers", "transformers_modules")
+_CHUNK = "_burst_plugin_mlp_chunk"  # of every module of a model whose MLPs and norms run in chunks
+
+
+def chunk_modules(model: torch.nn.Module, chunk: int) -> list[torch.nn.Module]:
+    """Run every MLP and norm of `model` on at most `chunk` tokens at a time, or at once if 0; return those that do.
+
+    Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP.
+    """
+    if getattr(model, _CHUNK, 0) == chunk:
+        return [module for module in model.modules() if _runs_in_chunks(module)]
+    mlps = _dense_mlps(model) if chunk else []  # which raises before anything is changed
+    restore_modules(model)
+    norms = [module for module in model.modules() if _is_plain_norm(module)] if chunk else []
+    for mlp in mlps:
+        mlp.forward = ChunkedForward(mlp, chunk)
+    for norm in norms:
+        norm.forward = _ChunkedNorm(norm, chunk)
+    for module in model.modules() if chunk else ():
+        setattr(module, _CHUNK, chunk)
+    return mlps + norms
+
+
+def restore_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Let the MLPs and norms of `model` run at once again; return those that did not."""
+    restored = []
+    for module in model.modules():
+        if restore_forward(module):
+            restored.append(module)
+        vars(module).pop(_CHUNK, None)
+    return restored
+
+
+def _runs_in_chunks(module: torch.nn.Module) -> bool:
+    return isinstance(vars(module).get("forward"), ChunkedForward)
+
+
+def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the MLPs of layers, each once. Raise ValueError as `chunk_modules` says."""
+    name = type(model).__name__
+    with_experts = {
+        type(module).__name__
+        for module in model.modules()
+        if any(child in _EXPERTS for child, _ in module.named_children())
+    }
+    if with_experts:
+        raise ValueError(
+            f"{name} has experts ({', '.join(sorted(with_experts))}), which mlp_chunk does not cut into chunks of "
+            "tokens; use mlp_chunk=0"
+        )
+    mlps = {
+        id(module): module
+        for path, module in model.named_modules()
+        if path.rpartition(".")[2] in _MLPS and any(True for _ in module.parameters())
+    }
+    others = sorted({type(mlp).__name__ for mlp in mlps.values() if _required_arguments(mlp) != 1})
+    if others or not mlps:
+        found = f"{', '.join(others)} takes more than its hidden states" if others else f"none is a {_listed()}"
+        raise ValueError(
+            f"{name} has no MLPs that mlp_chunk can cut into chunks of tokens: {found}; use mlp_chunk=0, or call "
+            "burst_plugin.activations.chunked_mlp.chunked_mlp in it"
+        )
+    return list(mlps.values())
+
+
+def _listed() -> str:
+    return f"module with the name {', '.join(_MLPS[:-1])} or {_MLPS[-1]}"
+
+
+def _required_arguments(module: torch.nn.Module) -> int:
+    """Return how many arguments a module has to be called with."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    arguments = inspect.signature(module.forward).parameters.values()
+    return sum(each.kind in kinds and each.default is inspect.Parameter.empty for each in arguments)
+
+
+def _is_plain_norm(module: torch.nn.Module) -> bool:
+    """Return whether a module is a norm in single operations that takes one tensor, and so no gate."""
+    written_in = str(getattr(module.forward, "__module__", None))  # also of what has been put in its place
+    return (
+        _NORMS.fullmatch(type(module).__name__) is not None
+        and written_in.partition(".")[0] in _PLAIN_CODE
+        and next(module.children(), None) is None
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
+
+
+class _ChunkedNorm(ChunkedForward):
+    """Takes the place of the `forward` of a norm, also of one of q or k, whose tokens have a row for each head."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Do what `forward` did, in chunks of tokens: of [B, S, H], [B, S, heads, D], or [B, heads, S, D].
+
+        The latter is a view of [B, S, heads, D], as far as models have it.
+        """
+        x = hidden_states
+        heads_first = x.dim() == 4 and x.stride(1) < x.stride(2)
+        x = x.transpose(1, 2) if heads_first else x
+        wide = {name: each.to(wide_dtype(each.dtype)) for name, each in self.mlp.named_parameters()}
+
+        def run(piece: Tensor) -> Tensor:
+            # What is computed again takes weights in float32, which 16 bits are as well. Their gradients would be
+            # rounded for each chunk otherwise, and not once: that makes errors up to 1.5 times as large.
+            with _in_place_of_parameters(self.mlp, wide if torch.is_grad_enabled() else {}):
+                out: Tensor = self.earlier(piece)
+            return out
+
+        out = chunked_mlp(run, x, list(wide.values()), chunk=self.chunk, token_dims=max(1, x.dim() - 2))
+        return out.transpose(1, 2) if heads_first else out
+
+
+@contextmanager
+def _in_place_of_parameters(module: torch.nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Let a module find `tensors` under the names of its parameters, which stay what they are, also for ZeRO-3."""
+    vars(module).update(tensors)
+    try:
+        yield
+    finally:
+        for name in tensors:
+            del vars(module)[name]
