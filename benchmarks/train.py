@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import RefusedError
-from benchmarks.report.files import Recording, Row, default_path, under_torchrun
+from benchmarks.report.files import Recording, Row, default_path, load, under_torchrun
 from benchmarks.train_ranks import EVERY_EXAMPLE, WARM_UP, Example, Job, Trained, prepare, run_rank
 from tests.support.processes import LINGER_S, launch
 from tests.support.ranks import RankError, run_ranks
@@ -39,6 +39,7 @@ _SIZES = {  # of an option: on CPUs, on GPUs, and what it is
     "hidden": (256, 2048, "width of the model"),
     "heads": (8, 16, "query heads"),
     "kv_heads": (4, 8, "key/value heads"),
+    "vocabulary": (1024, 1024, "tokens of the vocabulary, but of Megatron's"),
 }
 Train = Callable[[Example, Job], list[Trained]]
 
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, metavar="N", default=3, help="how often all is run, by turns")
     add("--examples", nargs="+", choices=names, default=names, help="which examples to run")
     add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
+    add("--add", action="store_true", help="keep the rows that the file has")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -69,8 +71,10 @@ def run(options: argparse.Namespace) -> int:
     torchrun = Torchrun(f"{', '.join(e.name for e in there)}, {jobs}") if under_torchrun() else None
     train, leads = (_forked, True) if torchrun is None else (torchrun.train, torchrun.rank == 0)
     settings = {"repeats": options.repeats, "steps": first.steps, "device": first.device, **first.shape}
+    settings["vocabulary"] = first.vocabulary
     out = options.out or default_path("train" if first.nodes == 1 else f"train-{first.nodes}-nodes", on_gpu)
     recording = Recording("train", {**settings, "nodes": first.nodes}, out if leads else None, on_gpu)
+    recording.rows += load(out).rows if leads and options.add and out.exists() else []
     show = partial(print, flush=True) if leads else lambda _: None
     recording.measure(partial(measure, there, jobs, options.repeats, train, show))
     recording.rows += [{"example": e.name, "absent": e.absent()} for e in examples if e not in there]
@@ -117,7 +121,15 @@ def measure(
     examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[[str], None]
 ) -> list[Row]:
     """Return the rows of all trainings, which take turns and each have new processes."""
-    found: dict[tuple[Example, Job], list[list[Trained]]] = {(e, job): [] for e in examples for job in jobs}
+    every = [(e, job) for e in examples for job in jobs if e.takes(job)]
+    refused = {(e, job): reason for e, job in every if (reason := e.refuse(job))}
+    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in every if key not in refused}
+    counted: dict[tuple[Example, Job], int] = {}
+    for example, job in found:
+        if example.saves_memory:
+            ranks = train(example, replace(job, counts_tensors=True, steps=1))
+            counted[example, job] = max(rank.tensor_bytes or 0 for rank in ranks)
+            show(f"{example.name}, {job.seq} tokens: {counted[example, job] / 1e6:,.0f} MB of tensors")
     for repeat in range(1, repeats + 1):
         for (example, job), each in found.items():
             each.append(train(example, job))
@@ -126,7 +138,8 @@ def measure(
             show(f"{example.name}, {shape}: {rate}")
     peaks = [rank.peak_flops_per_s for each in found.values() for ranks in each for rank in ranks]
     peak = max(filter(None, peaks), default=None)  # the most of any rank, so that all figures are shares of the same
-    return [row(example, job, each, peak) for (example, job), each in found.items()]
+    rows = [row(*key, each, peak) | {"tensor_bytes": counted.get(key)} for key, each in found.items()]
+    return rows + [_place(*key) | {"contender": key[0].name, "refused": why} for key, why in refused.items()]
 
 
 def _forked(example: Example, job: Job) -> list[Trained]:
@@ -203,20 +216,27 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
     first, steps = [rank.seen for rank in repeats[0]], len(repeats[0][0].steps_s)
     flops = 6 * first[0].parameters + 6 * job.layers * job.hidden * job.seq
     peaks = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
-    found: Row = {"example": example.name}
-    found |= {name: getattr(job, name) for name in ("ranks", "context_parallel_size", "seq", "tokens_per_step")}
+    found = _place(example, job)
     found |= {"parameters": first[0].parameters, "kernel": first[0].kernel}
     found |= {"ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps)}
     found |= {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}
+    found |= {"tokens_per_s_of_turns": rates, "losses": first[0].losses}
     found |= {"mfu": None if peak is None else median(rates) * flops / (job.ranks * peak), "peak_flops_per_s": peak}
     found |= {"peak_bytes": int(median(map(max, peaks))) if all(peaks) else None}  # of any rank, in the median repeat
     return found | {"repeats": len(repeats), "steps": steps}
 
 
+def _place(example: Example, job: Job) -> Row:
+    names = ("ranks", "context_parallel_size", "seq", "tokens_per_step", "layers", "hidden", "heads", "kv_heads")
+    return {"example": example.name, **{name: getattr(job, name) for name in (*names, "vocabulary")}}
+
+
 def _line(row: Row) -> str:
-    if "absent" in row:
-        return f"{row['example']} absent: {row['absent']}"
+    for word in ("absent", "refused"):
+        if word in row:
+            return f"{row['example']} {word}: {row[word]}"
     rates = f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} .. {row['tokens_per_s_max']:,.0f})"
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
+    nbytes = row.get("tensor_bytes") or row["peak_bytes"]
+    memory = "" if nbytes is None else f", {nbytes / 1e6:,.0f} MB per rank"
     return f"{row['example']:<10} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"

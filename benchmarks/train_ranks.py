@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,13 +23,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.contenders import alst
 from benchmarks.memory import PeakMemory, keep_freed_memory
 from benchmarks.report.files import ROOT, cpus
 from burst_plugin import ContextParallel, burst_attention
+from burst_plugin.activations.host_memory import HostMemory
+from tests.support.live_bytes import LiveBytes
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
-VOCABULARY = 1024  # of the DeepSpeed example
+CHUNK = 512  # tokens at a time of MLPs, the head and the loss, in trainings that save memory
 # bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
 _PEAK_TFLOPS_PER_S = (
     *(("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200 NVL", 835), ("H200", 989), ("H100 PCIe", 756)),
@@ -52,6 +56,8 @@ class Job:
     hidden: int
     heads: int
     kv_heads: int
+    vocabulary: int  # of the DeepSpeed example
+    counts_tensors: bool = False  # instead of time
 
     @property
     def microbatches(self) -> int:
@@ -73,25 +79,39 @@ class Seen(NamedTuple):
     parameters: int  # without the table of input embeddings
     kernel: str
     ring_bytes: int
+    losses: tuple[float, ...] = ()  # of its steps, where they are compared with another training's
 
 
 class Trained(NamedTuple):
-    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do."""
+    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do.
+
+    tensor_bytes: of all tensors at the peak, if they were counted.
+    """
 
     steps_s: list[float]
     peak_bytes: int | None
     peak_flops_per_s: float | None
     seen: Seen
+    tensor_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Example:
-    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps."""
+    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps.
+
+    saves_memory: whether it is for one long sequence on all ranks, and its tensors are counted.
+    """
 
     name: str
     packages: tuple[str, ...]  # that it needs
     modules: tuple[str, ...]  # that take time to import
     train: Callable[[Job, Callable[[], None]], Seen]
+    saves_memory: bool = False
+    refuse: Callable[[Job], str | None] = lambda job: None
+
+    def takes(self, job: Job) -> bool:
+        """Return whether it is to train this job."""
+        return not self.saves_memory or (job.sequences == 1 and job.context_parallel_size > 1)
 
     def absent(self) -> str | None:
         """Return why it cannot run here, or None if it can."""
@@ -127,12 +147,17 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-    peak = PeakMemory(torch.device(job.device))
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak:
+    peak, live = PeakMemory(torch.device(job.device)), LiveBytes()
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak, contextlib.ExitStack() as stack:
+        if job.counts_tensors:
+            stack.enter_context(live)
+            for kind, name in ((HostMemory, "park"), *alst.host_memory()):
+                stack.enter_context(live.not_counting(kind, name))
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
     flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
-    return Trained([stop - start for start, stop in pairwise(ends)], peak.nbytes, flops_per_s, seen)
+    steps_s = [stop - start for start, stop in pairwise(ends)]
+    return Trained(steps_s, peak.nbytes, flops_per_s, seen, live.peak if job.counts_tensors else None)
 
 
 def gpu_peak_flops_per_s(name: str) -> float | None:
@@ -215,33 +240,62 @@ def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
 
-def train_deepspeed(job: Job, step_ended: Callable[[], None]) -> Seen:
-    """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`."""
+def train_deepspeed(job: Job, step_ended: Callable[[], None], **memory: object) -> Seen:
+    """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`.
+
+    memory: options of the block that save memory beside attention, if any, which come with checkpoints.
+    """
     import deepspeed
 
     import burst_plugin.deepspeed
+
+    example, model, samples, config = _llama(job, large=bool(memory))
+    burst_plugin.deepspeed.install()
+    config["burst_attention"] |= {"enabled": job.context_parallel_size > 1, **memory}
+    if memory:
+        model.gradient_checkpointing_enable()
+    parameters, data = _parameters(model), [{"input_ids": row, "labels": row} for row in samples]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=data, config=config
+    )
+    history = example.train(engine, noted(loader, job.microbatches, step_ended))
+    if job.context_parallel_size == 1:
+        return Seen(parameters, model.config._attn_implementation, 0)
+    seen = _seen(parameters, burst_plugin.deepspeed.context(engine))
+    return seen._replace(losses=tuple(step["loss"] for step in history)) if memory else seen
+
+
+def train_alst(job: Job, step_ended: Callable[[], None], offload: bool) -> Seen:
+    """Train the same Llama on the same tokens by what DeepSpeed has for long sequences."""
+    _, model, samples, config = _llama(job, large=True)
+    parameters = _parameters(model)
+    del config["burst_attention"]
+    history = alst.train(model, samples, config, CHUNK, offload, step_ended)
+    return Seen(parameters, "sdpa", 0, tuple(step["loss"] for step in history))
+
+
+def _llama(job: Job, large: bool) -> tuple[Any, Any, Tensor, dict[str, Any]]:
+    """Return the DeepSpeed example, its model, samples of random tokens and its configuration.
+
+    large: whether ZeRO-3 is to treat the model as a large one, of which it holds what is at work alone.
+    """
     from burst_plugin.deepspeed import cpu
 
     if job.device == "cpu":
         cpu.enable()
     example = importlib.import_module("train")
-    burst_plugin.deepspeed.install()
     config = json.loads((EXAMPLES / "deepspeed" / "ds_config.json").read_text())
-    config["burst_attention"]["enabled"] = job.context_parallel_size > 1
     config["gradient_accumulation_steps"] = job.microbatches
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
-    model = example.build_model(argparse.Namespace(vocabulary=VOCABULARY, seq_length=job.seq, **job.shape))
-    parameters, count = _parameters(model), (WARM_UP + job.steps) * job.sequences
-    samples = torch.randint(VOCABULARY, (count, job.seq), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in samples]
-    engine, _, loader, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), training_data=data, config=config
-    )
-    example.train(engine, noted(loader, job.microbatches, step_ended))
-    if job.context_parallel_size == 1:
-        return Seen(parameters, model.config._attn_implementation, 0)
-    return _seen(parameters, burst_plugin.deepspeed.context(engine))
+    if large:  # as Hugging Face's "auto", of which the rest is for models of billions
+        sizes = {"reduce_bucket_size": job.hidden**2, "stage3_param_persistence_threshold": 10 * job.hidden}
+        none = dict.fromkeys(("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), 0)
+        config["zero_optimization"] |= sizes | {f"stage3_{name}": size for name, size in none.items()}
+    shape = argparse.Namespace(vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
+    shape_of_samples = ((WARM_UP + job.steps) * job.sequences, job.seq)
+    samples = torch.randint(job.vocabulary, shape_of_samples, generator=torch.Generator().manual_seed(1))
+    return example, example.build_model(shape), samples, config
 
 
 def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], None]) -> Iterator[Any]:
@@ -256,4 +310,13 @@ _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugi
 _DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
-EVERY_EXAMPLE = (MEGATRON, DEEPSPEED)
+_SAVING = {"keep_attention": "all", "loss_chunk": CHUNK, "mlp_chunk": CHUNK}
+LONG = tuple(
+    Example(f"{name}{'-offload' * offload}", DEEPSPEED.packages, _DEEPSPEED, train, True, refuse)
+    for offload in (False, True)
+    for name, train, refuse in (
+        ("burst", partial(train_deepspeed, **_SAVING, offload=offload), lambda job: None),
+        ("ALST", partial(train_alst, offload=offload), lambda job: alst.refuse(job.ranks, job.heads, job.kv_heads)),
+    )
+)
+EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *LONG)

@@ -9,7 +9,10 @@ Counts storages, each once however many views there are. What a kernel allocates
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -43,6 +46,21 @@ class LiveBytes(TorchDispatchMode):
     def reset(self) -> None:
         """Begin a new peak, from what is alive."""
         self.peak = self.now
+
+    @contextmanager
+    def not_counting(self, kind: type, name: str) -> Iterator[None]:
+        """Leave out, in this context, what the method `name` of `kind` makes: memory of a host, say."""
+        original = getattr(kind, name)
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            before, self.counts = self.counts, False
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.counts = before
+
+        with mock.patch.object(kind, name, method):
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
