@@ -6,10 +6,14 @@ import ctypes
 import gc
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+from burst_plugin.activations.host_memory import HostMemory
+from tests.support.live_bytes import LiveBytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
@@ -22,6 +26,15 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: None)  # only in glibc
     mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_M_MMAP_MAX, 0)
+
+
+@contextmanager
+def device_tensors() -> Iterator[LiveBytes]:
+    """Count tensors' bytes, without those of host memory that this package or DeepSpeed takes: those of a GPU."""
+    from deepspeed.runtime.activation_checkpointing.offload_activations import _ActivationOffloadEngine as Offload
+
+    with LiveBytes() as live, live.not_counting(HostMemory, "park"), live.not_counting(Offload, "_empty_cpu_like"):
+        yield live
 
 
 class PeakMemory:

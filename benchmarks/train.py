@@ -1,7 +1,9 @@
 """Tokens per second, MFU and peak memory of the training examples, with and without context parallelism.
 
 The same ranks train the same number of tokens in a step three times: each on a sequence of its own, all on one
-sequence after the other, and all on a single sequence that is as many times longer as there are ranks.
+sequence after the other, and all on a single sequence that is as many times longer as there are ranks. On this one
+they also train with all that saves memory in this package, and by DeepSpeed's ALST; with and without offload. There
+tensors are counted, in a turn that is not timed. What is offloaded is copied on CPUs, too, and does not count.
 
 The ranks are processes of this machine, or those that torchrun started, on one node or on several:
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmarks train`.
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, metavar="N", default=3, help="how often all is run, by turns")
     add("--examples", nargs="+", choices=names, default=names, help="which examples to run")
     add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
-    add("--add", action="store_true", help="keep the rows that the file has")
+    add("--add", action="store_true", help="to the rows that the file has")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     jobs = jobs_of(options)
     first, on_gpu = jobs[0], jobs[0].device == "cuda"
     examples = [example for example in EVERY_EXAMPLE if example.name.lower() in options.examples]
-    there = [example for example in examples if example.absent() is None]
+    there = [example for example in examples if example.absent(first) is None]
     prepare(first.device)
     if not on_gpu:  # once, before forking; where there are GPUs, a fork must not find them in use
         for module in (module for example in there for module in example.modules):
@@ -71,13 +73,13 @@ def run(options: argparse.Namespace) -> int:
     torchrun = Torchrun(f"{', '.join(e.name for e in there)}, {jobs}") if under_torchrun() else None
     train, leads = (_forked, True) if torchrun is None else (torchrun.train, torchrun.rank == 0)
     settings = {"repeats": options.repeats, "steps": first.steps, "device": first.device, **first.shape}
-    settings["vocabulary"] = first.vocabulary
     out = options.out or default_path("train" if first.nodes == 1 else f"train-{first.nodes}-nodes", on_gpu)
     recording = Recording("train", {**settings, "nodes": first.nodes}, out if leads else None, on_gpu)
-    recording.rows += load(out).rows if leads and options.add and out.exists() else []
     show = partial(print, flush=True) if leads else lambda _: None
+    if leads and options.add and out.exists():
+        recording.rows += load(out).rows
     recording.measure(partial(measure, there, jobs, options.repeats, train, show))
-    recording.rows += [{"example": e.name, "absent": e.absent()} for e in examples if e not in there]
+    recording.rows += [{"example": e.name, "absent": e.absent(first)} for e in examples if e not in there]
     if leads:
         print(*map(_line, recording.rows), sep="\n")
     recording.save()
@@ -121,15 +123,9 @@ def measure(
     examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[[str], None]
 ) -> list[Row]:
     """Return the rows of all trainings, which take turns and each have new processes."""
-    every = [(e, job) for e in examples for job in jobs if e.takes(job)]
-    refused = {(e, job): reason for e, job in every if (reason := e.refuse(job))}
-    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in every if key not in refused}
-    counted: dict[tuple[Example, Job], int] = {}
-    for example, job in found:
-        if example.saves_memory:
-            ranks = train(example, replace(job, counts_tensors=True, steps=1))
-            counted[example, job] = max(rank.tensor_bytes or 0 for rank in ranks)
-            show(f"{example.name}, {job.seq} tokens: {counted[example, job] / 1e6:,.0f} MB of tensors")
+    every = [(e, job) for e in examples for job in (jobs[-1:] if e.saves_memory else jobs)]
+    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in every}
+    tensors = {(e, job): train(e, replace(job, counts_tensors=True, steps=1)) for e, job in every if e.saves_memory}
     for repeat in range(1, repeats + 1):
         for (example, job), each in found.items():
             each.append(train(example, job))
@@ -138,8 +134,8 @@ def measure(
             show(f"{example.name}, {shape}: {rate}")
     peaks = [rank.peak_flops_per_s for each in found.values() for ranks in each for rank in ranks]
     peak = max(filter(None, peaks), default=None)  # the most of any rank, so that all figures are shares of the same
-    rows = [row(*key, each, peak) | {"tensor_bytes": counted.get(key)} for key, each in found.items()]
-    return rows + [_place(*key) | {"contender": key[0].name, "refused": why} for key, why in refused.items()]
+    counted = {key: max(rank.peak_bytes or 0 for rank in ranks) for key, ranks in tensors.items()}
+    return [row(*key, each, peak) | {"tensor_bytes": counted.get(key)} for key, each in found.items()]
 
 
 def _forked(example: Example, job: Job) -> list[Trained]:
@@ -216,27 +212,23 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
     first, steps = [rank.seen for rank in repeats[0]], len(repeats[0][0].steps_s)
     flops = 6 * first[0].parameters + 6 * job.layers * job.hidden * job.seq
     peaks = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
-    found = _place(example, job)
+    found: Row = {"example": example.name}
+    sizes = ("ranks", "context_parallel_size", "seq", "tokens_per_step", *job.shape, "vocabulary")
+    found |= {name: getattr(job, name) for name in sizes}
     found |= {"parameters": first[0].parameters, "kernel": first[0].kernel}
     found |= {"ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps)}
     found |= {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}
-    found |= {"tokens_per_s_of_turns": rates, "losses": first[0].losses}
+    found |= {"tokens_per_s_by_turn": rates, "losses": first[0].losses}
     found |= {"mfu": None if peak is None else median(rates) * flops / (job.ranks * peak), "peak_flops_per_s": peak}
     found |= {"peak_bytes": int(median(map(max, peaks))) if all(peaks) else None}  # of any rank, in the median repeat
     return found | {"repeats": len(repeats), "steps": steps}
 
 
-def _place(example: Example, job: Job) -> Row:
-    names = ("ranks", "context_parallel_size", "seq", "tokens_per_step", "layers", "hidden", "heads", "kv_heads")
-    return {"example": example.name, **{name: getattr(job, name) for name in (*names, "vocabulary")}}
-
-
 def _line(row: Row) -> str:
-    for word in ("absent", "refused"):
-        if word in row:
-            return f"{row['example']} {word}: {row[word]}"
+    if "absent" in row:
+        return f"{row['example']} absent: {row['absent']}"
     rates = f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} .. {row['tokens_per_s_max']:,.0f})"
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    nbytes = row.get("tensor_bytes") or row["peak_bytes"]
+    nbytes = row["tensor_bytes"] or row["peak_bytes"]
     memory = "" if nbytes is None else f", {nbytes / 1e6:,.0f} MB per rank"
     return f"{row['example']:<10} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,16 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.contenders import alst
-from benchmarks.memory import PeakMemory, keep_freed_memory
+from benchmarks.memory import PeakMemory, device_tensors, keep_freed_memory
 from benchmarks.report.files import ROOT, cpus
 from burst_plugin import ContextParallel, burst_attention
-from burst_plugin.activations.host_memory import HostMemory
-from tests.support.live_bytes import LiveBytes
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
-CHUNK = 512  # tokens at a time of MLPs, the head and the loss, in trainings that save memory
+CHUNK = 512  # tokens at a time of MLPs, the head and the loss, where memory is saved
+_SAVING = {"keep_attention": "all", "loss_chunk": CHUNK, "mlp_chunk": CHUNK}
 # bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
 _PEAK_TFLOPS_PER_S = (
     *(("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200 NVL", 835), ("H200", 989), ("H100 PCIe", 756)),
@@ -57,7 +55,7 @@ class Job:
     heads: int
     kv_heads: int
     vocabulary: int  # of the DeepSpeed example
-    counts_tensors: bool = False  # instead of time
+    counts_tensors: bool = False  # instead of other memory
 
     @property
     def microbatches(self) -> int:
@@ -79,20 +77,16 @@ class Seen(NamedTuple):
     parameters: int  # without the table of input embeddings
     kernel: str
     ring_bytes: int
-    losses: tuple[float, ...] = ()  # of its steps, where they are compared with another training's
+    losses: tuple[float, ...] = ()
 
 
 class Trained(NamedTuple):
-    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do.
-
-    tensor_bytes: of all tensors at the peak, if they were counted.
-    """
+    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do."""
 
     steps_s: list[float]
     peak_bytes: int | None
     peak_flops_per_s: float | None
     seen: Seen
-    tensor_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,19 +103,15 @@ class Example:
     saves_memory: bool = False
     refuse: Callable[[Job], str | None] = lambda job: None
 
-    def takes(self, job: Job) -> bool:
-        """Return whether it is to train this job."""
-        return not self.saves_memory or (job.sequences == 1 and job.context_parallel_size > 1)
-
-    def absent(self) -> str | None:
-        """Return why it cannot run here, or None if it can."""
+    def absent(self, job: Job) -> str | None:
+        """Return why it cannot train such jobs here, or None if it can."""
         missing = list(self.packages)
         for name in self.packages:
             with contextlib.suppress(ModuleNotFoundError):  # of what it is a part of
                 found = importlib.util.find_spec(name)
                 if found is not None and found.origin is not None:  # not just a folder, such as that of an example
                     missing.remove(name)
-        return f"not installed: {', '.join(missing)}" if missing else None
+        return f"not installed: {', '.join(missing)}" if missing else self.refuse(job)
 
 
 def prepare(device: str) -> None:
@@ -147,17 +137,13 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-    peak, live = PeakMemory(torch.device(job.device)), LiveBytes()
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak, contextlib.ExitStack() as stack:
-        if job.counts_tensors:
-            stack.enter_context(live)
-            for kind, name in ((HostMemory, "park"), *alst.host_memory()):
-                stack.enter_context(live.not_counting(kind, name))
+    memory: Any = device_tensors() if job.counts_tensors else PeakMemory(torch.device(job.device))
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), memory as held:
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
     flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
-    steps_s = [stop - start for start, stop in pairwise(ends)]
-    return Trained(steps_s, peak.nbytes, flops_per_s, seen, live.peak if job.counts_tensors else None)
+    peak_bytes = held.peak if job.counts_tensors else held.nbytes
+    return Trained([stop - start for start, stop in pairwise(ends)], peak_bytes, flops_per_s, seen)
 
 
 def gpu_peak_flops_per_s(name: str) -> float | None:
@@ -240,62 +226,68 @@ def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
 
-def train_deepspeed(job: Job, step_ended: Callable[[], None], **memory: object) -> Seen:
+def train_deepspeed(job: Job, step_ended: Callable[[], None], **saving: object) -> Seen:
     """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`.
 
-    memory: options of the block that save memory beside attention, if any, which come with checkpoints.
+    saving: options of the block that save memory, if any, which come with checkpoints.
     """
     import deepspeed
 
     import burst_plugin.deepspeed
 
-    example, model, samples, config = _llama(job, large=bool(memory))
+    example, model, samples, config = _llama("train", job, large=bool(saving))
     burst_plugin.deepspeed.install()
-    config["burst_attention"] |= {"enabled": job.context_parallel_size > 1, **memory}
-    if memory:
+    config["burst_attention"] |= {"enabled": job.context_parallel_size > 1, **saving}
+    if saving:
         model.gradient_checkpointing_enable()
     parameters, data = _parameters(model), [{"input_ids": row, "labels": row} for row in samples]
     engine, _, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=data, config=config
     )
     history = example.train(engine, noted(loader, job.microbatches, step_ended))
-    if job.context_parallel_size == 1:
-        return Seen(parameters, model.config._attn_implementation, 0)
-    seen = _seen(parameters, burst_plugin.deepspeed.context(engine))
-    return seen._replace(losses=tuple(step["loss"] for step in history)) if memory else seen
+    seen = Seen(parameters, model.config._attn_implementation, 0)
+    if job.context_parallel_size > 1:
+        seen = _seen(parameters, burst_plugin.deepspeed.context(engine))
+    return seen._replace(losses=tuple(step["loss"] for step in history))
 
 
 def train_alst(job: Job, step_ended: Callable[[], None], offload: bool) -> Seen:
-    """Train the same Llama on the same tokens by what DeepSpeed has for long sequences."""
-    _, model, samples, config = _llama(job, large=True)
+    """Train the same Llama on the same tokens by what DeepSpeed itself has for long sequences."""
+    example, model, samples, config = _llama("alst", job, large=True)
     parameters = _parameters(model)
     del config["burst_attention"]
-    history = alst.train(model, samples, config, CHUNK, offload, step_ended)
+    history = example.train(model, samples, config, chunk=CHUNK, offload=offload, step_ended=step_ended)
     return Seen(parameters, "sdpa", 0, tuple(step["loss"] for step in history))
 
 
-def _llama(job: Job, large: bool) -> tuple[Any, Any, Tensor, dict[str, Any]]:
-    """Return the DeepSpeed example, its model, samples of random tokens and its configuration.
+def _refused_by_alst(job: Job) -> str | None:
+    heads, kv_heads, ranks = job.heads, job.kv_heads, job.ranks
+    if ranks > 1 and heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return None
+    return f"Ulysses gives ranks whole heads: {heads} and {kv_heads} heads do not divide over {ranks} ranks"
 
-    large: whether ZeRO-3 is to treat the model as a large one, of which it holds what is at work alone.
+
+def _llama(name: str, job: Job, large: bool) -> tuple[Any, Any, Tensor, dict[str, Any]]:
+    """Return a DeepSpeed example, its model, random samples and its configuration.
+
+    large: whether ZeRO-3 treats the model as a large one, and holds what is at work alone.
     """
     from burst_plugin.deepspeed import cpu
 
     if job.device == "cpu":
         cpu.enable()
-    example = importlib.import_module("train")
     config = json.loads((EXAMPLES / "deepspeed" / "ds_config.json").read_text())
     config["gradient_accumulation_steps"] = job.microbatches
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
-    if large:  # as Hugging Face's "auto", of which the rest is for models of billions
+    if large:  # as Hugging Face's "auto", of which the rest is for billions of parameters
         sizes = {"reduce_bucket_size": job.hidden**2, "stage3_param_persistence_threshold": 10 * job.hidden}
-        none = dict.fromkeys(("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance"), 0)
-        config["zero_optimization"] |= sizes | {f"stage3_{name}": size for name, size in none.items()}
+        sizes |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 0)
+        config["zero_optimization"] |= {**sizes, "stage3_prefetch_bucket_size": 0}
     shape = argparse.Namespace(vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
-    shape_of_samples = ((WARM_UP + job.steps) * job.sequences, job.seq)
-    samples = torch.randint(job.vocabulary, shape_of_samples, generator=torch.Generator().manual_seed(1))
-    return example, example.build_model(shape), samples, config
+    count, source = (WARM_UP + job.steps) * job.sequences, torch.Generator().manual_seed(1)
+    samples = torch.randint(job.vocabulary, (count, job.seq), generator=source)
+    return importlib.import_module(name), importlib.import_module("train").build_model(shape), samples, config
 
 
 def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], None]) -> Iterator[Any]:
@@ -310,13 +302,8 @@ _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugi
 _DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
-_SAVING = {"keep_attention": "all", "loss_chunk": CHUNK, "mlp_chunk": CHUNK}
-LONG = tuple(
-    Example(f"{name}{'-offload' * offload}", DEEPSPEED.packages, _DEEPSPEED, train, True, refuse)
-    for offload in (False, True)
-    for name, train, refuse in (
-        ("burst", partial(train_deepspeed, **_SAVING, offload=offload), lambda job: None),
-        ("ALST", partial(train_alst, offload=offload), lambda job: alst.refuse(job.ranks, job.heads, job.kv_heads)),
-    )
-)
-EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *LONG)
+_BURST, _ALST = partial(train_deepspeed, **_SAVING), partial(train_alst, offload=False)
+BURST = replace(DEEPSPEED, name="burst", train=_BURST, saves_memory=True)
+ALST = replace(BURST, name="ALST", train=_ALST, refuse=_refused_by_alst)
+OFFLOADED = [replace(e, name=f"{e.name}-offload", train=partial(e.train, offload=True)) for e in (BURST, ALST)]
+EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, BURST, ALST, *OFFLOADED)
