@@ -2,8 +2,8 @@
 
 The same ranks train the same number of tokens in a step three times: each on a sequence of its own, all on one
 sequence after the other, and all on a single sequence that is as many times longer as there are ranks. On this one
-they also train with all that saves memory in this package, and by DeepSpeed's ALST; with and without offload. There
-tensors are counted, in a turn that is not timed. What is offloaded is copied on CPUs, too, and does not count.
+they also train with all that saves memory in this package, and by DeepSpeed's ALST; with and without offload, which
+copies on CPUs as well. Memory is that of a turn that is not timed.
 
 The ranks are processes of this machine, or those that torchrun started, on one node or on several:
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmarks train`.
@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path, load, under_torchrun
-from benchmarks.train_ranks import EVERY_EXAMPLE, WARM_UP, Example, Job, Trained, prepare, run_rank
+from benchmarks.train_ranks import EVERY_EXAMPLE, SAVING_MEMORY, WARM_UP, Example, Job, Trained, prepare, run_rank
 from tests.support.processes import LINGER_S, launch
 from tests.support.ranks import RankError, run_ranks
 
@@ -123,19 +123,16 @@ def measure(
     examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[[str], None]
 ) -> list[Row]:
     """Return the rows of all trainings, which take turns and each have new processes."""
-    every = [(e, job) for e in examples for job in (jobs[-1:] if e.saves_memory else jobs)]
-    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in every}
-    tensors = {(e, job): train(e, replace(job, counts_tensors=True, steps=1)) for e, job in every if e.saves_memory}
+    keys = [(e, job) for e in examples for job in (jobs[-1:] if e in SAVING_MEMORY else jobs)]
+    held = {(e, job): train(e, replace(job, measures_memory=True, steps=1)) for e, job in keys}
+    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in keys}
     for repeat in range(1, repeats + 1):
         for (example, job), each in found.items():
             each.append(train(example, job))
-            shape = f"CP {job.context_parallel_size}, {job.sequences} x {job.seq} tokens"
-            rate = f"{tokens_per_s(job, each[-1]):,.0f} tokens/s ({repeat}/{repeats})"
-            show(f"{example.name}, {shape}: {rate}")
+            show(f"{repeat}/{repeats}: {_line(row(example, job, each[-1:], held[example, job], None))}")
     peaks = [rank.peak_flops_per_s for each in found.values() for ranks in each for rank in ranks]
     peak = max(filter(None, peaks), default=None)  # the most of any rank, so that all figures are shares of the same
-    counted = {key: max(rank.peak_bytes or 0 for rank in ranks) for key, ranks in tensors.items()}
-    return [row(*key, each, peak) | {"tensor_bytes": counted.get(key)} for key, each in found.items()]
+    return [row(*key, each, held[key], peak) for key, each in found.items()]
 
 
 def _forked(example: Example, job: Job) -> list[Trained]:
@@ -202,8 +199,10 @@ def tokens_per_s(job: Job, ranks: Sequence[Trained]) -> float:
     return job.tokens_per_step / median(max(step) for step in zip(*(rank.steps_s for rank in ranks), strict=True))
 
 
-def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: float | None) -> Row:
-    """Return the row of one training, from what its ranks saw in each repeat and the `peak` FLOP/s of a rank.
+def row(
+    example: Example, job: Job, repeats: Sequence[Sequence[Trained]], held: Sequence[Trained], peak: float | None
+) -> Row:
+    """Return the row of one training, from what its ranks saw in each repeat and `held`, and a rank's `peak` FLOP/s.
 
     MFU counts 6 operations per token and parameter that multiplies, and 12 · layers · width · tokens for the scores
     and their use, of which a causal mask needs half: PaLM (arXiv 2204.02311), appendix B, there without the half.
@@ -211,17 +210,14 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
     rates = [tokens_per_s(job, ranks) for ranks in repeats]
     first, steps = [rank.seen for rank in repeats[0]], len(repeats[0][0].steps_s)
     flops = 6 * first[0].parameters + 6 * job.layers * job.hidden * job.seq
-    peaks = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
-    found: Row = {"example": example.name}
     sizes = ("ranks", "context_parallel_size", "seq", "tokens_per_step", *job.shape, "vocabulary")
-    found |= {name: getattr(job, name) for name in sizes}
+    found: Row = {"example": example.name, **{name: getattr(job, name) for name in sizes}}
     found |= {"parameters": first[0].parameters, "kernel": first[0].kernel}
     found |= {"ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps)}
     found |= {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}
-    found |= {"tokens_per_s_by_turn": rates, "losses": first[0].losses}
     found |= {"mfu": None if peak is None else median(rates) * flops / (job.ranks * peak), "peak_flops_per_s": peak}
-    found |= {"peak_bytes": int(median(map(max, peaks))) if all(peaks) else None}  # of any rank, in the median repeat
-    return found | {"repeats": len(repeats), "steps": steps}
+    found |= {"peak_bytes": max(rank.peak_bytes for rank in held), "losses": first[0].losses}
+    return found | {"repeats": len(repeats), "steps": steps, "tokens_per_s_by_turn": rates}
 
 
 def _line(row: Row) -> str:
@@ -229,6 +225,5 @@ def _line(row: Row) -> str:
         return f"{row['example']} absent: {row['absent']}"
     rates = f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} .. {row['tokens_per_s_max']:,.0f})"
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    nbytes = row["tensor_bytes"] or row["peak_bytes"]
-    memory = "" if nbytes is None else f", {nbytes / 1e6:,.0f} MB per rank"
-    return f"{row['example']:<10} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"
+    memory = f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
+    return f"{row['example']:<13} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"

@@ -23,14 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.memory import PeakMemory, device_tensors, keep_freed_memory
+from benchmarks.memory import PeakMemory, keep_freed_memory
 from benchmarks.report.files import ROOT, cpus
 from burst_plugin import ContextParallel, burst_attention
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
-CHUNK = 512  # tokens at a time of MLPs, the head and the loss, where memory is saved
-_SAVING = {"keep_attention": "all", "loss_chunk": CHUNK, "mlp_chunk": CHUNK}
 # bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
 _PEAK_TFLOPS_PER_S = (
     *(("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200 NVL", 835), ("H200", 989), ("H100 PCIe", 756)),
@@ -55,7 +53,7 @@ class Job:
     heads: int
     kv_heads: int
     vocabulary: int  # of the DeepSpeed example
-    counts_tensors: bool = False  # instead of other memory
+    measures_memory: bool = False  # instead of time
 
     @property
     def microbatches(self) -> int:
@@ -81,26 +79,22 @@ class Seen(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do."""
+    """What one rank measured: seconds by step, or memory beyond what it held before, and what its device can do."""
 
     steps_s: list[float]
-    peak_bytes: int | None
+    peak_bytes: int
     peak_flops_per_s: float | None
     seen: Seen
 
 
 @dataclass(frozen=True)
 class Example:
-    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps.
-
-    saves_memory: whether it is for one long sequence on all ranks, and its tensors are counted.
-    """
+    """A training example; `train(job, step_ended)` calls `step_ended` after each of WARM_UP + job.steps steps."""
 
     name: str
     packages: tuple[str, ...]  # that it needs
     modules: tuple[str, ...]  # that take time to import
     train: Callable[[Job, Callable[[], None]], Seen]
-    saves_memory: bool = False
     refuse: Callable[[Job], str | None] = lambda job: None
 
     def absent(self, job: Job) -> str | None:
@@ -137,13 +131,13 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
             torch.cuda.synchronize()
         ends.append(time.perf_counter())
 
-    memory: Any = device_tensors() if job.counts_tensors else PeakMemory(torch.device(job.device))
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), memory as held:
+    peak = PeakMemory(torch.device(job.device))
+    measuring = peak if job.measures_memory else contextlib.nullcontext()
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), measuring:
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
     flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
-    peak_bytes = held.peak if job.counts_tensors else held.nbytes
-    return Trained([stop - start for start, stop in pairwise(ends)], peak_bytes, flops_per_s, seen)
+    return Trained([stop - start for start, stop in pairwise(ends)], peak.nbytes, flops_per_s, seen)
 
 
 def gpu_peak_flops_per_s(name: str) -> float | None:
@@ -226,19 +220,20 @@ def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
 
-def train_deepspeed(job: Job, step_ended: Callable[[], None], **saving: object) -> Seen:
+def train_deepspeed(job: Job, step_ended: Callable[[], None], offload: bool | None = None) -> Seen:
     """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`.
 
-    saving: options of the block that save memory, if any, which come with checkpoints.
+    offload: whether checkpoints wait in host memory; None for neither checkpoints nor anything that saves memory.
     """
     import deepspeed
 
     import burst_plugin.deepspeed
 
-    example, model, samples, config = _llama("train", job, large=bool(saving))
+    model, samples, config = _llama(job, offload)
+    example = importlib.import_module("train")
     burst_plugin.deepspeed.install()
-    config["burst_attention"] |= {"enabled": job.context_parallel_size > 1, **saving}
-    if saving:
+    config["burst_attention"]["enabled"] = job.context_parallel_size > 1
+    if offload is not None:
         model.gradient_checkpointing_enable()
     parameters, data = _parameters(model), [{"input_ids": row, "labels": row} for row in samples]
     engine, _, loader, _ = deepspeed.initialize(
@@ -253,10 +248,9 @@ def train_deepspeed(job: Job, step_ended: Callable[[], None], **saving: object) 
 
 def train_alst(job: Job, step_ended: Callable[[], None], offload: bool) -> Seen:
     """Train the same Llama on the same tokens by what DeepSpeed itself has for long sequences."""
-    example, model, samples, config = _llama("alst", job, large=True)
+    model, samples, config = _llama(job, offload)
     parameters = _parameters(model)
-    del config["burst_attention"]
-    history = example.train(model, samples, config, chunk=CHUNK, offload=offload, step_ended=step_ended)
+    history = importlib.import_module("alst").train(model, samples, config, step_ended)
     return Seen(parameters, "sdpa", 0, tuple(step["loss"] for step in history))
 
 
@@ -267,27 +261,22 @@ def _refused_by_alst(job: Job) -> str | None:
     return f"Ulysses gives ranks whole heads: {heads} and {kv_heads} heads do not divide over {ranks} ranks"
 
 
-def _llama(name: str, job: Job, large: bool) -> tuple[Any, Any, Tensor, dict[str, Any]]:
-    """Return a DeepSpeed example, its model, random samples and its configuration.
-
-    large: whether ZeRO-3 treats the model as a large one, and holds what is at work alone.
-    """
+def _llama(job: Job, offload: bool | None) -> tuple[Any, Tensor, dict[str, Any]]:
+    """Return the DeepSpeed example's model, random samples, and the configuration, that for long ones unless None."""
     from burst_plugin.deepspeed import cpu
 
     if job.device == "cpu":
         cpu.enable()
-    config = json.loads((EXAMPLES / "deepspeed" / "ds_config.json").read_text())
+    file = "ds_config.json" if offload is None else "ds_config_long.json"
+    config = json.loads((EXAMPLES / "deepspeed" / file).read_text())
     config["gradient_accumulation_steps"] = job.microbatches
+    config["burst_attention"] |= {} if offload is None else {"offload": offload}
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
-    if large:  # as Hugging Face's "auto", of which the rest is for billions of parameters
-        sizes = {"reduce_bucket_size": job.hidden**2, "stage3_param_persistence_threshold": 10 * job.hidden}
-        sizes |= dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 0)
-        config["zero_optimization"] |= {**sizes, "stage3_prefetch_bucket_size": 0}
     shape = argparse.Namespace(vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
     count, source = (WARM_UP + job.steps) * job.sequences, torch.Generator().manual_seed(1)
     samples = torch.randint(job.vocabulary, (count, job.seq), generator=source)
-    return importlib.import_module(name), importlib.import_module("train").build_model(shape), samples, config
+    return importlib.import_module("train").build_model(shape), samples, config
 
 
 def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], None]) -> Iterator[Any]:
@@ -302,8 +291,10 @@ _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugi
 _DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
-_BURST, _ALST = partial(train_deepspeed, **_SAVING), partial(train_alst, offload=False)
-BURST = replace(DEEPSPEED, name="burst", train=_BURST, saves_memory=True)
-ALST = replace(BURST, name="ALST", train=_ALST, refuse=_refused_by_alst)
-OFFLOADED = [replace(e, name=f"{e.name}-offload", train=partial(e.train, offload=True)) for e in (BURST, ALST)]
-EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, BURST, ALST, *OFFLOADED)
+BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (
+    replace(DEEPSPEED, name=name + "-offload" * offload, train=partial(train, offload=offload), refuse=refuse)
+    for name, train, refuse in (("burst", train_deepspeed, DEEPSPEED.refuse), ("ALST", train_alst, _refused_by_alst))
+    for offload in (False, True)
+)
+SAVING_MEMORY = (BURST, ALST, BURST_OFFLOAD, ALST_OFFLOAD)  # for one long sequence on all ranks alone
+EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *SAVING_MEMORY)

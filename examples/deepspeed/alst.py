@@ -1,6 +1,6 @@
 """Trains the same Llama by what DeepSpeed itself has for long sequences, ALST (arXiv 2506.13996), to compare.
 
-    torchrun --nproc-per-node 8 examples/deepspeed/alst.py --kv-heads 8
+    torchrun --nproc-per-node 8 examples/deepspeed/alst.py --config examples/deepspeed/ds_config_long.json
 
 Ulysses around PyTorch's attention, TiledMLP, TiledFusedLogitsLoss, and Hugging Face's checkpoints, whose inputs may
 wait in host memory, put together as DeepSpeed's tutorial and docstrings say. TiledFusedLogitsLoss gives the head its
@@ -32,7 +32,7 @@ from deepspeed.runtime.sequence_parallel.ulysses_sp import (
 from deepspeed.utils import groups
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from train import build_model, parse, save
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaMLP
 
@@ -42,10 +42,9 @@ _IGNORED = -100
 def main() -> None:
     options = parse()
     config = json.loads(Path(options.config).read_text())
-    del config["burst_attention"]
     tokenizer = train_tokenizer(options.vocabulary, options.data)
     sequences = [x["input_ids"] for x in samples(tokenizer, options.seq_length, options.steps, options.data)]
-    history = train(build_model(options), sequences, config, chunk=512)
+    history = train(build_model(options), sequences, config)
     save(history, options.out, torch.distributed.get_rank())
 
 
@@ -53,21 +52,20 @@ def train(
     model: LlamaForCausalLM,
     sequences: Sequence[Tensor],
     config: Mapping[str, Any],
-    *,
-    chunk: int,
-    offload: bool = False,
     step_ended: Callable[[], None] = lambda: None,
 ) -> list[dict[str, float]]:
     """Train on a sequence [S] a step, which all ranks share; return the loss and gradient norm of every step.
 
-    chunk: tokens that MLPs, the head and the loss work on at a time.
+    The block "burst_attention" of the configuration says how long chunks are, and whether to offload.
     """
+    config, block = dict(config), config["burst_attention"]
+    del config["burst_attention"]
     deepspeed.comm.init_distributed(auto_mpi_discovery=False, verbose=False)
     ranks = deepspeed.comm.get_world_size()
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model, "sdpa", ranks, micro_batch_size=1, seq_length=len(sequences[0]), seq_length_is_variable=False
     )
-    tile_mlps(chunk)
+    tile_mlps(block["mlp_chunk"])
     model.gradient_checkpointing_enable()
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -76,12 +74,12 @@ def train(
         mpu=mpu,
     )
     parked: Any = nullcontext()
-    if offload:
+    if block["offload"]:
         parked = Offload(use_streams=engine.device.type == "cuda")
     history = []
     for batch in islice(batches(sequences, engine), len(sequences)):
         with parked:
-            loss = loss_of(engine.module, batch, chunk)
+            loss = loss_of(engine.module, batch, block["loss_chunk"])
             engine.backward(loss)
         engine.step()
         history.append({"loss": loss.item(), "grad_norm": float(engine.get_global_grad_norm())})
@@ -119,14 +117,16 @@ def tile_mlps(chunk: int) -> None:
 
 
 def batches(sequences: Sequence[Tensor], engine: Any) -> Iterator[dict[str, Tensor]]:
-    """Return this rank's part of one sequence after the other; each rank loads every so manieth of them."""
+    """Return this rank's parts of all sequences, in the order of DeepSpeed's own loader; ranks load them by turns."""
     group, positions = groups._get_sequence_parallel_group(), torch.arange(len(sequences[0]))
     rank, ranks = groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
-    turns = ceil(len(sequences) / ranks)
-    mine = [sequences[(turn * ranks + rank) % len(sequences)] for turn in range(turns)]
-    loader = DataLoader([{"input_ids": x, "labels": x, "position_ids": positions} for x in mine], batch_size=1)
+    order = list(DistributedSampler(sequences, num_replicas=1, rank=0))
+    order += order[: -len(order) % ranks]  # for the last turn, of which no more is used
+    data = [
+        {"input_ids": sequences[i], "labels": sequences[i], "position_ids": positions} for i in order[rank::ranks]
+    ]
     parts = UlyssesSPDataLoaderAdapter(
-        loader, sp_rank=rank, sp_group=group, sp_world_size=ranks, device=engine.device
+        DataLoader(data, batch_size=1), sp_rank=rank, sp_group=group, sp_world_size=ranks, device=engine.device
     )
     return ({name: x.to(engine.device) for name, x in part.items()} for part in parts)
 
