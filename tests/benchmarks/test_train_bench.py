@@ -199,7 +199,7 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
         for row in of_one:
             assert row["losses"] == pytest.approx(of_one[0]["losses"], rel=1e-5)
     burst, alst, burst_offload, alst_offload = (row["peak_bytes"] for row in rows[:4])
-    assert burst - burst_offload >= 2 * 4096 * 64 * 4, "a layer's input, and what attention returned"
+    assert burst - burst_offload >= 4096 * 64 * 4, "a layer's input"
     assert alst_offload <= alst, "DeepSpeed keeps what has come back until the step ends, so it may save nothing"
 
 
