@@ -175,8 +175,7 @@ def row_of(
     row["exposed_s"] = None  # what transfers add; only rings of this project can do without
     if silent is not None:
         row |= _spread("exposed_s", [x - y for x, y in zip(mine.both_s, silent.both_s, strict=True)])
-    peaks = [peak for measured in every if (peak := measured.peaks[best]) is not None]
-    row["peak_bytes"] = max(peaks) if len(peaks) == len(every) else None
+    row["peak_bytes"] = max(measured.peaks[best] for measured in every)
     return row | {"error": error, "configuration": best}
 
 
@@ -189,11 +188,11 @@ def _line(row: Row) -> str:
     if "both_s" not in row:
         return f"{what} {'absent' if 'absent' in row else 'refused'}: {row.get('absent') or row['refused']}"
     exposed = "" if row["exposed_s"] is None else f", {row['exposed_s'] * 1e3:.1f} ms exposed"
-    peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:.0f} MB"
     return (
         f"{what} {row['both_s'] * 1e3:8.1f} ms ({row['forward_s'] * 1e3:.1f} + {row['backward_s'] * 1e3:.1f}), "
         f"{row['flops_per_s'] / 1e9:.0f} GFLOP/s, {row['kernel_share']:.3f} of {row['kernel']} "
-        f"({row['kernel_share_min']:.3f} .. {row['kernel_share_max']:.3f}){exposed}{peak}, error {row['error']:.1e}"
+        f"({row['kernel_share_min']:.3f} .. {row['kernel_share_max']:.3f}){exposed}, "
+        f"{row['peak_bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
     )
 
 

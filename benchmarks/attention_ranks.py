@@ -144,7 +144,7 @@ class Measured(NamedTuple):
 
     kernel: str
     times: dict[str, Times]
-    peaks: dict[str, int | None]
+    peaks: dict[str, int]
     errors: dict[str, float]
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.attention_ranks import Whole, World
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import keep_freed_memory
@@ -148,15 +149,11 @@ def _agreed_start() -> float:
 
 def _most(x: float) -> float:
     """Return the largest number of all ranks."""
-    found = torch.tensor([x], dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
+    return World(torch.device("cpu"), size=dist.get_world_size()).most(x)
 
 
 def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """Draw q, k, v, dout of this rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
-    shapes = [(case.batch, case.seq, n, case.head_dim) for n in heads]
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(case.dtype) for shape in shapes)
+    """Draw q, k, v, dout."""
+    shape = (case.batch, case.seq, case.q_heads, case.kv_heads, case.head_dim)
+    q, k, v, dout = Whole.draw(shape, case.dtype, torch.device("cpu"))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout

@@ -1,16 +1,17 @@
-"""Memory of this process: how much some work needs at its peak, and what the C library does with freed memory."""
+"""How much memory some work needs at its peak, and what the C library does with freed memory."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import re
 import sys
-from contextlib import suppress
-from pathlib import Path
 
 import torch
 
+from burst_plugin.activations.host_memory import HostMemory
+from tests.support.live_bytes import LiveBytes
+
+_OFFLOAD = "deepspeed.runtime.activation_checkpointing.offload_activations"
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
 
@@ -25,17 +26,20 @@ def keep_freed_memory() -> None:
 
 
 class PeakMemory:
-    """A context manager; its `nbytes` afterwards is the growth at the peak, None where the system does not tell.
+    """A context manager; its `nbytes` afterwards is how much more was held at the peak than before.
 
-    On GPUs it is what torch allocated; on CPUs resident memory without mapped files, on Linux alone. Freed memory is
-    returned to the system first, so that it counts again.
+    On GPUs it is what torch allocated. On CPUs it is the bytes of tensors, which takes time, but for those that this
+    package or DeepSpeed parks in host memory: a GPU would not hold them.
     """
 
-    nbytes: int | None = None
+    nbytes = 0
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._before: int | None = None
+        self._on_gpu, self._before = device.type == "cuda", 0
+        host: list[tuple[type, str]] = [(HostMemory, "park")]
+        if _OFFLOAD in sys.modules:
+            host.append((sys.modules[_OFFLOAD]._ActivationOffloadEngine, "_empty_cpu_like"))
+        self._live = LiveBytes(*host)
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
@@ -43,22 +47,14 @@ class PeakMemory:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             self._before = torch.cuda.memory_allocated()
-        elif sys.platform == "linux":
-            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
-            with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak resident set size
-                self._before = _resident_bytes("VmRSS")
+        else:
+            self._live.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
-        if self._before is not None:
-            peak = torch.cuda.max_memory_allocated() if self._on_gpu else _resident_bytes("VmHWM")
-            self.nbytes = peak - self._before
-
-
-def _resident_bytes(field: str) -> int:
-    """Read a size of this process from Linux, without mapped libraries, which stay."""
-    found = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE))
-    return (int(found[field]) - int(found["RssFile"])) * 1024
+            self.nbytes = torch.cuda.max_memory_allocated() - self._before
+        else:
+            self._live.__exit__(*exception)
+            self.nbytes = self._live.peak

@@ -1,7 +1,9 @@
 """Tokens per second, MFU and peak memory of the training examples, with and without context parallelism.
 
 The same ranks train the same number of tokens in a step three times: each on a sequence of its own, all on one
-sequence after the other, and all on a single sequence that is as many times longer as there are ranks.
+sequence after the other, and all on a single sequence that is as many times longer as there are ranks. On this one
+they also train with all that saves memory in this package, and by DeepSpeed's ALST; with and without offload, which
+copies on CPUs as well. Memory is that of a turn that is not timed.
 
 The ranks are processes of this machine, or those that torchrun started, on one node or on several:
 `torchrun --nnodes 2 --nproc-per-node 8 ... -m benchmarks train`.
@@ -26,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import RefusedError
-from benchmarks.report.files import Recording, Row, default_path, under_torchrun
-from benchmarks.train_ranks import EVERY_EXAMPLE, WARM_UP, Example, Job, Trained, prepare, run_rank
+from benchmarks.report.files import Recording, Row, default_path, load, under_torchrun
+from benchmarks.train_ranks import EVERY_EXAMPLE, SAVING_MEMORY, WARM_UP, Example, Job, Trained, prepare, run_rank
 from tests.support.processes import LINGER_S, launch
 from tests.support.ranks import RankError, run_ranks
 
@@ -39,6 +41,7 @@ _SIZES = {  # of an option: on CPUs, on GPUs, and what it is
     "hidden": (256, 2048, "width of the model"),
     "heads": (8, 16, "query heads"),
     "kv_heads": (4, 8, "key/value heads"),
+    "vocabulary": (1024, 1024, "tokens of the vocabulary, but of Megatron's"),
 }
 Train = Callable[[Example, Job], list[Trained]]
 
@@ -54,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--repeats", type=int, metavar="N", default=3, help="how often all is run, by turns")
     add("--examples", nargs="+", choices=names, default=names, help="which examples to run")
     add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
+    add("--add", action="store_true", help="to the rows that the file has")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     jobs = jobs_of(options)
     first, on_gpu = jobs[0], jobs[0].device == "cuda"
     examples = [example for example in EVERY_EXAMPLE if example.name.lower() in options.examples]
-    there = [example for example in examples if example.absent() is None]
+    there = [example for example in examples if example.absent(first) is None]
     prepare(first.device)
     if not on_gpu:  # once, before forking; where there are GPUs, a fork must not find them in use
         for module in (module for example in there for module in example.modules):
@@ -72,8 +76,10 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or default_path("train" if first.nodes == 1 else f"train-{first.nodes}-nodes", on_gpu)
     recording = Recording("train", {**settings, "nodes": first.nodes}, out if leads else None, on_gpu)
     show = partial(print, flush=True) if leads else lambda _: None
+    if leads and options.add and out.exists():
+        recording.rows += load(out).rows
     recording.measure(partial(measure, there, jobs, options.repeats, train, show))
-    recording.rows += [{"example": e.name, "absent": e.absent()} for e in examples if e not in there]
+    recording.rows += [{"example": e.name, "absent": e.absent(first)} for e in examples if e not in there]
     if leads:
         print(*map(_line, recording.rows), sep="\n")
     recording.save()
@@ -117,16 +123,16 @@ def measure(
     examples: Sequence[Example], jobs: Sequence[Job], repeats: int, train: Train, show: Callable[[str], None]
 ) -> list[Row]:
     """Return the rows of all trainings, which take turns and each have new processes."""
-    found: dict[tuple[Example, Job], list[list[Trained]]] = {(e, job): [] for e in examples for job in jobs}
+    keys = [(e, job) for e in examples for job in (jobs[-1:] if e in SAVING_MEMORY else jobs)]
+    held = {(e, job): train(e, replace(job, measures_memory=True, steps=1)) for e, job in keys}
+    found: dict[tuple[Example, Job], list[list[Trained]]] = {key: [] for key in keys}
     for repeat in range(1, repeats + 1):
         for (example, job), each in found.items():
             each.append(train(example, job))
-            shape = f"CP {job.context_parallel_size}, {job.sequences} x {job.seq} tokens"
-            rate = f"{tokens_per_s(job, each[-1]):,.0f} tokens/s ({repeat}/{repeats})"
-            show(f"{example.name}, {shape}: {rate}")
+            show(f"{repeat}/{repeats}: {_line(row(example, job, each[-1:], held[example, job], None))}")
     peaks = [rank.peak_flops_per_s for each in found.values() for ranks in each for rank in ranks]
     peak = max(filter(None, peaks), default=None)  # the most of any rank, so that all figures are shares of the same
-    return [row(example, job, each, peak) for (example, job), each in found.items()]
+    return [row(*key, each, held[key], peak) for key, each in found.items()]
 
 
 def _forked(example: Example, job: Job) -> list[Trained]:
@@ -193,8 +199,10 @@ def tokens_per_s(job: Job, ranks: Sequence[Trained]) -> float:
     return job.tokens_per_step / median(max(step) for step in zip(*(rank.steps_s for rank in ranks), strict=True))
 
 
-def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: float | None) -> Row:
-    """Return the row of one training, from what its ranks saw in each repeat and the `peak` FLOP/s of a rank.
+def row(
+    example: Example, job: Job, repeats: Sequence[Sequence[Trained]], held: Sequence[Trained], peak: float | None
+) -> Row:
+    """Return the row of one training, from what its ranks saw in each repeat and `held`, and a rank's `peak` FLOP/s.
 
     MFU counts 6 operations per token and parameter that multiplies, and 12 · layers · width · tokens for the scores
     and their use, of which a causal mask needs half: PaLM (arXiv 2204.02311), appendix B, there without the half.
@@ -202,15 +210,14 @@ def row(example: Example, job: Job, repeats: Sequence[Sequence[Trained]], peak: 
     rates = [tokens_per_s(job, ranks) for ranks in repeats]
     first, steps = [rank.seen for rank in repeats[0]], len(repeats[0][0].steps_s)
     flops = 6 * first[0].parameters + 6 * job.layers * job.hidden * job.seq
-    peaks = [[rank.peak_bytes for rank in ranks if rank.peak_bytes is not None] for ranks in repeats]
-    found: Row = {"example": example.name}
-    found |= {name: getattr(job, name) for name in ("ranks", "context_parallel_size", "seq", "tokens_per_step")}
+    sizes = ("ranks", "context_parallel_size", "seq", "tokens_per_step", *job.shape, "vocabulary")
+    found: Row = {"example": example.name, **{name: getattr(job, name) for name in sizes}}
     found |= {"parameters": first[0].parameters, "kernel": first[0].kernel}
     found |= {"ring_bytes_per_step": sum(seen.ring_bytes for seen in first) // (WARM_UP + steps)}
     found |= {"tokens_per_s": median(rates), "tokens_per_s_min": min(rates), "tokens_per_s_max": max(rates)}
     found |= {"mfu": None if peak is None else median(rates) * flops / (job.ranks * peak), "peak_flops_per_s": peak}
-    found |= {"peak_bytes": int(median(map(max, peaks))) if all(peaks) else None}  # of any rank, in the median repeat
-    return found | {"repeats": len(repeats), "steps": steps}
+    found |= {"peak_bytes": max(rank.peak_bytes for rank in held), "losses": first[0].losses}
+    return found | {"repeats": len(repeats), "steps": steps, "tokens_per_s_by_turn": rates}
 
 
 def _line(row: Row) -> str:
@@ -218,5 +225,5 @@ def _line(row: Row) -> str:
         return f"{row['example']} absent: {row['absent']}"
     rates = f"{row['tokens_per_s']:,.0f} tokens/s ({row['tokens_per_s_min']:,.0f} .. {row['tokens_per_s_max']:,.0f})"
     mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.1%}"
-    memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
-    return f"{row['example']:<10} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"
+    memory = f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
+    return f"{row['example']:<13} CP {row['context_parallel_size']}, {row['seq']:,} tokens: {rates}{mfu}{memory}"

@@ -14,7 +14,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +29,6 @@ from burst_plugin import ContextParallel, burst_attention
 
 EXAMPLES = ROOT / "examples"
 WARM_UP = 1  # steps that are not timed; the clock starts when they end
-VOCABULARY = 1024  # of the DeepSpeed example
 # bfloat16 with float32 sums, without sparsity, from NVIDIA's data sheets; the first whose words the GPU's name has.
 _PEAK_TFLOPS_PER_S = (
     *(("GB200", 2500), ("B200", 2250), ("GH200", 989), ("H200 NVL", 835), ("H200", 989), ("H100 PCIe", 756)),
@@ -52,6 +52,8 @@ class Job:
     hidden: int
     heads: int
     kv_heads: int
+    vocabulary: int  # of the DeepSpeed example
+    measures_memory: bool = False  # instead of time
 
     @property
     def microbatches(self) -> int:
@@ -73,13 +75,14 @@ class Seen(NamedTuple):
     parameters: int  # without the table of input embeddings
     kernel: str
     ring_bytes: int
+    losses: tuple[float, ...] = ()
 
 
 class Trained(NamedTuple):
-    """What one rank measured: seconds by step, memory beyond what it held before, and what its device can do."""
+    """What one rank measured: seconds by step, or memory beyond what it held before, and what its device can do."""
 
     steps_s: list[float]
-    peak_bytes: int | None
+    peak_bytes: int
     peak_flops_per_s: float | None
     seen: Seen
 
@@ -92,16 +95,17 @@ class Example:
     packages: tuple[str, ...]  # that it needs
     modules: tuple[str, ...]  # that take time to import
     train: Callable[[Job, Callable[[], None]], Seen]
+    refuse: Callable[[Job], str | None] = lambda job: None
 
-    def absent(self) -> str | None:
-        """Return why it cannot run here, or None if it can."""
+    def absent(self, job: Job) -> str | None:
+        """Return why it cannot train such jobs here, or None if it can."""
         missing = list(self.packages)
         for name in self.packages:
             with contextlib.suppress(ModuleNotFoundError):  # of what it is a part of
                 found = importlib.util.find_spec(name)
                 if found is not None and found.origin is not None:  # not just a folder, such as that of an example
                     missing.remove(name)
-        return f"not installed: {', '.join(missing)}" if missing else None
+        return f"not installed: {', '.join(missing)}" if missing else self.refuse(job)
 
 
 def prepare(device: str) -> None:
@@ -128,7 +132,8 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
         ends.append(time.perf_counter())
 
     peak = PeakMemory(torch.device(job.device))
-    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), peak:
+    measuring = peak if job.measures_memory else contextlib.nullcontext()
+    with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), measuring:
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
     flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
@@ -215,33 +220,63 @@ def _batches(seq: int) -> Iterator[dict[str, Tensor]]:
         yield batch | {"position_ids": torch.arange(seq).unsqueeze(0)}
 
 
-def train_deepspeed(job: Job, step_ended: Callable[[], None]) -> Seen:
-    """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`."""
+def train_deepspeed(job: Job, step_ended: Callable[[], None], offload: bool | None = None) -> Seen:
+    """Train the DeepSpeed example's Llama by its loop, ZeRO-3; without context parallelism as with `--off`.
+
+    offload: whether checkpoints wait in host memory; None for neither checkpoints nor anything that saves memory.
+    """
     import deepspeed
 
     import burst_plugin.deepspeed
+
+    model, samples, config = _llama(job, offload)
+    example = importlib.import_module("train")
+    burst_plugin.deepspeed.install()
+    config["burst_attention"]["enabled"] = job.context_parallel_size > 1
+    if offload is not None:
+        model.gradient_checkpointing_enable()
+    parameters, data = _parameters(model), [{"input_ids": row, "labels": row} for row in samples]
+    engine, _, loader, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), training_data=data, config=config
+    )
+    history = example.train(engine, noted(loader, job.microbatches, step_ended))
+    seen = Seen(parameters, model.config._attn_implementation, 0)
+    if job.context_parallel_size > 1:
+        seen = _seen(parameters, burst_plugin.deepspeed.context(engine))
+    return seen._replace(losses=tuple(step["loss"] for step in history))
+
+
+def train_alst(job: Job, step_ended: Callable[[], None], offload: bool) -> Seen:
+    """Train the same Llama on the same tokens by what DeepSpeed itself has for long sequences."""
+    model, samples, config = _llama(job, offload)
+    parameters = _parameters(model)
+    history = importlib.import_module("alst").train(model, samples, config, step_ended)
+    return Seen(parameters, "sdpa", 0, tuple(step["loss"] for step in history))
+
+
+def _refused_by_alst(job: Job) -> str | None:
+    heads, kv_heads, ranks = job.heads, job.kv_heads, job.ranks
+    if ranks > 1 and heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return None
+    return f"Ulysses gives ranks whole heads: {heads} and {kv_heads} heads do not divide over {ranks} ranks"
+
+
+def _llama(job: Job, offload: bool | None) -> tuple[Any, Tensor, dict[str, Any]]:
+    """Return the DeepSpeed example's model, random samples, and the configuration, that for long ones unless None."""
     from burst_plugin.deepspeed import cpu
 
     if job.device == "cpu":
         cpu.enable()
-    example = importlib.import_module("train")
-    burst_plugin.deepspeed.install()
-    config = json.loads((EXAMPLES / "deepspeed" / "ds_config.json").read_text())
-    config["burst_attention"]["enabled"] = job.context_parallel_size > 1
+    file = "ds_config.json" if offload is None else "ds_config_long.json"
+    config = json.loads((EXAMPLES / "deepspeed" / file).read_text())
     config["gradient_accumulation_steps"] = job.microbatches
+    config["burst_attention"] |= {} if offload is None else {"offload": offload}
     if job.device == "cuda":
         config["bf16"] = {"enabled": True}
-    model = example.build_model(argparse.Namespace(vocabulary=VOCABULARY, seq_length=job.seq, **job.shape))
-    parameters, count = _parameters(model), (WARM_UP + job.steps) * job.sequences
-    samples = torch.randint(VOCABULARY, (count, job.seq), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in samples]
-    engine, _, loader, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), training_data=data, config=config
-    )
-    example.train(engine, noted(loader, job.microbatches, step_ended))
-    if job.context_parallel_size == 1:
-        return Seen(parameters, model.config._attn_implementation, 0)
-    return _seen(parameters, burst_plugin.deepspeed.context(engine))
+    shape = argparse.Namespace(vocabulary=job.vocabulary, seq_length=job.seq, **job.shape)
+    count, source = (WARM_UP + job.steps) * job.sequences, torch.Generator().manual_seed(1)
+    samples = torch.randint(job.vocabulary, (count, job.seq), generator=source)
+    return importlib.import_module("train").build_model(shape), samples, config
 
 
 def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], None]) -> Iterator[Any]:
@@ -256,4 +291,10 @@ _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugi
 _DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
-EVERY_EXAMPLE = (MEGATRON, DEEPSPEED)
+BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (
+    replace(DEEPSPEED, name=name + "-offload" * offload, train=partial(train, offload=offload), refuse=refuse)
+    for name, train, refuse in (("burst", train_deepspeed, DEEPSPEED.refuse), ("ALST", train_alst, _refused_by_alst))
+    for offload in (False, True)
+)
+SAVING_MEMORY = (BURST, ALST, BURST_OFFLOAD, ALST_OFFLOAD)  # for one long sequence on all ranks alone
+EVERY_EXAMPLE = (MEGATRON, DEEPSPEED, *SAVING_MEMORY)

@@ -58,6 +58,27 @@ def test_the_plain_pytorch_example_is_exact() -> None:
 
 @pytest.mark.deepspeed
 @pytest.mark.slow
+def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = ["-m", "burst_plugin.run", "--framework", "deepspeed", "--cpu"]
+    small = ["--steps", "3", "--seq-length", "2048", "--vocabulary", "300", "--layers", "2"]
+    small += ["--config", "examples/deepspeed/ds_config_long.json"]
+    for script in ("train", "alst"):
+        out = ["--out", str(tmp_path / f"{script}.json")]
+        command = [*launcher, *run, f"examples/deepspeed/{script}.py", *small, *out]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stdout + done.stderr
+    files = [str(tmp_path / f"{script}.json") for script in ("train", "alst")]
+    command = [sys.executable, "examples/deepspeed/compare.py", *files]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1] == "equal"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["train.py", "trainer.py"])
 def test_the_deepspeed_examples_equal_one_rank(tmp_path: Path, script: str) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")

@@ -148,35 +148,6 @@ def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str,
         axis.text(1.065, place, words, **where)
 
 
-def draw_train(result: Result) -> Any:
-    """Draw bars of tokens per second, with MFU and memory written beside them; a panel for each example."""
-    rows = list(filter(measured, result.rows))
-    examples = list(dict.fromkeys(row["example"] for row in rows))
-    figure, axes = _panels(len(examples), 1, 1.1 + 1.75 * len(examples), sharex=True)
-    for axis, example in zip(axes[:, 0], examples, strict=True):
-        mine, labels = [row for row in rows if row["example"] == example], []
-        for place, row in enumerate(mine):
-            size, count = row["context_parallel_size"], row["tokens_per_step"] // row["seq"]
-            sequences = f"{count} sequence{'s' if count > 1 else ''} of {row['seq']:,}"
-            labels.append(f"{sequences},\n{f'each on {size} ranks' if size > 1 else 'one per rank'}")
-            axis.barh(place, row["tokens_per_s"], 0.66, color=COLOURS[0] if size > 1 else COLOURS[6])
-            ends = [row["tokens_per_s_min"], row["tokens_per_s_max"]]
-            axis.plot(ends, [place, place], color="0.2", linewidth=1)
-            mfu = "" if row["mfu"] is None else f", MFU {row['mfu']:.0%}"
-            memory = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 1e6:,.0f} MB per rank"
-            words = f"  {row['tokens_per_s']:,.0f} tokens/s{mfu}{memory}"
-            axis.text(max(ends), place, words, va="center", fontsize=9.5)
-        axis.set_yticks(range(len(mine)), labels, fontsize=9.5)
-        axis.invert_yaxis()
-        axis.tick_params(axis="y", length=0)
-        title = f"{example}, {mine[0]['ranks']} ranks, {mine[0]['tokens_per_step']:,} tokens in a step"
-        axis.set_title(title, loc="left", fontsize=11)
-    axes[0, 0].set_xlim(0, 1.55 * max(row["tokens_per_s_max"] for row in rows))
-    axes[-1, 0].set_xlabel("tokens/s, all ranks")
-    _finish(figure, result, "Training with and without context parallelism", [])
-    return figure
-
-
 def _panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any, Any]:
     """Return a figure and its axes, without frames at the top and on the right."""
     size = (_WIDTH, height)
@@ -201,4 +172,4 @@ def _finish(figure: Any, result: Result, title: str, names: Sequence[str]) -> No
         figure.legend(handles=handles, frameon=False, fontsize=10, handlelength=1.2, columnspacing=1.6, **where)
 
 
-_PAINTERS = {"cluster": draw_cluster, "attention": draw_attention, "train": draw_train}
+_PAINTERS = {"cluster": draw_cluster, "attention": draw_attention}

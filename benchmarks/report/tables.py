@@ -182,19 +182,18 @@ def _attention_summary(result: Result) -> str:
 
 
 def _train(result: Result) -> list[str]:
-    head = ["example", "ranks", "ranks that share a sequence", "tokens in a sequence", "tokens in a step", "tokens/s"]
-    body = []
+    sizes, body = ["ranks that share a sequence", "tokens in a sequence", "tokens in a step", "tokens/s"], []
     for row in filter(measured, result.rows):
-        counts = [str(row["ranks"]), str(row["context_parallel_size"])]
-        sizes = [f"{row[name]:,.0f}" for name in ("seq", "tokens_per_step", "tokens_per_s")]
+        heads = f"{row['heads']}/{row['kv_heads']}" if "heads" in row else "–"
+        numbers = ("ranks", "context_parallel_size", "seq", "tokens_per_step", "tokens_per_s")
         mfu = "–" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        memory = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f} MB"
-        body.append([row["example"], *counts, *sizes, mfu, memory])
+        cells = [row["example"], heads, *(f"{row[name]:,.0f}" for name in numbers), mfu]
+        body.append([*cells, f"{row['peak_bytes'] / 1e6:,.0f} MB"])
     nodes = result.settings.get("nodes", 1)
     return [
         f"Training{'' if nodes == 1 else f' on {nodes} nodes'}: the examples of this repository, on the same ranks "
         "with and without context parallelism. Memory is the most that a rank needs beyond its libraries.",
-        _markdown([*head, "MFU", "memory of a rank"], body),
+        _markdown(["example", "heads", "ranks", *sizes, "MFU", "memory of a rank"], body),
         *_missing(result, [], str),
     ]
 

@@ -230,14 +230,14 @@ class _Chunked(torch.autograd.Function):
 
 def _terms(logits: Tensor, targets: Tensor, head: Head, with_entropy: bool) -> list[Tensor]:
     """Return log-probabilities of targets, log-sum-exps and, if asked for, entropies: [N] each."""
-    wide = logits.to(wide_dtype(logits.dtype))
-    top = wide.amax(-1)
+    top = logits.amax(-1).to(wide_dtype(logits.dtype))
     if head.group is not None:
         dist.all_reduce(top, dist.ReduceOp.MAX, group=head.group)
-    below = wide - top[:, None]
-    index, is_here = _in_share(targets, wide.shape[-1], head)
-    weights = below.exp()
-    sums = [weights.sum(-1), below.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)]
+    below = logits - top[:, None]  # wide as well
+    index, is_here = _in_share(targets, logits.shape[-1], head)
+    of_targets = below.gather(-1, index)[:, 0].masked_fill(~is_here, 0.0)
+    weights = below.exp() if with_entropy else below.exp_()
+    sums = [weights.sum(-1), of_targets]
     if with_entropy:
         sums.append((weights * below.masked_fill_(weights == 0, 0.0)).sum(-1))  # 0 * -inf is 0 here
     reduced = torch.stack(sums)
@@ -261,8 +261,8 @@ def _grad_of_logits(
     With p = exp(z - L): d log p(target) = onehot - p, dL = p, and dE = -p (log p + E).
     """
     grad_log_probs, grad_log_sums, grad_entropy = grads
-    log_p = logits.detach().to(wide_dtype(logits.dtype)) - log_sums[:, None]
-    grad = log_p.exp()
+    log_p = logits.detach() - log_sums[:, None]  # as wide as these
+    grad = log_p.exp_() if entropy is None else log_p.exp()
     if entropy is None:
         grad *= (grad_log_sums - grad_log_probs)[:, None]
     else:

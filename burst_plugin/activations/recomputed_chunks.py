@@ -94,7 +94,7 @@ class GradientSums:
 
     def of_linears(self) -> AbstractContextManager[object]:
         """Return a context in which `F.linear` adds gradients to the sums before they are rounded."""
-        return _Linears(self, {id(each) for each in self._parameters if wide_dtype(each.dtype) != each.dtype})
+        return _Linears(self, {id(each) for each in self._parameters})
 
     def add(self, parts: Sequence[Tensor | None]) -> None:
         """Add the gradients of a chunk, None for parameters without one."""

@@ -87,6 +87,8 @@ def _block_is_enabled() -> bool:
     """Return whether Accelerate's DeepSpeed configuration asks for rings."""
     from accelerate.state import AcceleratorState
 
+    if not AcceleratorState._shared_state:  # a script that uses DeepSpeed's Ulysses itself, without Accelerate
+        return False
     plugin = getattr(AcceleratorState(), "deepspeed_plugin", None)
     block = Block.of({} if plugin is None else plugin.deepspeed_config)
     return block is not None and block.enabled

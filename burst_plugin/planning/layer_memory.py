@@ -244,8 +244,6 @@ def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
     logits = min(setting.loss_chunk, setting.local_tokens) * vocab
     weights = model.hidden * vocab if code.sums_weights else 0.0
     backward = {"gradient of the normalized": w.row, "gradient of the head": FP32 * weights}
-    # Forward in 16 bits and in float32, less the largest, and exponentials. Backward both and their gradients; when
-    # logits are gone, the gradient of the head is rounded.
-    forward_bytes = (BF16 + 3 * FP32) * logits - sum(backward.values())
-    found["logits of a chunk"] = max(forward_bytes, (2 * BF16 + 2 * FP32) * logits, BF16 * weights)
+    # In 16 bits, and their gradient in float32 and in 16 bits; when logits are gone, the head's gradient is rounded.
+    found["logits of a chunk"] = max((2 * BF16 + FP32) * logits, BF16 * weights)
     return found | backward

@@ -3,7 +3,9 @@
     torchrun --nproc-per-node 8 examples/deepspeed/train.py
     deepspeed --num_gpus 8 examples/deepspeed/train.py
 
-Only the block "burst_attention" in ds_config.json and `install()` say so; the loop is DeepSpeed's own.
+Only the block "burst_attention" in ds_config.json and `install()` say so; the loop is DeepSpeed's own. With
+`--config examples/deepspeed/ds_config_long.json` it trains with all that saves memory; of ZeRO-3 the sizes there are
+those of a model of this width, of which no more is held than is at work.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ def main() -> None:
 
     tokenizer = train_tokenizer(options.vocabulary, options.data)
     model = build_model(options)
+    if "keep_attention" in config["burst_attention"]:
+        model.gradient_checkpointing_enable()
     count = options.steps * config["gradient_accumulation_steps"]
     engine, _, loader, _ = deepspeed.initialize(
         model=model,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from burst_plugin.activations import Head, linear_cross_entropy, token_log_probs
 from tests.support.largest import LargestLogits
+from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
 
 ROWS, WIDTH, VOCAB, CHUNK = 50, 24, 67, 8
@@ -161,6 +162,22 @@ def test_logits_are_never_whole(softcap: float | None) -> None:
     with largest:
         whole_loss(hidden, head, labels)
     assert largest.rows == 400, "or it does not see what it is to see"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_chunk_takes_its_logits_and_their_gradient(dtype: torch.dtype) -> None:
+    """Beside these one sum of the weight's gradient, also while the next chunk's logits are at their largest.
+
+    Either both are in float32, or both are in 16 bits while the gradient is there in float32, too.
+    """
+    rows, width, vocab = 256, 32, 4096
+    hidden = torch.randn(4 * rows, width).to(dtype).requires_grad_()
+    head = nn.Linear(width, vocab, bias=False).to(dtype)
+    labels = torch.randint(vocab, (4 * rows,))
+    with LiveBytes() as live:
+        cross_entropy(hidden, head, labels, chunk=rows, reduction="mean").backward()
+    logits, weight = 8 * rows * vocab, 4 * head.weight.numel()
+    assert live.peak < 1.02 * (logits + weight + hidden.nbytes)
 
 
 # ----------------------------------------------------------------------------------------------- parameters of heads

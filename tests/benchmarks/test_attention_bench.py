@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, replace
 from math import isnan
@@ -36,11 +34,12 @@ from benchmarks.attention_ranks import (
 from benchmarks.contenders import Case, Contender, Session, Slept
 from benchmarks.contenders.burst import Burst
 from benchmarks.contenders.protocol import TRIALS, best_of
+from benchmarks.memory import PeakMemory
 from benchmarks.report.files import load
 from benchmarks.stubs import NullTransport
+from burst_plugin.activations.host_memory import HostMemory
 from burst_plugin.comm.copies import CopyNetwork
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CASE = Case(1, 2, 32, 4, 2, 8, torch.float32, causal=True)
 TIMES = {f"{name}_s{end}" for name in ("forward", "backward", "both", "exposed") for end in ("", "_min", "_max")}
@@ -281,14 +280,18 @@ def test_more_ranks_than_memory_allows_are_refused_with_the_number_that_fits(
 
 
 def test_peak_memory_is_what_was_held_at_once() -> None:
-    """In a process of its own: what others have left in the heap decides whether freed memory is used again."""
-    code = (
-        "import torch\nfrom benchmarks.memory import PeakMemory\n"
-        "with PeakMemory(torch.device('cpu')) as peak:\n"
-        "    for _ in range(3):\n        x = torch.ones(8 * 2**20)\n        del x\n"
-        "print(peak.nbytes)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    if done.stdout.strip() == "None":
-        pytest.skip("this system does not tell the peak of a while")
-    assert 30 * 2**20 < int(done.stdout) < 60 * 2**20
+    with PeakMemory(torch.device("cpu")) as peak:
+        for _ in range(3):
+            x = torch.ones(1 << 20)
+            del x
+    assert peak.nbytes == 4 << 20
+
+
+def test_peak_memory_leaves_out_what_waits_on_the_host() -> None:
+    memory = HostMemory(torch.device("cpu"))
+    with PeakMemory(torch.device("cpu")) as peak:
+        parked = [memory.park(torch.ones(1 << 20)) for _ in range(3)]
+    assert peak.nbytes == 4 << 20
+    with PeakMemory(torch.device("cpu")) as peak:
+        back = [memory.fetch(x) for x in parked]
+    assert peak.nbytes == sum(x.nbytes for x in back) == 12 << 20

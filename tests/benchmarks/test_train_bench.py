@@ -19,8 +19,8 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 from benchmarks import RefusedError, train, train_ranks
 from benchmarks.__main__ import main
 from benchmarks.report.files import load
-from benchmarks.train_ranks import DEEPSPEED, MEGATRON, Job, Seen, Trained, noted
-from tests.support.ranks import RankError
+from benchmarks.train_ranks import ALST, BURST, DEEPSPEED, MEGATRON, Job, Seen, Trained, noted
+from tests.support.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,20 +70,22 @@ def test_trainings_on_gpus_have_one_for_each_rank(
 
 
 def test_rates_and_mfu_from_made_up_ranks() -> None:
-    shape = {"layers": 3, "hidden": 8, "heads": 2, "kv_heads": 1}
+    shape = {"layers": 3, "hidden": 8, "heads": 2, "kv_heads": 1, "vocabulary": 9}
     job = Job(ranks=2, context_parallel_size=2, seq=100, sequences=4, steps=3, device="cpu", nodes=1, **shape)
     seen = Seen(parameters=1000, kernel="abacus", ring_bytes=32)
-    slow, fast = Trained([2.0, 9.0, 1.0], 70, 5e5, seen), Trained([4.0, 1.0, 1.0], 50, 4e5, seen)
+    slow, fast = Trained([2.0, 9.0, 1.0], 0, 5e5, seen), Trained([4.0, 1.0, 1.0], 0, 4e5, seen)
     assert train.tokens_per_s(job, [slow, fast]) == 100  # 400 tokens, steps of 4, 9, 1 s
-    faster = Trained([1.0, 2.0, 2.0], 90, 3e5, seen)
-    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], 5e5)
+    faster = Trained([1.0, 2.0, 2.0], 0, 3e5, seen)
+    held = [slow._replace(peak_bytes=nbytes) for nbytes in (50, 70)]
+    row = train.row(MEGATRON, job, [[slow, fast], [faster, faster], [fast, fast]], held, 5e5)
     assert [row[f"tokens_per_s{end}"] for end in ("", "_min", "_max")] == [200, 100, 400]
     # 6 x 1000 for the parameters, 12 x 3 layers x 8 wide x 100 tokens / 2 for causal attention
     assert row["mfu"] == pytest.approx(200 * (6000 + 14400) / (2 * 5e5))
     assert (row["peak_bytes"], row["tokens_per_step"], row["repeats"], row["steps"]) == (70, 400, 3, 3)
     assert (row["kernel"], row["ring_bytes_per_step"]) == ("abacus", 16)  # 2 x 32 bytes in 4 steps
-    assert train.row(MEGATRON, job, [[slow, fast]], None)["mfu"] is None
-    assert train.row(MEGATRON, job, [[slow._replace(peak_bytes=None)] * 2], None)["peak_bytes"] is None
+    assert train.row(MEGATRON, job, [[slow, fast]], held, None)["mfu"] is None
+    assert row["tokens_per_s_by_turn"] == [100, 200, 400]
+    assert (row["heads"], row["kv_heads"], row["vocabulary"]) == (2, 1, 9)
 
 
 def test_peaks_of_devices() -> None:
@@ -105,18 +107,19 @@ def test_a_folder_of_that_name_is_no_installed_package(tmp_path: Path, monkeypat
     (tmp_path / "knitwear").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     missing = replace(DEEPSPEED, packages=("pytest", "knitwear", "no_such.part"))
-    assert missing.absent() == "not installed: knitwear, no_such.part"
+    assert missing.absent(train.jobs_of(asked())[0]) == "not installed: knitwear, no_such.part"
 
 
 @pytest.mark.megatron
 @pytest.mark.deepspeed
 @pytest.mark.slow
-def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
-    absent = [reason for example in (MEGATRON, DEEPSPEED) if (reason := example.absent())]
+def test_examples_are_trained_in_every_way(tmp_path: Path) -> None:
+    absent = [reason for example in (MEGATRON, DEEPSPEED) if (reason := example.absent(train.jobs_of(asked())[0]))]
     if absent:
         pytest.skip(absent[0])
     out = tmp_path / "train.json"
     small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
+    small += ["--examples", "megatron", "deepspeed"]
     command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -133,13 +136,77 @@ def test_both_examples_are_trained_in_every_way(tmp_path: Path) -> None:
         assert row["kernel"] == ("sdpa" if hugging_face else "torch_cpu")
         assert row["tokens_per_s"] > 10
         assert 0 < row["mfu"] < 1
-        assert 1e5 < row["peak_bytes"] < 1e9
+        assert 1e5 < row["peak_bytes"] < 1e8
+
+
+def refused_by_deepspeed(rank: int, cases: list[tuple[int, int]]) -> list[bool]:
+    from burst_plugin.deepspeed import cpu
+
+    cpu.enable()
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    sizes = {"batch_size": 1, "attn_head_size": 8, "num_hidden_layers": 1, "process_group": dist.group.WORLD}
+    found = []
+    for heads, kv_heads in cases:
+        try:
+            UlyssesSPAttentionHF(
+                None, attn_head_count=heads, kv_head_count=kv_heads, seq_length_is_variable=True, **sizes
+            )
+            found.append(False)
+        except ValueError:
+            found.append(True)
+    return found
+
+
+@pytest.mark.deepspeed
+def test_alst_refuses_heads_that_do_not_divide() -> None:
+    """What is said without asking DeepSpeed is what it raises."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    cases = {(8, 4): False, (8, 8): False, (8, 2): False, (6, 2): True, (6, 6): True, (12, 3): True}
+    assert run_ranks(refused_by_deepspeed, 4, [*cases])[0] == [*cases.values()]
+    (job, *_) = train.jobs_of(asked("--ranks", "4", "--seq", "64"))
+    for (heads, kv_heads), refused in cases.items():
+        reason = ALST.refuse(replace(job, heads=heads, kv_heads=kv_heads))
+        assert (reason is not None) == refused, (heads, kv_heads)
+    assert BURST.refuse(replace(job, heads=6)) is None
+
+
+@pytest.mark.deepspeed
+@pytest.mark.slow
+def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
+    """Both compute the same losses, the second of a step that depends on gradients."""
+    (job, *_) = train.jobs_of(asked())
+    if reason := ALST.absent(job):
+        pytest.skip(reason)
+    out = tmp_path / "train.json"
+    small = ["--ranks", "2", "--hidden", "64", "--vocabulary", "99", "--repeats", "1", "--steps", "1", "--add"]
+    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", *small, "--out", str(out)]
+    long = ["--seq", "4096", "--layers", "3", "--heads", "4", "--kv-heads", "2"]
+    replicated = ["--seq", "128", "--layers", "1", "--heads", "4", "--kv-heads", "1"]
+    names = [example.name for example in train_ranks.SAVING_MEMORY]
+    for shape, chosen in ((long, names), (replicated, names[:2])):
+        options = [*shape, "--examples", *(name.lower() for name in chosen)]
+        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+    rows = load(out).rows
+    assert [(row["example"], row["seq"]) for row in rows] == [
+        *((name, 8192) for name in names),
+        *((name, 256) for name in names[:2]),
+    ]
+    for of_one in (rows[:4], rows[4:]):
+        for row in of_one:
+            assert row["losses"] == pytest.approx(of_one[0]["losses"], rel=1e-5)
+    burst, alst, burst_offload, alst_offload = (row["peak_bytes"] for row in rows[:4])
+    assert burst - burst_offload >= 4096 * 64 * 4, "a layer's input"
+    assert alst_offload <= alst, "DeepSpeed keeps what has come back until the step ends, so it may save nothing"
 
 
 @pytest.mark.megatron
 @pytest.mark.slow
 def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
-    if reason := MEGATRON.absent():
+    if reason := MEGATRON.absent(train.jobs_of(asked())[0]):
         pytest.skip(reason)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -174,7 +241,7 @@ def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
             node.terminate()  # whereupon it ends its ranks
             node.wait(30)
     assert [node.returncode for node in nodes] == [0, 0], printed
-    assert printed[0][0].count("tokens/s (1/1)") == 3
+    assert printed[0][0].count("1/1: Megatron") == 3
     assert printed[1][0] == ""  # one process prints and saves
     result = load(out)
     assert result.settings["nodes"] == 2
@@ -224,4 +291,4 @@ def test_a_step_ends_when_all_its_batches_have_been_worked_on() -> None:
 
 def test_an_example_whose_packages_are_missing_is_absent() -> None:
     example = replace(MEGATRON, packages=("no_such_package.core", "psutil"))
-    assert example.absent() == "not installed: no_such_package.core"
+    assert example.absent(train.jobs_of(asked())[0]) == "not installed: no_such_package.core"

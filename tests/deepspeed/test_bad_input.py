@@ -666,3 +666,14 @@ def test_helpers_before_initialize_say_what_is_missing() -> None:
     )
     assert "burst_plugin" in sys.modules
     assert burst_plugin.__version__
+
+
+def test_a_script_may_use_ulysses_of_deepspeed_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.state import AcceleratorState, PartialState
+
+    from burst_plugin.deepspeed import trainer
+
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setattr(state, "_shared_state", {})
+    given = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2}
+    assert trainer._requested_size(lambda **options: options, **given) == given

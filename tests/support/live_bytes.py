@@ -9,7 +9,11 @@ Counts storages, each once however many views there are. What a kernel allocates
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,10 +29,12 @@ class LiveBytes(TorchDispatchMode):
 
     counts: whether operations count now; switched off while other ranks of this process are at work.
     shapes: what was alive at the peak, a list of (bytes, shape, type), to look at where a figure is not understood.
+    without: methods, as classes and names, whose tensors do not count: those that make memory of a host, say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *without: tuple[type, str]) -> None:
         super().__init__()
+        self._without, self._patches = without, ExitStack()
         self.counts = True
         self.peak = 0
         self.shapes: list[tuple[int, tuple[int, ...], torch.dtype]] = []
@@ -43,6 +49,27 @@ class LiveBytes(TorchDispatchMode):
     def reset(self) -> None:
         """Begin a new peak, from what is alive."""
         self.peak = self.now
+
+    def __enter__(self) -> LiveBytes:
+        for kind, name in self._without:
+            self._patches.enter_context(mock.patch.object(kind, name, self._uncounted(getattr(kind, name))))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patches.close()
+
+    def _uncounted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            before, self.counts = self.counts, False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.counts = before
+
+        return uncounted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
