@@ -1,15 +1,19 @@
 """Activations that wait for the backward pass in host memory: copied there behind the next layer, and back in time.
 
-On GPUs copies run on a stream of their own, to pinned memory, and keep at most `_UNDER_WAY` tensors on the GPU that
-nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the one before is on its way
-back. On CPUs the same is done with plain copies.
+On GPUs copies run on a stream of their own, to pages of pinned memory, and keep at most `_UNDER_WAY` tensors on the
+GPU that nothing else needs. The backward pass needs tensors in reverse: while a layer is at work, the one before is
+on its way back. On CPUs the same is done with plain copies.
+
+A tensor has its pages until nothing can ask for it any more: a graph that is kept fetches it again. All copies of a
+device, out and back, run on the same stream. So another tensor may have the pages at once, while the copy from them
+is still to run: the copy to them comes after it.
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -17,6 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
+
+from burst_plugin.activations.host_room import check_room, ranks_here
+from burst_plugin.activations.pages import Pages, copy_from_pages, copy_to_pages, whole_pages
 
 __all__ = ["HostMemory", "Parked", "host_memory", "offload_while_alive", "park_inputs_of", "park_inputs_of_frames"]
 
@@ -28,16 +35,23 @@ _BY_DEVICE: dict[torch.device, HostMemory] = {}
 
 
 class Parked:
-    """A tensor in host memory; `source` is the one on the device, until it is copied."""
+    """A tensor in host memory; `source` is the one on the device, until it is copied.
 
-    def __init__(self, source: Tensor, host: Tensor, before: Parked | None) -> None:
-        self.host, self.device = host, source.device
-        self.copied: Any = None  # an event after the copy, on GPUs
+    like: a tensor without memory that has its shape, strides and type.
+    """
+
+    def __init__(self, source: Tensor, pages: list[Tensor], memory: HostMemory) -> None:
+        self.pages, self._memory = pages, memory
         self.returning: tuple[Tensor, Any] | None = None  # a tensor, and an event after the copy to it
+        self.like, self.device = torch.empty_like(source, device="meta"), source.device
+        self.copied: Any = None  # an event after the copy, on GPUs
         self.was_fetched = False
         self._source: Tensor | None = source
         self._version = source._version
-        self._before = None if before is None else ref(before)  # which the backward pass needs next
+        self._before = memory.latest  # which the backward pass needs next
+
+    def __del__(self) -> None:
+        self._memory.take_back(self.pages, self.returning)
 
     @property
     def before(self) -> Parked | None:
@@ -60,7 +74,7 @@ class Parked:
 class HostMemory:
     """Where tensors of one device are parked.
 
-    parked_bytes, fetched_bytes: what has been copied so far, to the host and back.
+    parked_bytes, fetched_bytes: what has been copied so far, to the host and back. latest: the tensor parked last.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,31 +82,46 @@ class HostMemory:
         self._stream: Any = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pages = Pages(is_pinned=device.type == "cuda")
         self._leaving: deque[Parked] = deque()
-        self._latest: ref[Parked] | None = None
+        self._unwanted: list[tuple[Tensor, Any]] = []  # copies back of tensors that nothing asks for any more
+        self._expected = 0.0
+        self.latest: ref[Parked] | None = None
         self.parked_bytes = self.fetched_bytes = 0
+
+    def expect(self, nbytes: Iterable[float], times: float, ranks: int) -> None:
+        """Raise MemoryError if this host has no room for tensors of these bytes, `times` each, of all its ranks.
+
+        ranks: how many are on this host at least. What a step is known to park is checked before it does.
+        """
+        needed = times * sum(map(whole_pages, nbytes))
+        if needed > max(self._expected, self._pages.nbytes):
+            check_room(needed, self._pages.nbytes, max(ranks, ranks_here()))
+            self._expected = needed
 
     def park(self, x: Tensor) -> Parked:
         """Start to copy a tensor to the host; its memory on the device is free once nothing else refers to it."""
+        self._end_unwanted()
         while len(self._leaving) >= _UNDER_WAY:
             self._end_copy(self._leaving.popleft())
-        host = torch.empty_like(x, device="cpu", pin_memory=self._stream is not None)
-        parked = Parked(x.detach(), host, None if self._latest is None else self._latest())
+        source = _dense(x.detach())
+        parked = Parked(source, self._pages.take(x.nbytes), self)
         if self._stream is None:
-            host.copy_(x.detach())
+            copy_to_pages(source, parked.pages)
             parked.let_go()
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
-                host.copy_(x.detach(), non_blocking=True)
+                copy_to_pages(source, parked.pages)
             parked.copied = self._stream.record_event()
             self._leaving.append(parked)
-        self._latest = ref(parked)
+        self.latest = ref(parked)
         self.parked_bytes += x.nbytes
         return parked
 
     def fetch(self, parked: Parked) -> Tensor:
         """Return a tensor that was parked, on its device, and start to copy back the one before it."""
+        self._end_unwanted()
         if parked in self._leaving:
             self._leaving.remove(parked)
             self._end_copy(parked)
@@ -106,19 +135,42 @@ class HostMemory:
         return x
 
     def _start_back(self, parked: Parked) -> tuple[Tensor, Any]:
-        x = torch.empty_like(parked.host, device=parked.device, pin_memory=False)
+        x = torch.empty_like(parked.like, device=parked.device)
         self.fetched_bytes += x.nbytes
         if self._stream is None:
-            return x.copy_(parked.host), None
+            copy_from_pages(x, parked.pages)
+            return x, None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use the memory of `x`
         with torch.cuda.stream(self._stream):
-            x.copy_(parked.host, non_blocking=True)
+            copy_from_pages(x, parked.pages)
         return x, self._stream.record_event()
 
     def _end_copy(self, parked: Parked) -> None:
         """Let go of a tensor on the device, whose memory the current stream may use again after the copy."""
         torch.cuda.current_stream(self._device).wait_event(parked.copied)
         parked.let_go()
+
+    def take_back(self, pages: list[Tensor], returning: tuple[Tensor, Any] | None) -> None:
+        """Take the pages of a tensor that is gone, and what was on its way back from them, if anything."""
+        if returning is not None:
+            self._unwanted.append(returning)
+        self._pages.give_back(pages)
+
+    def _end_unwanted(self) -> None:
+        """Let go of tensors on the device that were never fetched, after the copies to them.
+
+        Not when they are given up: that may be in any thread, which has a current stream of its own.
+        """
+        while self._unwanted:
+            _, done = self._unwanted.pop()
+            if done is not None:
+                torch.cuda.current_stream(self._device).wait_event(done)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Return a tensor without gaps in its memory: itself, in whatever order its dimensions are, or a copy."""
+    is_dense = torch.empty_like(x, device="meta").stride() == x.stride()  # which is kept of dense tensors alone
+    return x if is_dense else torch.empty_like(x).copy_(x)
 
 
 def offload_while_alive(owner: object) -> None:

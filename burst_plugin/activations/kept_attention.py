@@ -127,6 +127,10 @@ class _FollowedFunction:
         with _Run(self._checkpoint, recomputes):
             return self._function(*args, **kwargs)
 
+    def forget(self) -> None:
+        """Let go of what is kept: a loss may outlive its step, and with it this function."""
+        self._checkpoint.memos.clear()
+
 
 def follow_torch() -> None:
     """Follow the checkpoints of PyTorch; harmless when repeated."""
@@ -149,16 +153,24 @@ def follow_torch() -> None:
 
 def follow_checkpoint_class(kind: Any) -> None:
     """Follow the checkpoints of an autograd function of `forward(ctx, run_function, ...)`; harmless when repeated."""
-    original = kind.forward
+    original, original_backward = kind.forward, kind.backward
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
     def forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return original(ctx, _FollowedFunction(run_function), *args)
+        ctx.burst_followed = _FollowedFunction(run_function)
+        return original(ctx, ctx.burst_followed, *args)
+
+    @functools.wraps(original_backward)
+    def backward(ctx: Any, *grads: Any) -> Any:
+        found = original_backward(ctx, *grads)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.burst_followed.forget()
+        return found
 
     setattr(forward, _MARK, True)
-    kind.forward = staticmethod(forward)
+    kind.forward, kind.backward = staticmethod(forward), staticmethod(backward)
     park_inputs_of(kind)
 
 

@@ -14,6 +14,7 @@ from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
+from burst_plugin.huggingface.host_room import expect_on_host
 from burst_plugin.huggingface.masks import enter_forward, leave_forward
 
 __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
@@ -64,11 +65,12 @@ def _watch(pretrained: PreTrainedModel) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note the shard of a forward, and the number of attention calls before it; cut modules as its strategy says."""
+    """Note the shard of a forward, and the number of attention calls before it; prepare for its strategy."""
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
     if shard is not None:
         chunk_modules(model, shard.cp.strategy.mlp_chunk)
+        expect_on_host(model, shard, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
     begin_chunked_loss(model, kwargs)

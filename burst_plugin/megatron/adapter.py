@@ -35,6 +35,7 @@ from burst_plugin.megatron.chunked_loss import follow_losses
 from burst_plugin.megatron.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
@@ -137,6 +138,8 @@ def _choose_core_attention(
     chunk_mlp(layer, adapter.registry.asked())
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
         layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+        if adapter.registry.asked().offload:
+            layer.register_forward_pre_hook(partial(expect_on_host, adapter.registry), with_kwargs=True)
 
 
 def _warn_of_another_kind(cp_comm_type: Any) -> None:

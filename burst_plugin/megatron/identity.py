@@ -42,6 +42,7 @@ class Identity:
 
     def __init__(self) -> None:
         self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
+        self.microbatches = 1  # of the schedule in progress
         self._forward_steps = 0  # on this rank, of all models
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
@@ -125,6 +126,7 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
 
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         before = {cp: cp.rank_state.calls_made for cp in rings()}
+        identity().microbatches = kwargs.get("num_microbatches", 1)
         result = original(*args, **kwargs)
         for cp in rings():
             if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model

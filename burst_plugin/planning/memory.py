@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil, log2
 
+from burst_plugin.activations.pages import whole_pages
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.layer_memory import BF16, FP32, Moment, Widths, moments, ring_shapes, saved_by_layer
@@ -115,18 +115,13 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
     host = {"processes": cluster.process_gib * GIB * gpus}
     if setting.offload:
         w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
-        host["inputs of layers"] = _pinned(w.row) * times
+        host["inputs of layers"] = whole_pages(w.row) * times
         if setting.keep:
             share = setting.kept_share
-            host["attention, kept"] = (_pinned(share * w.q) + _pinned(share * w.lse)) * times
+            host["attention, kept"] = (whole_pages(share * w.q) + whole_pages(share * w.lse)) * times
     if setting.offload_optimizer:  # gradients too, in float32
         host["optimizer and gradients"] = 4 * FP32 * own * gpus
     return host
-
-
-def _pinned(nbytes: float) -> float:
-    """Return what a tensor takes in pinned memory, which PyTorch rounds up to powers of two."""
-    return float(2 ** ceil(log2(nbytes)))
 
 
 def _exchange_buffers(model: ModelShape, setting: Setting) -> float:

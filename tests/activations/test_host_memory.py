@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin import Strategy
-from burst_plugin.activations import host_memory
-from burst_plugin.activations.host_memory import HostMemory
+from burst_plugin.activations import host_memory, pages
+from burst_plugin.activations.host_memory import HostMemory, Parked
 from burst_plugin.activations.kept_attention import follow_torch
 from tests.activations.test_kept_attention import NON_REENTRANT, REENTRANT, Layers, Wrapped, _plain, _worst
 from tests.support.ranks import run_ranks
@@ -33,10 +34,13 @@ def _step(rank: int, options: dict[str, Any], wrapped: Wrapped) -> Any:
     layers.forward(_plain).backward()
     expected = layers.grads()
     layers.sent_bytes()
-    layers.forward(wrapped).backward()
+    loss = layers.forward(wrapped)
+    loss.backward()
     memory = host_memory.host_memory(CPU)
     assert memory is not None
     out = layers.x.nbytes
+    assert len(memory._pages._free) == memory._pages.made, "though the loss is still there"
+    del loss
     lse = layers.x.shape[1] * 4 * 8  # heads, float64
     return _worst(layers.grads(), expected), memory.parked_bytes, memory.fetched_bytes, out, out + lse
 
@@ -88,18 +92,35 @@ class _Owner:
 class _Stream:
     """Notes what a stream is asked to do; copies happen when something waits for them, as late as they may."""
 
-    def __init__(self, log: list[str]) -> None:
-        self.log = log
+    done = 0
+
+    def __init__(self, is_behind: bool = False) -> None:
+        self.is_behind = is_behind
+        self.log: list[str] = []
         self.copies: list[Callable[[], None]] = []
+        self.waits: list[_Event] = []
 
     def wait_stream(self, other: Any) -> None:
         self.log.append("wait for layers")
+
+    def run(self, count: int) -> None:
+        while self.done < count:
+            self.copies[self.done]()
+            self.done += 1
 
     def record_event(self) -> _Event:
         return _Event(self, len(self.copies))
 
     def wait_event(self, event: _Event) -> None:
-        event.stream.run(event.count)
+        self.waits.append(event)
+        if not self.is_behind:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Wait for all events so far. A stream that is behind does so when it is told to, as GPUs follow the host."""
+        while self.waits:
+            event = self.waits.pop(0)
+            event.stream.run(event.count)
 
 
 class _Event:
@@ -107,89 +128,140 @@ class _Event:
         self.stream, self.count = stream, count
 
 
-class _CopyStream(_Stream):
-    done = 0
+class _Gpu:
+    """Host memory whose copies run as late as events allow, on a stream beside that of the layers."""
 
-    def run(self, count: int) -> None:
-        while self.done < count:
-            self.copies[self.done]()
-            self.done += 1
+    def __init__(self) -> None:
+        self.memory, self.copying, self.layers = HostMemory(CPU), _Stream(), _Stream()
+        self.memory._stream = self.copying
 
 
 @pytest.fixture
-def late_copies(monkeypatch: pytest.MonkeyPatch) -> tuple[HostMemory, _CopyStream]:
-    """Host memory whose copies run as late as events allow."""
-    memory, stream, layers = HostMemory(CPU), _CopyStream([]), _Stream([])
-    memory._stream = stream
-    copy_, inside = Tensor.copy_, []
+def gpu(monkeypatch: pytest.MonkeyPatch) -> _Gpu:
+    """Return a GPU that is not there. New memory is full of NaN; a tensor of three floats takes two pages."""
+    made, copy_, inside = _Gpu(), Tensor.copy_, []
 
     class On:
-        def __init__(self, on: Any) -> None:
-            pass
+        def __init__(self, stream: _Stream) -> None:
+            self.stream = stream
 
         def __enter__(self) -> None:
-            inside.append(1)
+            inside.append(self.stream)
 
         def __exit__(self, *exception: object) -> None:
             inside.pop()
 
     def late(self: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         if inside:
-            stream.copies.append(lambda: copy_(self, source))
+            inside[-1].copies.append(lambda: copy_(self, source))
             return self
         return copy_(self, source)
 
     monkeypatch.setattr(torch.cuda, "stream", On)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: layers)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.layers)
     monkeypatch.setattr(Tensor, "copy_", late)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(
-        torch, "empty_like", lambda x, pin_memory=False, **rest: empty_like(x, **rest).fill_(torch.nan)
-    )
-    return memory, stream
+    monkeypatch.setattr(pages, "PAGE_BYTES", 8)
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *sizes, **rest: empty(*sizes, **rest).fill_(255))
+    monkeypatch.setattr(torch, "empty_like", lambda x, **rest: empty_like(x, **rest).fill_(torch.nan))
+    return made
 
 
-def test_copies_are_waited_for_before_values_are_used(late_copies: tuple[HostMemory, _CopyStream]) -> None:
-    memory, _ = late_copies
-    tensors = [torch.full((3,), float(n)) for n in range(5)]
+COPIES = 2  # of such a tensor, one for each page
+
+
+def _three(value: float) -> Tensor:
+    return torch.full((3,), float(value))
+
+
+def test_copies_are_waited_for_before_values_are_used(gpu: _Gpu) -> None:
+    memory = gpu.memory
+    tensors = [_three(n) for n in range(5)]
     parked = [memory.park(x) for x in tensors]
     for n in reversed(range(5)):
-        assert torch.equal(memory.fetch(parked[n]), torch.full((3,), float(n)))
+        assert torch.equal(memory.fetch(parked[n]), _three(n))
 
 
-def test_the_tensor_before_is_on_its_way_while_a_layer_works(late_copies: tuple[HostMemory, _CopyStream]) -> None:
-    memory, stream = late_copies
-    parked = [memory.park(torch.full((3,), float(n))) for n in range(3)]
+def test_the_tensor_before_is_on_its_way_while_a_layer_works(gpu: _Gpu) -> None:
+    memory = gpu.memory
+    parked = [memory.park(_three(n)) for n in range(3)]
     memory.fetch(parked[2])
     assert parked[1].returning is not None
     assert parked[0].returning is None
-    issued = len(stream.copies)
+    issued = len(gpu.copying.copies)
     memory.fetch(parked[1])
-    assert len(stream.copies) == issued + 1, "its own copy was issued before; that of the one before is new"
+    assert len(gpu.copying.copies) == issued + COPIES, "its own copy was issued before; that of the one before is new"
 
 
-def test_a_tensor_that_was_fetched_is_not_copied_again(late_copies: tuple[HostMemory, _CopyStream]) -> None:
+def test_a_tensor_that_was_fetched_is_not_copied_again(gpu: _Gpu) -> None:
     """As the input of a layer, which is needed before what attention gave in it, and was parked before."""
-    memory, stream = late_copies
-    before, used, _ = parked = [memory.park(torch.full((3,), float(n))) for n in range(3)]
+    memory = gpu.memory
+    before, used, _ = parked = [memory.park(_three(n)) for n in range(3)]
     memory.fetch(used)
-    issued = len(stream.copies)
+    issued = len(gpu.copying.copies)
     memory.fetch(parked[2])
     assert used.returning is None
     assert before.returning is not None
-    assert len(stream.copies) == issued + 1, "its own; that of the one before is under way"
+    assert len(gpu.copying.copies) == issued + COPIES, "its own; that of the one before is under way"
 
 
-def test_few_tensors_are_held_because_they_are_copied(late_copies: tuple[HostMemory, _CopyStream]) -> None:
-    memory, _ = late_copies
+def test_few_tensors_are_held_because_they_are_copied(gpu: _Gpu) -> None:
+    memory = gpu.memory
     parked = [memory.park(torch.ones(3)) for _ in range(6)]
     assert [each._source is not None for each in parked] == [False] * 4 + [True] * 2
 
 
-def test_an_input_that_changes_while_it_is_copied_is_found(late_copies: tuple[HostMemory, _CopyStream]) -> None:
-    memory, _ = late_copies
+def test_an_input_that_changes_while_it_is_copied_is_found(gpu: _Gpu) -> None:
+    memory = gpu.memory
     x = torch.ones(3)
     parked = memory.park(x)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified in place while it was copied to the host"):
         memory.fetch(parked)
+
+
+def test_pages_are_not_written_while_they_are_still_to_be_read(gpu: _Gpu) -> None:
+    """The host is ahead: a tensor has been fetched and is gone, but the copy of it has not begun."""
+    gpu.layers.is_behind = True
+    fetched = []
+    for n in range(4):
+        parked = gpu.memory.park(_three(n))
+        fetched.append(gpu.memory.fetch(parked))
+        del parked
+    assert gpu.memory._pages.made == COPIES, "the pages of the first are used again"
+    assert all(x.isnan().all() for x in fetched)
+    gpu.layers.catch_up()
+    assert [x.tolist() for x in fetched] == [_three(n).tolist() for n in range(4)]
+
+
+def test_pages_are_kept_until_a_tensor_has_left_the_gpu(gpu: _Gpu) -> None:
+    """Also if nothing asks for it any more, as in evaluation."""
+    gpu.layers.is_behind = True
+    for n in range(6):
+        gpu.memory.park(_three(n))
+    assert gpu.memory._pages.made == COPIES * host_memory._UNDER_WAY
+    last = gpu.memory._leaving[-1]
+    assert torch.equal(_caught_up(gpu, last), _three(5))
+
+
+def _caught_up(gpu: _Gpu, parked: Parked) -> Tensor:
+    fetched = gpu.memory.fetch(parked)
+    gpu.layers.catch_up()
+    return fetched
+
+
+def test_a_tensor_on_its_way_back_stays_until_it_is_there(gpu: _Gpu) -> None:
+    """Also if its graph is thrown away: else other tensors would get its memory, and the copy would come later."""
+    parked = [gpu.memory.park(_three(n)) for n in range(2 + host_memory._UNDER_WAY)]
+    for _ in range(1 + host_memory._UNDER_WAY):
+        gpu.memory.fetch(parked.pop())
+    assert parked[0].returning is not None
+    coming = weakref.ref(parked[0].returning[0])
+    parked.clear()
+    left = len(gpu.copying.copies) - gpu.copying.done
+    gpu.copying.copies[gpu.copying.done :] = [lambda: None] * left  # which hold it as well
+    assert left == COPIES
+    assert coming() is not None
+    gpu.memory.park(_three(9))
+    assert gpu.copying.done == len(gpu.copying.copies) - COPIES, "it was waited for"
+    assert coming() is None

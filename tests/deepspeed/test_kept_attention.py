@@ -13,7 +13,7 @@ import torch
 
 import burst_plugin
 import burst_plugin.deepspeed as burst
-from burst_plugin.activations import host_memory
+from burst_plugin.activations import host_memory, host_room, pages
 from burst_plugin.activations.host_memory import HostMemory
 from tests.support.deepspeed_run import Result, Run, draw, stop, train
 from tests.support.ranks import run_ranks
@@ -46,7 +46,7 @@ def test_gradients_are_those_without_recomputation(stage: int, lora: bool, share
 def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool) -> None:
     run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None)
     kept = replace(run, checkpointing=True, block={"keep_attention": "all", "offload": True})
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1):
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         found = run_ranks(_parked, 2, kept)
     for (result, parked), expected in zip(found, run_ranks(_trained, 2, run), strict=True):
         assert parked > 0
@@ -59,7 +59,29 @@ def _parked(rank: int, run: Run) -> tuple[Result, int]:
         result = train(run, BATCHES)
         memory = host_memory._BY_DEVICE[torch.device("cpu")]
         assert memory.parked_bytes == memory.fetched_bytes
+        assert memory._pages.nbytes == memory._expected, "the host was asked for what was taken"
         return result, memory.parked_bytes
+
+
+def test_a_host_without_room_is_refused_before_the_first_layer() -> None:
+    run = Run(stage=3, checkpointing=True, block={"keep_attention": "all", "offload": True})
+    with (
+        mock.patch.object(host_memory, "_LEAST_BYTES", 1),
+        mock.patch.object(pages, "PAGE_BYTES", 64),
+        mock.patch.object(host_room, "available_bytes", return_value=2 * 17408 - 1),
+    ):
+        run_ranks(_refused, 2, run)
+
+
+def _refused(rank: int, run: Run) -> None:
+    """Two ranks of two layers: rows of 32 hidden, and as much of attention with lse of 4 heads, in float32."""
+    device = torch.device("cpu")
+    with mock.patch.dict(host_memory._BY_DEVICE, {device: HostMemory(device)}):
+        with pytest.raises(MemoryError, match=r"for each of 2 ranks.*use a shorter sequence"):
+            train(run, BATCHES)
+        assert host_memory._BY_DEVICE[device]._pages.made == 0
+    tokens = 2 * 32 // 2
+    assert 2 * tokens * 4 * (32 + 32 + 4) == 17408, "what it was asked for"
 
 
 class _Own(torch.nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from burst_plugin import Strategy
-from burst_plugin.activations import host_memory
+from burst_plugin.activations import host_memory, host_room, pages
 from burst_plugin.megatron import install
 from tests.megatron.test_model_parity import DEEPSEEK, GPT_OSS, MTP, TWO_LAYERS
 from tests.support.megatron_gpt import GptRun, StepResult, build, forward_backward, full_grads, leave, random_tokens
@@ -62,7 +62,7 @@ def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: s
 @pytest.mark.parametrize("name", ["tp2_cp2", "pp2_cp2", "mtp"])
 def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
     plain = _on_ranks(RUNS[name], "none", "none")
-    with mock.patch.object(host_memory, "_LEAST_BYTES", 1):
+    with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         parked = run_ranks(_parked, RUNS[name].tp * RUNS[name].pp * RUNS[name].cp, RUNS[name])
     for (result, sent, parked_bytes), (expected, sent_plainly) in zip(parked, plain, strict=True):
         assert sent == sent_plainly
@@ -77,7 +77,33 @@ def _parked(rank: int, run: GptRun) -> tuple[StepResult, Any, int]:
     found, sent = _step(rank, replace(run, recompute="full", strategy=Strategy(keep_attention="all", offload=True)))
     memory = host_memory._BY_DEVICE[torch.device("cpu")]
     assert memory.parked_bytes == memory.fetched_bytes
+    if run.config.get("mtp_num_layers"):  # whose layers are not counted
+        assert memory._expected < memory._pages.nbytes
+    else:
+        assert memory._expected == memory._pages.nbytes, "the host was asked for what was taken"
     return found, sent, memory.parked_bytes
+
+
+@pytest.mark.parametrize("name", ["tp2_cp2", "pp2_cp2"])
+def test_a_host_without_room_is_refused_by_the_first_layer(name: str) -> None:
+    run = replace(RUNS[name], recompute="full", strategy=Strategy(keep_attention="all", offload=True))
+    with (
+        mock.patch.object(host_memory, "_LEAST_BYTES", 1),
+        mock.patch.object(pages, "PAGE_BYTES", 64),
+        mock.patch.object(host_room, "available_bytes", return_value=100_000),
+    ):
+        run_ranks(_refused, 4, run)
+
+
+def _refused(rank: int, run: GptRun) -> None:
+    model = build(run)
+    try:
+        if run.pp == 1 or rank in (0, 1):  # the others would wait for these
+            with pytest.raises(MemoryError, match=r"for each of 4 ranks.*use a shorter sequence"):
+                forward_backward(model, run, random_tokens(run, microbatches=4))
+            assert host_memory._BY_DEVICE[torch.device("cpu")].parked_bytes == 0
+    finally:
+        leave()
 
 
 def test_a_share_is_kept() -> None:

@@ -180,8 +180,8 @@ def test_the_host_gets_what_is_offloaded() -> None:
         Cluster(),
     )
     assert moved.gpu["attention, kept"] == 0
-    assert moved.host["inputs of layers"] == 8 * 32 * 2**30, "0.75 GiB each, pinned in powers of two"
-    assert moved.host["attention, kept"] == pytest.approx(8 * 32 * 2**30 * (1 + 2**24 / 2**30))
+    assert moved.host["inputs of layers"] == 8 * 32 * 0.75 * GIB, "48 whole pages each"
+    assert moved.host["attention, kept"] == 8 * 32 * (0.75 * GIB + 2**24), "lse: 12 MiB on a page of 16"
     assert moved.host["optimizer and gradients"] == pytest.approx(8 * (kept.gpu["optimizer"] + kept.gpu["gradients"]))
     assert moved.at_work["inputs of layers, back from the host"] == 2 * 0.75 * 2**30
 
