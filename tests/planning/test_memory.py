@@ -108,6 +108,38 @@ def test_a_step_in_chunks_takes_what_the_plan_says(
     assert expected == pytest.approx(live.peak, rel=0.05)
 
 
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("tokens", [2048, 4096, 8192, 16384])
+@pytest.mark.parametrize(
+    ("recompute", "loss_chunk", "mlp_chunk"),
+    [("none", 0, 0), ("none", 512, 512), ("full", 0, 0), ("full", 512, 0), ("full", 0, 512), ("full", 512, 512)],
+)
+def test_every_length_takes_what_the_plan_says(recompute: str, loss_chunk: int, mlp_chunk: int, tokens: int) -> None:
+    shape = replace(TINY, vocab=8192)
+    chunks = {"loss_chunk": loss_chunk, "mlp_chunk": mlp_chunk}
+    setting = Setting(tokens=tokens, code=measured_code(), recompute=recompute, **chunks)  # type: ignore[arg-type]
+    expected, moment = said(shape, setting)
+    measured = activation_bytes(shape, setting, prepare=in_chunks).peak
+    print(f"{recompute} {loss_chunk} {mlp_chunk} {tokens}: {expected / measured:.4f} {moment}")
+    assert expected == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.huggingface
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("wider", [{"vocab": 32768}, {"ffn": 6144}], ids=str)
+def test_in_chunks_a_token_takes_no_more_where_vocabulary_or_width_are_larger(wider: dict[str, int]) -> None:
+    def per_token(shape: ModelShape) -> float:
+        """The bytes that a longer sequence takes more, by token."""
+        setting = Setting(tokens=8192, code=measured_code(), loss_chunk=512, mlp_chunk=512)
+        longer = replace(setting, tokens=2 * setting.tokens)
+        peaks = [activation_bytes(shape, each, prepare=in_chunks).peak for each in (setting, longer)]
+        return (peaks[1] - peaks[0]) / setting.tokens
+
+    shape = replace(TINY, vocab=8192)
+    assert per_token(replace(shape, **wider)) <= per_token(shape)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("tokens", [1024, 2**18])  # of a rank: large results of tiles do not wait
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32)], ids=str)
 @pytest.mark.parametrize(
