@@ -106,27 +106,19 @@ def backward_program(
 
     Returns the gradients of its inputs, in their types.
     """
+    given, out, lse = saved
     wants_dbias = wants_dbias or plan.rank_state.ulysses_group.degree > 1  # others of the group may want theirs
     exchange = plan.head_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
-    grads = yield from _ring_gradients(plan, which, dout, saved, wants_dbias)
-    del dout  # whose memory the exchange may have
-    grads = yield from exchange.grads_to_tokens(grads, plan.extras.shared_bias)
-    return _rounded(saved.given, grads)
-
-
-def _ring_gradients(
-    plan: Plan, which: CallId, dout: Tensor, saved: Saved, wants_dbias: bool
-) -> Generator[None, None, Inputs]:
-    """Run a rank's backward pass in the ring, and return the gradients of what the ring was given."""
-    given, out, lse = saved
     factor = row_factor(out, dout) if plan.sends_row_factor else None
     parts = plan.backward_parts(Queries(given.q, dout, out, lse), given, factor, wants_dbias)
     (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
     dbias = bias_grad(given.bias, parts) if given.bias is not None and wants_dbias else None
     added_up_later = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
-    return _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
+    grads = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
+    del dout, factor, parts, dq, dk, dv  # whose memory the exchange may have
+    return _rounded(given, (yield from exchange.grads_to_tokens(grads, plan.extras.shared_bias)))
 
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
