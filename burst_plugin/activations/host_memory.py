@@ -210,8 +210,11 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
         if not _OWNERS:
             return original(*args, **kwargs)
         inputs = [x for x in args if isinstance(x, Tensor)]
-        with saved_tensors_hooks(functools.partial(_packed, inputs), _unpacked):
-            return original(*args, **kwargs)
+        try:
+            with saved_tensors_hooks(functools.partial(_packed, inputs), _unpacked):
+                return original(*args, **kwargs)
+        finally:
+            inputs.clear()  # autograd keeps the hook, and with it this list, as long as what the hook packed
 
     setattr(parking, _MARK, True)
     return parking

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from burst_plugin import Strategy
 from burst_plugin.activations import host_memory, pages
@@ -76,6 +77,19 @@ def test_it_ends_with_the_ring_that_asked_for_it() -> None:
         gc.collect()
     assert found == [x.nbytes, 0]
     assert host_memory.host_memory(CPU) is None
+
+
+@pytest.mark.parametrize("wrapped", [REENTRANT, NON_REENTRANT], ids=["reentrant", "not reentrant"])
+def test_what_waits_on_the_host_is_gone_where_it_was(wrapped: Wrapped) -> None:
+    follow_torch()
+    owner = _Owner()
+    host_memory.offload_while_alive(owner)
+    x, inputs = torch.ones(2, 4, requires_grad=True) * 1, []
+    for layer in [torch.nn.Linear(4, 4) for _ in range(3)]:
+        inputs.append(StorageWeakRef(x.untyped_storage()))
+        x = wrapped(layer, x)
+    assert all(each.expired() for each in inputs)
+    x.sum().backward()
 
 
 def test_nothing_is_held_beside_the_copy() -> None:

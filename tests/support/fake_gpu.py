@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from burst_plugin.compute import online_softmax as softmax
 
-__all__ = ["GPU", "Launches", "fake_gpu"]
+__all__ = ["GPU", "FakeStream", "Launches", "fake_gpu"]
 
 GPU = torch.device("cuda", 0)
 CUDNN = 92000
@@ -53,7 +53,9 @@ class Launches:
     row_factor = row_delta
 
 
-class _Stream:
+class FakeStream:
+    """A stream on which nothing waits for long."""
+
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
@@ -62,6 +64,12 @@ class _Stream:
 
     def wait_event(self, event: str) -> None:
         assert event == "event"
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+
+_CURRENT = FakeStream()  # the same in every block, as rings expect
 
 
 class _Bindings(TorchFunctionMode):
@@ -119,9 +127,12 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
 
 
 @contextmanager
-def fake_gpu() -> Iterator[Launches]:
-    """Until the end of the block tensors may be on `GPU`; without autograd, whose threads want a driver."""
-    launches, stream = Launches(), _Stream()
+def fake_gpu(fake: FakeTensorMode | None = None) -> Iterator[Launches]:
+    """Until the end of the block tensors may be on `GPU`; without autograd, whose threads want a driver.
+
+    fake: the mode that runs already, if there is one.
+    """
+    launches = Launches()
     answers: list[tuple[Any, str, Any]] = [
         (torch.version, "cuda", "13.0"),
         (torch.backends.cudnn, "version", lambda: CUDNN),
@@ -129,8 +140,8 @@ def fake_gpu() -> Iterator[Launches]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "Stream", FakeStream),
+        (torch.cuda, "current_stream", lambda *_: _CURRENT),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda.nvtx, "range", lambda _: nullcontext()),
         (torch.Tensor, "pin_memory", lambda x: x),
@@ -147,6 +158,6 @@ def fake_gpu() -> Iterator[Launches]:
         stack.enter_context(mock.patch("burst_plugin.kernels.flash._is_right", return_value=True))
         stack.enter_context(mock.patch("burst_plugin.kernels.torch_cudnn.problem_of", return_value=None))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(fake or FakeTensorMode())
         stack.enter_context(_Bindings())
         yield launches

@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         if not self.counts:
             return out
         for x in tree_leaves(out):
-            if isinstance(x, Tensor):
+            if isinstance(x, Tensor) and not x.is_meta:  # whose storages have a size and no memory
                 self._note(x, given)
         now = self.now
         if now > self.peak:
