@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,15 +24,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from burst_plugin import Strategy, VirtualRing
 from burst_plugin.activations import host_memory, kept_attention
+from burst_plugin.attention import _plan_of_rest
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.planning.memory import BUCKET
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
 from burst_plugin.ring import autograd
+from burst_plugin.ring.attention_pass import forward_program
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.request import Inputs, Outputs, Request
+from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.request import Inputs, Request, scaled
 from burst_plugin.sequence.layout import Tokens
 from tests.support.fake_gpu import GPU, FakeStream, fake_gpu
 from tests.support.live_bytes import LiveBytes
@@ -140,7 +146,9 @@ class _Ring:
 
     def __init__(self, shape: ModelShape, setting: Setting, rank: int, fake: FakeTensorMode, live: LiveBytes) -> None:
         self._rank, self._fake, self._live = rank, fake, live
-        self._keep = setting.keep
+        self._keep, self._ulysses = setting.keep, setting.ulysses
+        assert setting.offload or not setting.keep, "what is kept on a GPU would count on the CPU as well"
+        self._kept: WeakKeyDictionary[Memo, list[Memo]] = WeakKeyDictionary()
         topology = setting.topology
         self._ranks = topology.ranks
         strategy = Strategy(kernel="torch_flash", ulysses_degree=setting.ulysses, parts=setting.parts)
@@ -151,8 +159,11 @@ class _Ring:
                 for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
             )
             tokens = Tokens(setting.tokens)
-            request = Request(tokens=(tokens, tokens), lse=True)
-            self._plans = [make_plan(state, Inputs(q, k, v), request, {}) for state in ring.rank_states]
+            self._request = scaled(Request(tokens=(tokens, tokens), lse=True))
+            self._states = ring.rank_states
+            self._known: list[dict[Any, Plan]] = [{} for _ in self._states]
+            each = zip(self._states, self._known, strict=True)
+            self._plans = [make_plan(state, Inputs(q, k, v), self._request, known) for state, known in each]
 
     def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> tuple[Tensor, None]:
         """Attend as transformers asks for it."""
@@ -161,18 +172,31 @@ class _Ring:
         out: Any = _Attention.apply(self, memo, q, k, v)  # type: ignore[no-untyped-call]
         return out, None
 
-    def forward(self, memo: Any, q: Tensor, k: Tensor, v: Tensor) -> Outputs:
-        """Return what is kept, or what the ring gives."""
-        mine = self._plans[self._rank]
-        if memo is not None and memo.is_filled:
-            return memo.completed(mine, None)  # type: ignore[no-any-return]
+    def forward(self, memo: Memo | None, *qkv: Tensor) -> list[Tensor]:
+        """Return out, and what the backward pass needs: q, k and v as the ring got them, its out and its lse."""
         with self._at_work():
-            given = [*_on_gpu(q, k, v), None, None]
-            found = RingAttention.forward(Pass(), self._plans, CallId(1), None, *given * self._ranks)
-            made = _shapes(found[3 * self._rank : 3 * self._rank + 2])
-            del found
-        out, lse = _anew(made)
-        return Outputs(out, lse) if memo is None else memo.completed(mine, Outputs(out, lse))  # type: ignore[no-any-return]
+            given = Inputs(*_on_gpu(*qkv))
+            memos = [None] * self._ranks if memo is None else self._memos(memo, given)
+            with autograd._one_pass(self._plans, "forward", CallId(1)):
+                each = zip(self._plans, memos, strict=True)
+                found = autograd.lockstep([forward_program(plan, CallId(1), given, of) for plan, of in each])
+            outputs, saved = found[self._rank]
+            exchanged = [outputs.out, *saved.given[:3]] if self._ulysses > 1 else []
+            made = _shapes([*exchanged, saved.out, saved.lse])
+            del found, outputs, saved, exchanged
+        anew = _anew(made)
+        return anew if self._ulysses > 1 else [anew[0], *qkv, *anew]
+
+    def _memos(self, memo: Memo, given: Inputs) -> list[Memo]:
+        """Return what each rank keeps of a call; others keep theirs beside this rank's."""
+        if memo not in self._kept:
+            self._kept[memo] = [memo if rank == self._rank else Memo(self._keep) for rank in range(self._ranks)]
+        memos = self._kept[memo]
+        for state, plan, of in zip(self._states, self._plans, memos, strict=True):
+            if of.is_filled:
+                caller: Any = SimpleNamespace(rank_state=state, plans=self._known[state.rank])
+                of.rest = _plan_of_rest(of.first_kept(plan), given, self._request, caller)
+        return memos
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradients of q, k and v."""
@@ -195,7 +219,11 @@ class _Ring:
         def of_all(programs: Sequence[Generator[None, None, T]]) -> list[T]:
             return lockstep([self._counted(each, rank) for rank, each in enumerate(programs)])
 
-        with fake_gpu(self._fake), mock.patch.object(autograd, "lockstep", of_all):
+        with (
+            fake_gpu(self._fake),
+            mock.patch.object(autograd, "lockstep", of_all),
+            mock.patch("burst_plugin.ring.memo._rows_from", _rows_from),
+        ):
             self._live.counts = False
             try:
                 yield
@@ -218,15 +246,23 @@ class _Attention(torch.autograd.Function):
     """Attention of a rank; it saves what the ring's own function does."""
 
     @staticmethod
-    def forward(ctx: Any, ring: _Ring, memo: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        given = ring.forward(memo, q, k, v)
+    def forward(ctx: Any, ring: _Ring, memo: Memo | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, *saved = ring.forward(memo, q, k, v)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, given.out, given.lse)
-        return given.out
+        ctx.save_for_backward(*saved)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return None, None, *ctx.ring.backward(dout, ctx.saved_tensors)
+
+
+def _rows_from(first: int, plan: Plan) -> Tensor:
+    """Return as many numbers as a rank has rows from a position on. Which they are, nothing here knows."""
+    runs = plan.forward.route.runs["q"][plan.rank_state.ring_rank]
+    assert all(run.stride == 1 for run in runs)
+    rows = sum(max(0, run.last + 1 - max(first, run.start)) for run in runs)
+    return torch.empty(rows, dtype=torch.int64, device=GPU)
 
 
 def _on_gpu(*tensors: Tensor) -> list[Tensor]:
