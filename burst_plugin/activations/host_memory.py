@@ -214,7 +214,7 @@ def _parking(original: Callable[..., Any]) -> Callable[..., Any]:
             with saved_tensors_hooks(functools.partial(_packed, inputs), _unpacked):
                 return original(*args, **kwargs)
         finally:
-            inputs.clear()  # autograd keeps the hook, and with it this list, as long as what the hook packed
+            inputs.clear()  # what was saved refers to its hooks until the backward pass, and they to this list
 
     setattr(parking, _MARK, True)
     return parking

@@ -201,10 +201,12 @@ class FlashKernel(ABC):
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
         if kv_heads == 1:  # its queries one group after another, which all have gradients for it
+            few = -(-heads // -(-heads // few))  # of even sizes, since what a kernel takes inside follows the largest
             parts = [slice(first, first + few) for first in range(0, heads, few)]
-            dq, dk, dv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
-            wide = torch.promote_types(k.dtype, torch.float32)
-            return torch.cat(dq, 2), *(torch.stack(grads).sum(0, dtype=wide) for grads in (dk, dv))
+            each_dq, *each_dkv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)
+            dq = torch.cat(each_dq, 2)
+            del each_dq  # as large as dq, before dk and dv are summed up
+            return dq, *(_sum(each_dkv.pop(0)) for _ in range(2))
         some = max(1, few // group)
         keys = [slice(first, min(first + some, kv_heads)) for first in range(0, kv_heads, some)]
         each = (
@@ -232,6 +234,14 @@ class FlashAttention2(FlashKernel):
         """
         dim = round_up(max(qk_dim, v_dim), 8)
         return (256, 256) if dim > 192 else (dim, dim)
+
+
+def _sum(grads: Sequence[Tensor]) -> Tensor:
+    """Return the sum of gradients in float32, or wider."""
+    total = grads[0].to(torch.promote_types(grads[0].dtype, torch.float32), copy=True)
+    for grad in grads[1:]:
+        total += grad
+    return total
 
 
 def _of_heads(queries: Queries, heads: slice) -> Queries:

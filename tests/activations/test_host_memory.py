@@ -79,21 +79,23 @@ def test_it_ends_with_the_ring_that_asked_for_it() -> None:
     assert host_memory.host_memory(CPU) is None
 
 
+def test_nothing_is_held_beside_the_copy() -> None:
+    assert HostMemory(CPU).park(torch.ones(3))._source is None
+
+
 @pytest.mark.parametrize("wrapped", [REENTRANT, NON_REENTRANT], ids=["reentrant", "not reentrant"])
-def test_what_waits_on_the_host_is_gone_where_it_was(wrapped: Wrapped) -> None:
+def test_inputs_of_checkpoints_are_gone_once_they_are_copied(wrapped: Wrapped) -> None:
+    """Autograd keeps the hooks of what it saved until the backward pass, and with them whatever these refer to."""
     follow_torch()
     owner = _Owner()
     host_memory.offload_while_alive(owner)
-    x, inputs = torch.ones(2, 4, requires_grad=True) * 1, []
-    for layer in [torch.nn.Linear(4, 4) for _ in range(3)]:
-        inputs.append(StorageWeakRef(x.untyped_storage()))
-        x = wrapped(layer, x)
-    assert all(each.expired() for each in inputs)
-    x.sum().backward()
-
-
-def test_nothing_is_held_beside_the_copy() -> None:
-    assert HostMemory(CPU).park(torch.ones(3))._source is None
+    x, storages = torch.ones(2, 4, requires_grad=True) * 2, []
+    with mock.patch.dict(host_memory._BY_DEVICE, {CPU: HostMemory(CPU)}):
+        for _ in range(4):
+            storages.append(StorageWeakRef(x.untyped_storage()))
+            x = wrapped(torch.nn.Linear(4, 4), x)
+        assert [storage.expired() for storage in storages] == [True] * 4
+        x.sum().backward()
 
 
 class _Owner:

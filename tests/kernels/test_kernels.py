@@ -13,8 +13,10 @@ from burst_plugin import Causal, Documents, Full, Mask, Scores, SlidingWindow, S
 from burst_plugin.kernels import FEATURES, KERNELS, Case, How, Queries, choose_kernel, torch_cpu_bf16
 from burst_plugin.kernels import reference as reference_kernel
 from burst_plugin.kernels.dropout import keep
+from burst_plugin.kernels.flash import Ask
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from burst_plugin.kernels.torch_cpu_bf16 import TorchCpuBf16Kernel
+from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.kernels.varlen import lengths_of
 from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
 from tests.support.reference import Problem, Result, errors, painted, reference, relative
@@ -411,3 +413,32 @@ def test_no_row_is_dropped_out_like_another_one_of_a_neighbouring_seed() -> None
     for number, row in enumerate(rows):
         for other in rows[number + 1 :]:
             assert abs(float((row == other).float().mean()) - 0.5) < 0.05
+
+
+class _CountsHeads(TorchFlashKernel):
+    """A flash kernel whose gradients say which heads a call had."""
+
+    largest_dq = 3 * 128 * 64  # of three heads of up to 128 rows
+
+    def __init__(self) -> None:
+        self.heads: list[int] = []
+
+    def _backward(self, queries: Queries, k: torch.Tensor, v: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, ...]:
+        self.heads.append(queries.q.shape[2])
+        total = queries.q.sum(2, keepdim=True)
+        return queries.q, total, -total
+
+
+@pytest.mark.parametrize(("heads", "calls"), [(3, [3]), (4, [2, 2]), (8, [3, 3, 2])])
+def test_slices_of_the_queries_of_one_key_head_are_of_even_sizes(heads: int, calls: list[int]) -> None:
+    """What a kernel allocates inside follows the largest."""
+    kernel, q = _CountsHeads(), torch.randn(1, 8, heads, 64, dtype=torch.bfloat16)
+    k = torch.zeros(1, 8, 1, 64, dtype=torch.bfloat16)
+    queries = Queries(q, q, q, torch.zeros(1, heads, 8))
+    dq, dk, dv = kernel._backward_in_slices(queries, k, k, Ask(1.0, 0.0, None, None, False))
+    assert kernel.heads == calls
+    assert torch.equal(dq, q)
+    if len(calls) > 1:
+        assert dk.dtype == dv.dtype == torch.float32
+    for grad, sign in ((dk, 1), (dv, -1)):
+        assert torch.allclose(grad.float(), sign * q.float().sum(2, keepdim=True), atol=0.2)

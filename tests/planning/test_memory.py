@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import Tensor
 
+from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS, ModelShape
 from burst_plugin.planning.setting import Cluster, Code, Setting
 from burst_plugin.topology import Topology
-from tests.support.measured_step import activation_bytes, in_chunks, measured_code
+from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
 
 WAITS = ("inputs of layers", "attention, kept", "at work")
@@ -56,6 +60,22 @@ def test_a_step_takes_what_the_plan_says(
     print(f"{changes} {tokens} {recompute} plain {plain_norms}: {expected / measured:.4f} {moment}")
     assert moment == fullest or not plain_norms
     assert expected == pytest.approx(measured, rel=0.05)
+
+
+def in_chunks(model: Any, setting: Setting) -> None:
+    """Switch on what the setting has in chunks."""
+    from burst_plugin.huggingface.chunked_modules import chunk_modules
+
+    chunk_modules(model, setting.mlp_chunk)
+    if not setting.loss_chunk:
+        return
+
+    def forward(input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
+        hidden = model.model(input_ids=input_ids, **options).last_hidden_state
+        losses = linear_cross_entropy(hidden, Head(model.lm_head, chunk=setting.loss_chunk), labels)
+        return SimpleNamespace(loss=losses.mean())
+
+    model.forward = forward
 
 
 @pytest.mark.huggingface

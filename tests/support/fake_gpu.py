@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from burst_plugin.compute import online_softmax as softmax
 
-__all__ = ["GPU", "FakeStream", "Launches", "fake_gpu"]
+__all__ = ["GPU", "Launches", "fake_driver", "fake_gpu"]
 
 GPU = torch.device("cuda", 0)
 CUDNN = 92000
@@ -53,23 +53,41 @@ class Launches:
     row_factor = row_delta
 
 
-class FakeStream:
-    """A stream on which nothing waits for long."""
+class _Event:
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record(self, *_: object) -> None:
+        pass
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """The only one: whatever is asked for is equal to it."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def record_event(self) -> str:
-        return "event"
+    def record_event(self) -> _Event:
+        return _Event()
 
-    def wait_event(self, event: str) -> None:
-        assert event == "event"
+    def wait_event(self, event: _Event) -> None:
+        assert isinstance(event, _Event)
 
-    def wait_stream(self, other: object) -> None:
+    def wait_stream(self, stream: _Stream) -> None:
+        assert isinstance(stream, _Stream)
+
+    def synchronize(self) -> None:
         pass
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
 
-_CURRENT = FakeStream()  # the same in every block, as rings expect
+    __hash__ = object.__hash__
 
 
 class _Bindings(TorchFunctionMode):
@@ -91,7 +109,7 @@ class _Bindings(TorchFunctionMode):
 
 
 def _item(x: Tensor, index: Any) -> Tensor:
-    """x[index] of numbers, slices, a list of rows, None and Ellipsis."""
+    """x[index] of numbers, slices, None and Ellipsis."""
     each = list(index) if isinstance(index, tuple) else [index]
     if any(entry is Ellipsis for entry in each):
         at = next(number for number, entry in enumerate(each) if entry is Ellipsis)
@@ -104,8 +122,6 @@ def _item(x: Tensor, index: Any) -> Tensor:
             continue
         if entry is None:
             x = x.unsqueeze(dim)
-        elif isinstance(entry, Tensor):
-            x = torch.ops.aten.index_select(x, dim, entry)
         else:
             assert isinstance(entry, slice), entry
             x = torch.ops.aten.slice.Tensor(x, dim, entry.start, entry.stop, entry.step or 1)
@@ -129,12 +145,9 @@ def _efficient_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: 
 
 
 @contextmanager
-def fake_gpu(fake: FakeTensorMode | None = None) -> Iterator[Launches]:
-    """Until the end of the block tensors may be on `GPU`; without autograd, whose threads want a driver.
-
-    fake: the mode that runs already, if there is one.
-    """
-    launches = Launches()
+def fake_driver() -> Iterator[Launches]:
+    """Answer what is asked of the driver and of kernels' libraries, until the end of the block."""
+    launches, stream = Launches(), _Stream()
     answers: list[tuple[Any, str, Any]] = [
         (torch.version, "cuda", "13.0"),
         (torch.backends.cudnn, "version", lambda: CUDNN),
@@ -142,24 +155,33 @@ def fake_gpu(fake: FakeTensorMode | None = None) -> Iterator[Launches]:
         (torch.cuda, "is_available", lambda: True),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
-        (torch.cuda, "Stream", FakeStream),
-        (torch.cuda, "current_stream", lambda *_: _CURRENT),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "Event", _Event),
+        (torch.cuda, "current_stream", lambda *_: stream),
         (torch.cuda, "stream", lambda _: nullcontext()),
         (torch.cuda.nvtx, "range", lambda _: nullcontext()),
-        (torch.Tensor, "pin_memory", lambda x: x),
-        (torch.ops.aten, "_efficient_attention_backward", _efficient_backward),
-        (
-            softmax,
-            "_fused",
-            lambda *xs: launches if all(x.is_cuda and x.dtype != torch.float64 for x in xs) else None,
-        ),
+        (torch.Tensor, "pin_memory", lambda x, *_: x),
+        (softmax, "_fused", lambda *xs: launches if all(map(_suits_fused, xs)) else None),
     ]
     with ExitStack() as stack:
         for where, name, answer in answers:
             stack.enter_context(mock.patch.object(where, name, answer))
         stack.enter_context(mock.patch("burst_plugin.kernels.flash._is_right", return_value=True))
         stack.enter_context(mock.patch("burst_plugin.kernels.torch_cudnn.problem_of", return_value=None))
+        yield launches
+
+
+def _suits_fused(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype != torch.float64
+
+
+@contextmanager
+def fake_gpu() -> Iterator[Launches]:
+    """Until the end of the block tensors may be on `GPU`; without autograd, whose threads want a driver."""
+    with ExitStack() as stack:
+        launches = stack.enter_context(fake_driver())
+        stack.enter_context(mock.patch.object(torch.ops.aten, "_efficient_attention_backward", _efficient_backward))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(fake or FakeTensorMode())
+        stack.enter_context(FakeTensorMode())
         stack.enter_context(_Bindings())
         yield launches

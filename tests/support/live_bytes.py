@@ -30,11 +30,13 @@ class LiveBytes(TorchDispatchMode):
     counts: whether operations count now; switched off while other ranks of this process are at work.
     shapes: what was alive at the peak, a list of (bytes, shape, type), to look at where a figure is not understood.
     without: methods, as classes and names, whose tensors do not count: those that make memory of a host, say.
+    device: the type of device whose tensors count; None for all.
     """
 
-    def __init__(self, *without: tuple[type, str]) -> None:
+    def __init__(self, *without: tuple[type, str], device: str | None = None) -> None:
         super().__init__()
         self._without, self._patches = without, ExitStack()
+        self._device, self._most = device, 0  # what is alive at most: with storages whose end was not noticed yet
         self.counts = True
         self.peak = 0
         self.shapes: list[tuple[int, tuple[int, ...], torch.dtype]] = []
@@ -44,7 +46,8 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         """Bytes that are alive."""
         self._forget_the_dead()
-        return sum(nbytes for _, nbytes, *_ in self._alive.values())
+        self._most = sum(nbytes for _, nbytes, *_ in self._alive.values())
+        return self._most
 
     def reset(self) -> None:
         """Begin a new peak, from what is alive."""
@@ -77,11 +80,10 @@ class LiveBytes(TorchDispatchMode):
         if not self.counts:
             return out
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and not x.is_meta:  # whose storages have a size and no memory
+            if isinstance(x, Tensor) and self._device in (None, x.device.type):
                 self._note(x, given)
-        now = self.now
-        if now > self.peak:
-            self.peak = now
+        if self._most > self.peak and self.now > self.peak:
+            self.peak = self._most
             self.shapes = sorted((each[1:] for each in self._alive.values()), key=str)
         return out
 
@@ -90,6 +92,7 @@ class LiveBytes(TorchDispatchMode):
         key = storage._cdata
         if key not in self._alive and key not in given:
             self._alive[key] = (StorageWeakRef(storage), storage.nbytes(), tuple(x.shape), x.dtype)
+            self._most += storage.nbytes()
 
     def _forget_the_dead(self) -> None:
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}

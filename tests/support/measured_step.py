@@ -14,19 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
 from tests.support.live_bytes import LiveBytes
 
-__all__ = ["Prepare", "activation_bytes", "in_chunks", "llama", "measured_code"]
+__all__ = ["Prepare", "activation_bytes", "measured_code"]
 
 Prepare = Callable[[Any, Setting], None]
 """Switches a feature of `setting` on in a model."""
@@ -45,7 +43,7 @@ def _nothing(model: Any, setting: Setting) -> None:
 def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _nothing) -> LiveBytes:
     """Run a step and return what was alive: all that was made in it, but for gradients that are there before."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = llama(shape, setting, _NAME, _attention)
+        model = _model(shape, setting)
         prepare(model, setting)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -56,28 +54,10 @@ def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _no
     return live
 
 
-def in_chunks(model: Any, setting: Setting) -> None:
-    """Switch on what the setting has in chunks."""
-    from burst_plugin.huggingface.chunked_modules import chunk_modules
-
-    if setting.mlp_chunk:
-        chunk_modules(model, setting.mlp_chunk)
-    if not setting.loss_chunk:
-        return
-
-    def forward(input_ids: Tensor, labels: Tensor, **options: Any) -> Any:
-        hidden = model.model(input_ids=input_ids, **options).last_hidden_state
-        losses = linear_cross_entropy(hidden, Head(model.lm_head, chunk=setting.loss_chunk), labels)
-        return SimpleNamespace(loss=losses.mean())
-
-    model.forward = forward
-
-
-def llama(shape: ModelShape, setting: Setting, name: str, attention: Callable[..., Any]) -> Any:
-    """Return a model, with `attention`, of this name, in the place of transformers' own."""
+def _model(shape: ModelShape, setting: Setting) -> Any:
     from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-    AttentionInterface.register(name, attention)
+    AttentionInterface.register(_NAME, _attention)
     config = (Qwen3Config if shape.qk_norm else LlamaConfig)(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
@@ -87,7 +67,7 @@ def llama(shape: ModelShape, setting: Setting, name: str, attention: Callable[..
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
         max_position_embeddings=setting.tokens,
-        attn_implementation=name,
+        attn_implementation=_NAME,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     if not setting.code.plain_norms:

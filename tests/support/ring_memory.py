@@ -16,13 +16,13 @@ from burst_plugin.ring.autograd import RingAttention
 from tests.support.fake_gpu import GPU, fake_gpu
 from tests.support.live_bytes import LiveBytes
 
-__all__ = ["Pass", "backward_bytes"]
+__all__ = ["backward_bytes"]
 
 T = TypeVar("T")
 Program = Generator[None, None, T]
 
 
-class Pass:
+class _Pass:
     """An autograd function's context, without autograd."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ def backward_bytes(topology: Topology, shapes: Shapes, **options: Any) -> LiveBy
 
     `shapes` are those of a rank. Every rank has work at every visit.
     """
-    last, done, lockstep = topology.ranks - 1, Pass(), autograd.lockstep
+    last, done, lockstep = topology.ranks - 1, _Pass(), autograd.lockstep
 
     def watched(program: Program[T], rank: int, live: LiveBytes) -> Program[T]:
         while True:

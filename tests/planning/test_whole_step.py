@@ -1,0 +1,57 @@
+"""A plan against whole training steps at their real size, on GPUs that are not there: see `support.whole_step`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, replace
+
+import pytest
+
+from burst_plugin.planning.memory import GIB, memory
+from burst_plugin.planning.model_shape import MODELS
+from burst_plugin.planning.setting import Cluster
+from burst_plugin.planning.training_plan import Goal, plans_that_fit
+from tests.support.whole_step import whole_step
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
+MARGIN = "left for CUDA, NCCL and the allocator"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A million tokens on nodes of 8 GPUs, of which a plan may take `gpu_gib`; `layers` instead of all, if given."""
+
+    model: str
+    nodes: int
+    gpu_gib: float
+    layers: int = 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama3_8b", 1, 56.0, layers=2),
+        pytest.param(Case("llama3_8b", 1, 56.0), marks=pytest.mark.slow),
+        pytest.param(Case("qwen3_14b", 4, 54.0), marks=pytest.mark.slow),
+        pytest.param(Case("llama3_8b", 4, 76.0), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_step_on_a_million_tokens_takes_what_the_plan_says(case: Case) -> None:
+    from burst_plugin.deepspeed.planning import space
+
+    cluster, shape = Cluster(nodes=case.nodes, gpu_gib=case.gpu_gib), MODELS[case.model]
+    goal = Goal(model=shape, tokens=2**20, cluster=cluster, space=space(fused_norms=False))
+    setting = plans_that_fit(goal)[0].setting
+    if case.layers:
+        shape = replace(shape, layers=case.layers)
+    planned, found = memory(shape, setting, cluster), whole_step(shape, setting)
+    expected = planned.gpu_bytes - planned.gpu[MARGIN]
+    print(f"{case}: {expected / GIB:.2f} GiB by the plan, {found.peak / GIB:.2f} found, {planned.fullest}")
+    assert found.peak + planned.gpu[MARGIN] <= case.gpu_gib * GIB
+    assert expected == pytest.approx(found.peak, rel=0.1)
+    on_host = planned.host.get("inputs of layers", 0.0) + planned.host.get("attention, kept", 0.0)
+    assert found.host_pages == on_host / cluster.gpus_per_node

@@ -1,0 +1,128 @@
+"""What a whole training step with DeepSpeed takes of a GPU, at its real size, on GPUs that are not there.
+
+    found = whole_step(MODELS["llama3_8b"], setting)           # in a process of its own
+    found.peak, found.host_pages                               # bytes of rank 0's GPU, and what it parks on its host
+    found.shapes                                               # what was there at the peak: (bytes, shape, type)
+
+The model is that of transformers, in bfloat16; weights, gradients and the optimizer are sharded by DeepSpeed's own
+engine; attention runs on the ring; all with the configuration that a plan writes. Two steps are made, of which the
+second finds the buffers of the first. Whatever tensors take of the GPU counts, and what the attention kernel
+allocates inside. Not seen are workspaces of other kernels, the memory of CUDA and NCCL, and gaps between tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from burst_plugin.activations import host_memory
+from burst_plugin.planning.model_shape import ModelShape
+from burst_plugin.planning.setting import Setting
+from tests.support.fake_gpu import GPU
+from tests.support.live_bytes import LiveBytes
+from tests.support.pretended_gpu import pretended_gpus, values
+
+__all__ = ["WholeStep", "whole_step"]
+
+_STEPS = 2
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """What rank 0 took: bytes at the peak, of pages on the host, and the tensors of the peak."""
+
+    peak: int
+    host_pages: int
+    shapes: list[tuple[int, tuple[int, ...], torch.dtype]]
+
+
+def whole_step(shape: ModelShape, setting: Setting) -> WholeStep:
+    """Make the steps in another process. Raise RuntimeError with what that process wrote if it fails."""
+    environment = os.environ | {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(setting.inner)}
+    command = [sys.executable, "-m", "tests.support.whole_step"]
+    ended = subprocess.run(command, input=pickle.dumps((shape, setting)), env=environment, capture_output=True)
+    if ended.returncode:
+        raise RuntimeError(ended.stderr.decode()[-4000:])
+    found: WholeStep = pickle.loads(ended.stdout)
+    return found
+
+
+def _measured(shape: ModelShape, setting: Setting) -> WholeStep:
+    with pretended_gpus(setting.topology), LiveBytes(device="cuda") as live:
+        engine = _engine(shape, setting)
+        batch = _batch(setting.tokens)
+        live.peak = 0  # of the steps, whatever it took to make the model
+        for _ in range(_STEPS):
+            engine.backward(engine(**batch, use_cache=False).loss)
+            engine.step()
+    parked = host_memory._BY_DEVICE.get(GPU)
+    return WholeStep(live.peak, 0 if parked is None else parked._pages.nbytes, live.shapes)
+
+
+def _engine(shape: ModelShape, setting: Setting) -> Any:
+    """Return DeepSpeed's engine with the model, as the files of a plan say."""
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
+    from transformers import AutoModelForCausalLM
+
+    from burst_plugin.deepspeed import install, model_hooks
+    from burst_plugin.deepspeed.planning import files
+
+    for module in (partition_parameters, partitioned_param_coordinator):
+        module.assert_ints_same_as_other_ranks = lambda _: None
+    model_hooks._LOW_PRECISION_TOLERANCE = math.inf  # of losses, which are numbers that are not there
+    install()
+    config, arguments = (json.loads(text) for text in files(shape, setting).values())
+    config["burst_attention"]["kernel"] = "torch_flash"
+    config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and takes the same
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = AutoModelForCausalLM.from_config(_transformers_config(shape, setting), dtype=torch.bfloat16).train()
+    if arguments["gradient_checkpointing"]:
+        model.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
+
+
+def _transformers_config(shape: ModelShape, setting: Setting) -> Any:
+    from transformers import LlamaConfig, Qwen3Config
+
+    return (Qwen3Config if shape.qk_norm else LlamaConfig)(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab,
+        max_position_embeddings=setting.tokens,
+        tie_word_embeddings=shape.tied,
+    )
+
+
+def _batch(tokens: int) -> dict[str, Any]:
+    """Return this rank's shard of a sequence, on the GPU. It is cut outside, since cutting reads it."""
+    from burst_plugin.deepspeed import shard_batch
+
+    with values():
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        local = shard_batch({"input_ids": ids, "labels": ids})
+    return {
+        name: torch.empty(x.shape, dtype=x.dtype, device=GPU) if isinstance(x, torch.Tensor) else x
+        for name, x in local.items()
+    }
+
+
+if __name__ == "__main__":
+    real, sys.stdout = sys.stdout, sys.stderr  # to which frameworks write
+    from tests.support import whole_step as named  # what is pickled has to have a module's name
+
+    found = named._measured(*pickle.load(sys.stdin.buffer))
+    real.buffer.write(pickle.dumps(found))
