@@ -80,7 +80,8 @@ class LiveBytes(TorchDispatchMode):
         if not self.counts:
             return out
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and self._device in (None, x.device.type):
+            # A meta tensor's storage has a size and no memory.
+            if isinstance(x, Tensor) and x.device.type != "meta" and self._device in (None, x.device.type):
                 self._note(x, given)
         if self._most > self.peak and self.now > self.peak:
             self.peak = self._most
