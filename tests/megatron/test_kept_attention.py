@@ -91,6 +91,7 @@ def test_a_host_without_room_is_refused_by_the_first_layer(name: str) -> None:
         mock.patch.object(host_memory, "_LEAST_BYTES", 1),
         mock.patch.object(pages, "PAGE_BYTES", 64),
         mock.patch.object(host_room, "available_bytes", return_value=100_000),
+        mock.patch.dict(host_memory._BY_DEVICE, clear=True),  # ranks are forked, with what other tests made
     ):
         run_ranks(_refused, 4, run)
 
