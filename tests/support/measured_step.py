@@ -24,7 +24,7 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
 from tests.support.live_bytes import LiveBytes
 
-__all__ = ["Prepare", "activation_bytes", "measured_code"]
+__all__ = ["Prepare", "activation_bytes", "measured_code", "transformers_config"]
 
 Prepare = Callable[[Any, Setting], None]
 """Switches a feature of `setting` on in a model."""
@@ -54,11 +54,11 @@ def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _no
     return live
 
 
-def _model(shape: ModelShape, setting: Setting) -> Any:
-    from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, Qwen3Config
+def transformers_config(shape: ModelShape, setting: Setting, **more: Any) -> Any:
+    """Return the configuration of a Llama, or of a Qwen 3 where q and k have norms, with `more` of its arguments."""
+    from transformers import LlamaConfig, Qwen3Config
 
-    AttentionInterface.register(_NAME, _attention)
-    config = (Qwen3Config if shape.qk_norm else LlamaConfig)(
+    return (Qwen3Config if shape.qk_norm else LlamaConfig)(
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
@@ -67,8 +67,15 @@ def _model(shape: ModelShape, setting: Setting) -> Any:
         head_dim=shape.head_dim,
         vocab_size=shape.vocab,
         max_position_embeddings=setting.tokens,
-        attn_implementation=_NAME,
+        **more,
     )
+
+
+def _model(shape: ModelShape, setting: Setting) -> Any:
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_NAME, _attention)
+    config = transformers_config(shape, setting, attn_implementation=_NAME)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     if not setting.code.plain_norms:
         for module in model.modules():

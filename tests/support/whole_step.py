@@ -28,6 +28,7 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
 from tests.support.fake_gpu import GPU
 from tests.support.live_bytes import LiveBytes
+from tests.support.measured_step import transformers_config
 from tests.support.pretended_gpu import pretended_gpus, values
 
 __all__ = ["WholeStep", "whole_step"]
@@ -84,27 +85,13 @@ def _engine(shape: ModelShape, setting: Setting) -> Any:
     config["burst_attention"]["kernel"] = "torch_flash"
     config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and takes the same
     with deepspeed.zero.Init(config_dict_or_path=config):
-        model = AutoModelForCausalLM.from_config(_transformers_config(shape, setting), dtype=torch.bfloat16).train()
+        model = AutoModelForCausalLM.from_config(
+            transformers_config(shape, setting, tie_word_embeddings=shape.tied), dtype=torch.bfloat16
+        ).train()
     if arguments["gradient_checkpointing"]:
         model.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return deepspeed.initialize(model=model, config=config, optimizer=optimizer)[0]
-
-
-def _transformers_config(shape: ModelShape, setting: Setting) -> Any:
-    from transformers import LlamaConfig, Qwen3Config
-
-    return (Qwen3Config if shape.qk_norm else LlamaConfig)(
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab,
-        max_position_embeddings=setting.tokens,
-        tie_word_embeddings=shape.tied,
-    )
 
 
 def _batch(tokens: int) -> dict[str, Any]:
