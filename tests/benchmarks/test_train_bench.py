@@ -200,7 +200,8 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
             assert row["losses"] == pytest.approx(of_one[0]["losses"], rel=1e-5)
     burst, alst, burst_offload, alst_offload = (row["peak_bytes"] for row in rows[:4])
     assert burst - burst_offload >= 4096 * 64 * 4, "a layer's input"
-    assert alst_offload <= alst, "DeepSpeed keeps what has come back until the step ends, so it may save nothing"
+    weight = 64 * 192 * 4  # ZeRO-3 holds one more in some runs, by when its transfers end
+    assert alst_offload <= alst + weight, "DeepSpeed keeps what has come back until the step ends: it may save nothing"
 
 
 @pytest.mark.megatron
