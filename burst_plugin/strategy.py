@@ -20,6 +20,11 @@ __all__ = ["AUTO", "Strategy", "choose_moving_side"]
 AUTO = "auto"
 _CHECKS = (AUTO, "always", "sparse")
 _KEPT = {"none": 0.0, "all": 1.0}
+_CHUNKS = {  # what they count, and what there is without
+    "mlp_chunk": ("tokens", "all at once"),
+    "head_chunk": ("query heads", "all at once"),
+    "loss_chunk": ("tokens", "whole logits"),
+}
 
 
 def _about(text: str, choices: Collection[str] = (), *, compared: bool = True) -> dict[str, Any]:
@@ -136,6 +141,12 @@ class Strategy:
             "norm that is not one kernel; 0: all at once"
         ),
     )
+    head_chunk: int = field(
+        default=0,
+        metadata=_about(
+            "query heads that a layer [projects, exchanges and attends to](memory.md#heads-in-chunks) at once; 0: all"
+        ),
+    )
     loss_chunk: int = field(
         default=0,
         metadata=_about(
@@ -203,8 +214,8 @@ class Strategy:
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)
-        for name, without in (("mlp_chunk", "all at once"), ("loss_chunk", "whole logits")):
-            expected = f"use a number of tokens, or 0 for {without}"
+        for name, (unit, without) in _CHUNKS.items():
+            expected = f"use a number of {unit}, or 0 for {without}"
             object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
         if per_node is not None:
             object.__setattr__(self, "ranks_per_node", per_node)

@@ -18,13 +18,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import checkpoint
 
 from burst_plugin.activations.host_memory import host_memory, park_inputs_of, park_inputs_of_frames
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.request import Inputs
 
-__all__ = ["follow_checkpoint_class", "follow_checkpoint_function", "follow_torch", "next_memo"]
+__all__ = ["KeptCalls", "follow_checkpoint_class", "follow_checkpoint_function", "follow_torch", "next_memo"]
 
 _MARK = "_burst_plugin_followed"
 _NON_REENTRANT = "_checkpoint_without_reentrant_generator"
@@ -95,10 +96,44 @@ class _Run:
         return self.of.memos[self._calls - 1]
 
 
+class KeptCalls(_Checkpoint):
+    """The attention calls of a function that an autograd function runs again in its backward pass, all kept.
+
+    In between their outputs are tensors that the autograd function saves:
+
+        with kept.first_run():
+            out = function(x)
+        ctx.save_for_backward(x, *kept.release())
+        ...
+        x, *saved = ctx.saved_tensors
+        kept.restore(saved)
+        with torch.enable_grad(), kept.second_run():
+            out = function(x)
+    """
+
+    def first_run(self) -> _Run:
+        """Return the context of the first run."""
+        return _Run(self, False)
+
+    def second_run(self) -> _Run:
+        """Return the context of a run that computes the same calls again."""
+        return _Run(self, True)
+
+    def release(self) -> list[Tensor]:
+        """Return the outputs of all calls, and hold them no more."""
+        return [x for memo in self.memos if memo is not None for x in memo.release()]
+
+    def restore(self, tensors: list[Tensor]) -> None:
+        """Take the outputs of all calls back, off the front of `tensors`."""
+        for memo in self.memos:
+            assert memo is not None
+            memo.restore(tensors.pop(0), tensors.pop(0))
+
+
 def next_memo(share: float, inputs: Inputs) -> Memo | None:
     """Return where the outputs of the next attention call are kept, or are to be; None if they are not.
 
-    `share` of the sequence is kept, unless a selective checkpoint has all saved.
+    Checkpoints keep `share` of the sequence, unless a selective one has all saved.
     """
     runs = _THREAD.runs
     if not runs:
@@ -106,12 +141,17 @@ def next_memo(share: float, inputs: Inputs) -> Memo | None:
     inner = next((run for run in reversed(runs) if run.recomputes), None)
     memo = None if inner is None else inner.next_memo()
     first_runs = [run.of for run in runs if not run.recomputes]
-    if memo is None and any(each.saves_attention(inputs) for each in first_runs):
+    checkpoints = [each for each in first_runs if not isinstance(each, KeptCalls)]
+    if memo is None and any(each.saves_attention(inputs) for each in checkpoints):
         memo = Memo(1.0, host_memory(inputs.q.device))
-    elif memo is None and first_runs and share:
+    elif memo is None and checkpoints and share:
         memo = Memo(share, host_memory(inputs.q.device))
-    for each in first_runs:
+    for each in checkpoints:
         each.memos.append(memo)
+    if first_runs and isinstance(first_runs[-1], KeptCalls):
+        memo = memo or Memo(0.0)
+        memo.also = Memo(1.0)
+        first_runs[-1].memos.append(memo.also)
     return memo
 
 

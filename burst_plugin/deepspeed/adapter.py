@@ -70,8 +70,8 @@ class Adapter:
 
     def attach(self, session: Session, model: torch.nn.Module) -> None:
         """Let a session cut the batches of `model`, whose engine is about to be made."""
-        for module in chunk_modules(model, session.cp.strategy.mlp_chunk):
-            # So that ZeRO-3 gathers the parameters of an MLP once, rather than for every chunk. Those of a norm are
+        for module in chunk_modules(model, session.cp.strategy):
+            # So that ZeRO-3 gathers the parameters of a module once, rather than for every chunk. Those of a norm are
             # its own; and gradients of leaves are reduced once that of the input is there, perhaps before theirs are.
             set_z3_leaf_module(module, any(True for _ in module.children()))
         called = model
@@ -94,7 +94,7 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Remove the hooks of earlier engines from `model` and its parts, and let its MLPs and norms run at once."""
+        """Remove the hooks of earlier engines from `model` and its parts, and let its modules run at once."""
         if not isinstance(model, torch.nn.Module):
             return
         for module in restore_modules(model):

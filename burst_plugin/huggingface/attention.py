@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial, reduce
 from operator import and_
 from typing import Any
@@ -17,7 +17,7 @@ from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe, shard_of_for
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
-__all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "register_attention"]
+__all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "is_on_ring", "register_attention"]
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
 # An attribute of modules in models whose tokens meet in attention only: the number of the module in the model.
@@ -135,6 +135,12 @@ def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | N
     """Return the shard that a layer or its mask hands on; None for a whole batch."""
     shard: SequenceShard | None = options.get(SHARD_KEY)
     return attention_mask.shard if shard is None and isinstance(attention_mask, MaskRecipe) else shard
+
+
+def is_on_ring(values: Iterable[Any], options: Mapping[str, Any]) -> bool:
+    """Return whether what a layer is given, by place or by name, has it attend on the ring."""
+    masks = (each for each in (*values, *options.values()) if isinstance(each, MaskRecipe))
+    return options.get(SHARD_KEY) is not None or any(each.shard is not None for each in masks)
 
 
 def _missing_shard() -> str:

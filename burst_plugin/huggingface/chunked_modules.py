@@ -1,17 +1,17 @@
-"""Which modules of a model are its dense MLPs and its norms; they run in chunks of tokens, or at once again."""
+"""Which modules of a model run in chunks: of tokens its dense MLPs and norms, of heads its attention."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, restore_forward
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, in_place_of, restore_forward
 from burst_plugin.activations.recomputed_chunks import wide_dtype
+from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
+from burst_plugin.strategy import Strategy
 
 __all__ = ["chunk_modules", "restore_modules"]
 
@@ -21,35 +21,42 @@ _EXPERTS = ("experts", "router")  # of attributes of MLPs with experts
 # a model that it loaded. Elsewhere, as in Liger, they are one kernel, which keeps nothing but its input.
 _NORMS = re.compile(r"\w*RMSNorm|Cohere\w*LayerNorm")
 _PLAIN_CODE = ("transformers", "transformers_modules")
-_CHUNK = "_burst_plugin_mlp_chunk"  # of every module of a model whose MLPs and norms run in chunks
+_CHUNKS = "_burst_plugin_chunks"  # of every module of a model of which something runs in chunks: of tokens, of heads
 
 
-def chunk_modules(model: torch.nn.Module, chunk: int) -> list[torch.nn.Module]:
-    """Run every MLP and norm of `model` on at most `chunk` tokens at a time, or at once if 0; return those that do.
+def chunk_modules(model: torch.nn.Module, strategy: Strategy) -> list[torch.nn.Module]:
+    """Run modules of `model` in the chunks that `strategy` says, or at once if it says none; return those that do.
 
-    Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP.
+    Every MLP and norm gets at most `mlp_chunk` tokens at a time, all attention `head_chunk` query heads.
+
+    Raises ValueError for a model with experts, with an MLP that takes more than one tensor, or without any MLP; and
+    for one with attention that cannot be cut by heads.
     """
-    if getattr(model, _CHUNK, 0) == chunk:
+    of_tokens, of_heads = chunks = strategy.mlp_chunk, strategy.head_chunk
+    if getattr(model, _CHUNKS, (0, 0)) == chunks:
         return [module for module in model.modules() if _runs_in_chunks(module)]
-    mlps = _dense_mlps(model) if chunk else []  # which raises before anything is changed
+    mlps = _dense_mlps(model) if of_tokens else []  # which raises before anything is changed
+    attention = attention_modules(model, of_heads) if of_heads else []
     restore_modules(model)
-    norms = [module for module in model.modules() if _is_plain_norm(module)] if chunk else []
+    norms = [module for module in model.modules() if _is_plain_norm(module)] if of_tokens else []
     for mlp in mlps:
-        mlp.forward = ChunkedForward(mlp, chunk)
+        mlp.forward = ChunkedForward(mlp, of_tokens)
     for norm in norms:
-        norm.forward = _ChunkedNorm(norm, chunk)
-    for module in model.modules() if chunk else ():
-        setattr(module, _CHUNK, chunk)
-    return mlps + norms
+        norm.forward = _ChunkedNorm(norm, of_tokens)
+    for module in attention:
+        module.forward = ChunkedAttention(module, of_heads)
+    for module in model.modules() if any(chunks) else ():
+        setattr(module, _CHUNKS, chunks)
+    return mlps + norms + attention
 
 
 def restore_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Let the MLPs and norms of `model` run at once again; return those that did not."""
+    """Let all modules of `model` run at once again; return those that did not."""
     restored = []
     for module in model.modules():
         if restore_forward(module):
             restored.append(module)
-        vars(module).pop(_CHUNK, None)
+        vars(module).pop(_CHUNKS, None)
     return restored
 
 
@@ -124,20 +131,9 @@ class _ChunkedNorm(ChunkedForward):
         def run(piece: Tensor) -> Tensor:
             # What is computed again takes weights in float32, which 16 bits are as well. Their gradients would be
             # rounded for each chunk otherwise, and not once: that makes errors up to 1.5 times as large.
-            with _in_place_of_parameters(self.mlp, wide if torch.is_grad_enabled() else {}):
+            with in_place_of(self.mlp, wide if torch.is_grad_enabled() else {}):
                 out: Tensor = self.earlier(piece)
             return out
 
         out = chunked_mlp(run, x, list(wide.values()), chunk=self.chunk, token_dims=max(1, x.dim() - 2))
         return out.transpose(1, 2) if heads_first else out
-
-
-@contextmanager
-def _in_place_of_parameters(module: torch.nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Let a module find `tensors` under the names of its parameters, which stay what they are, also for ZeRO-3."""
-    vars(module).update(tensors)
-    try:
-        yield
-    finally:
-        for name in tensors:
-            del vars(module)[name]

@@ -69,7 +69,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     check_shard(kwargs)
     shard = kwargs.get(SHARD_KEY)
     if shard is not None:
-        chunk_modules(model, shard.cp.strategy.mlp_chunk)
+        chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)

@@ -32,7 +32,7 @@ def install(strategy: Strategy | None = None) -> Adapter:
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: the layout is not zigzag, or the strategy is not that of an earlier `install()`.
+        ValueError: the layout is not zigzag, heads are in chunks, or an earlier `install()` had another strategy.
     """
     from burst_plugin.megatron.adapter import install_adapter
 

@@ -72,6 +72,11 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
         raise ValueError(
             f"layout={strategy.layout!r} is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
         )
+    if strategy is not None and strategy.head_chunk:
+        raise ValueError(
+            f"head_chunk={strategy.head_chunk} is for models of transformers; Megatron's layers project all heads at "
+            "once: leave it out, or use a larger tensor-model-parallel size"
+        )
     installed: Adapter | None = getattr(TransformerLayer.__init__, _MARK, None)
     if installed is not None:
         if strategy not in (None, installed.registry.strategy):

@@ -63,6 +63,7 @@ _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     {
         "layout": "always zigzag",
+        "head_chunk": "–",  # its fused projection writes gradients to buffers that a part of its rows does not have
         "forward": "–",  # keys and values move, which is nearly always best
         "deterministic": "PyTorch's switch, set by `--deterministic-mode`",
         "late_after": "–",

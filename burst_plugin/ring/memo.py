@@ -31,12 +31,14 @@ class Memo:
     """The outputs of the queries at the end of the sequence, `share` of its tokens; empty until the first run.
 
     rest: the plan of the queries before these, which the ring works on again; None if there are none.
+    also: another memo, which keeps the outputs of the next run.
     """
 
     def __init__(self, share: float, host: Host | None = None) -> None:
         self.share, self._host = share, host
         self._parked: tuple[Any, Any] | None = None  # lse and out on the host, not in `_kept`
         self.rest: Plan | None = None
+        self.also: Memo | None = None
         self._plan: Plan | None = None  # of the first run
         self._kept = Outputs(torch.empty(0), None)
         self._version = 0
@@ -74,11 +76,27 @@ class Memo:
     def completed(self, plan: Plan, computed: Outputs | None) -> Outputs:
         """Return the outputs of the call from what was `computed` of it and what is kept, or keep these."""
         if self.is_filled:
-            return self._with_kept(computed)
-        assert computed is not None, "a first run computes all"
-        if self.share:
-            self._keep(plan, computed)
-        return computed
+            outputs = self._with_kept(computed)
+        else:
+            assert computed is not None, "a first run computes all"
+            outputs = computed
+            if self.share:
+                self._keep(plan, outputs)
+        if self.also is not None:
+            self.also._keep(plan, outputs)
+            self.also = None
+        return outputs
+
+    def release(self) -> tuple[Tensor, Tensor]:
+        """Return out and lse, which are not on the host, and hold them no more."""
+        out, lse = self._kept.out, _lse(self._kept)
+        self._kept = self._kept._replace(out=torch.empty(0), lse=None)
+        return out, lse
+
+    def restore(self, out: Tensor, lse: Tensor) -> None:
+        """Take back what was released."""
+        self._kept = self._kept._replace(out=out, lse=lse)
+        self._version = out._version
 
     def _keep(self, plan: Plan, outputs: Outputs) -> None:
         """Keep outputs as they are, or copies of the rows at the end of the sequence."""

@@ -201,7 +201,9 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
     burst, alst, burst_offload, alst_offload = (row["peak_bytes"] for row in rows[:4])
     assert burst - burst_offload >= 4096 * 64 * 4, "a layer's input"
     weight = 64 * 192 * 4  # ZeRO-3 holds one more in some runs, by when its transfers end
-    assert alst_offload <= alst + weight, "DeepSpeed keeps what has come back until the step ends: it may save nothing"
+    assert alst_offload <= alst + weight, (
+        "DeepSpeed keeps what has come back until the step ends, so it may save nothing"
+    )
 
 
 @pytest.mark.megatron

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -61,9 +62,8 @@ def test_every_zero_stage_equals_whole_modules_on_one_rank() -> None:
     check([replace(STEPS, stage=stage, checkpointing=redo) for stage in range(4) for redo in (False, True)])
 
 
-def _lora(model: Any) -> Any:
+def _lora_on(targets: list[str], model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    targets = ["q_proj", "up_proj", "down_proj"]
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
 
 
@@ -73,7 +73,21 @@ def _freeze(model: Any) -> None:
 
 
 def test_lora_inside_mlps_and_frozen_layers() -> None:
-    check([replace(STEPS, prepare=prepare, stage=stage) for prepare in (_lora, _freeze) for stage in (0, 2, 3)])
+    """Also where the input of the first layer's MLP needs no gradient, of which ZeRO-3 would hear nothing."""
+    lora = partial(_lora_on, ["q_proj", "up_proj", "down_proj"])
+    check([replace(STEPS, prepare=prepare, stage=stage) for prepare in (lora, _freeze) for stage in (0, 2, 3)])
+    check([replace(STEPS, prepare=partial(_lora_on, ["up_proj"]), stage=stage) for stage in (2, 3)])
+
+
+ALL = {"mlp_chunk": CHUNK, "head_chunk": 2, "keep_attention": "all"}
+
+
+def test_heads_in_chunks_as_well() -> None:
+    chosen = replace(STEPS, block={"head_chunk": 2})
+    check([replace(chosen, stage=stage, checkpointing=redo) for stage in range(4) for redo in (False, True)])
+    check([replace(STEPS, block=ALL | {"offload": stage > 1}, stage=stage, checkpointing=True) for stage in range(4)])
+    prepared = (partial(_lora_on, ["q_proj", "v_proj", "o_proj", "up_proj"]), _freeze)
+    check([replace(STEPS, block=ALL, prepare=each, stage=stage) for each in prepared for stage in (0, 2, 3)])
 
 
 # --------------------------------------------------------------------------------------------- what is done, and when

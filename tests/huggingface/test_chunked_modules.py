@@ -67,23 +67,23 @@ def _model(name: str) -> Any:
 @pytest.mark.parametrize("name", DENSE)
 def test_every_layer_of_a_dense_model_has_its_mlp_and_norms_in_chunks(name: str) -> None:
     model, of_norms = _model(name), NORMS.get(name, {})
-    found = Counter(type(module).__name__ for module in chunk_modules(model, 3))
+    found = Counter(type(module).__name__ for module in chunk_modules(model, Strategy(mlp_chunk=3)))
     count = 2 + sum(of_norms.values())
     assert {each: number for each, number in found.items() if "Norm" in each} == of_norms
     assert found.total() == count
-    assert len(chunk_modules(model, 3)) == count, "once more, nothing to do"
-    assert {module.forward.chunk for module in chunk_modules(model, 5)} == {5}
+    assert len(chunk_modules(model, Strategy(mlp_chunk=3))) == count, "once more, nothing to do"
+    assert {module.forward.chunk for module in chunk_modules(model, Strategy(mlp_chunk=5))} == {5}
     assert len(restore_modules(model)) == count
     assert not any("forward" in vars(module) for module in model.modules())
-    assert chunk_modules(model, 0) == []
-    assert len(chunk_modules(model, 5)) == count, "as if for the first time"
+    assert chunk_modules(model, Strategy(mlp_chunk=0)) == []
+    assert len(chunk_modules(model, Strategy(mlp_chunk=5))) == count, "as if for the first time"
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_models_with_experts_are_refused_by_name(name: str) -> None:
     model = _model(name)
     with pytest.raises(ValueError, match=rf"has experts \({WITH_EXPERTS[name]}\), which mlp_chunk does not cut"):
-        chunk_modules(model, 3)
+        chunk_modules(model, Strategy(mlp_chunk=3))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -101,7 +101,7 @@ def test_mlps_that_take_more_than_one_tensor_are_refused_by_name() -> None:
     model = _model("llama")
     model.model.layers[1].mlp = _Residual(model.model.layers[1].mlp)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has no MLPs .*: _Residual takes more than its hidden"):
-        chunk_modules(model, 3)
+        chunk_modules(model, Strategy(mlp_chunk=3))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -126,14 +126,14 @@ def test_norms_that_are_one_kernel_or_mix_tokens_or_take_a_gate_are_left_alone()
     ]
     layer.others = torch.nn.ModuleList(others)
     layer.input_layernorm.forward = MethodType(_fused, layer.input_layernorm)  # as Liger does
-    found = chunk_modules(model, 3)
+    found = chunk_modules(model, Strategy(mlp_chunk=3))
     assert not any(each is other for each in found for other in [*others, layer.input_layernorm])
     assert len(found) == 2 + 4
 
 
 def _with_inputs(model: Any) -> dict[Any, Tensor]:
     """The norms of a model that chunks are for, and what each gets, as it lies in memory."""
-    norms = [each for each in chunk_modules(model, 5) if "Norm" in type(each).__name__]
+    norms = [each for each in chunk_modules(model, Strategy(mlp_chunk=5)) if "Norm" in type(each).__name__]
     inputs: dict[Any, Tensor] = {}
 
     def note(norm: Any, args: tuple[Tensor, ...]) -> None:

@@ -27,10 +27,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from burst_plugin import Causal, ContextParallel, Documents, Tokens, key_padding
+from burst_plugin import Causal, ContextParallel, Documents, Strategy, Tokens, key_padding
 from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
+from burst_plugin.huggingface.chunked_modules import chunk_modules
 from burst_plugin.huggingface.masks import MaskRecipe, shard_of_forward
 from burst_plugin.huggingface.models import problems, use_burst
 from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
@@ -40,6 +41,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.huggingface
 
 FAMILIES = families()
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # earlier ones name layers otherwise
 BATCH = draw(1, rows=2, length=32)[0]
 
 
@@ -122,13 +124,37 @@ def test_attention_that_checkpoints_keep() -> None:
         check(list(FAMILIES), 2, BATCH, {"keep_attention": share})
 
 
+NOT_BY_HEADS = {
+    "phi3": "Phi3Attention has no q_proj",
+    "deepseek_v3": "DeepseekV3Attention has no q_proj",
+    "dbrx": "DbrxAttention has no q_proj",
+    "stablelm": "StableLmAttention has a q_layernorm, which may need all heads at once",
+}
+
+
+def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name for name in FAMILIES if name not in NOT_BY_HEADS]
+    check(names, 2, BATCH, {"head_chunk": 2})
+    check(names, 4, BATCH, {"head_chunk": 2, "keep_attention": 0.5})
+    check(names, 2, _packed((13, 1, 18)), {"head_chunk": 2, "keep_attention": "none", "ulysses_degree": 2})
+    if NEWER:
+        for name, config in hybrids().items():
+            monkeypatch.setitem(FAMILIES, name, config)
+        check(list(hybrids()), 2, BATCH, {"head_chunk": 2, "keep_attention": "all"})
+
+
+def test_models_whose_heads_do_not_come_in_chunks_are_refused_by_name() -> None:
+    for name, reason in NOT_BY_HEADS.items():
+        with pytest.raises(ValueError, match=rf"head_chunk=2 is not possible here: {reason}.*; use head_chunk=0"):
+            chunk_modules(build(Run(model=FAMILIES[name])), Strategy(head_chunk=2))
+    with pytest.raises(ValueError, match=r"has 4 query heads, 2 for each key head: use one of \[2, 4\]"):
+        chunk_modules(build(Run(model=FAMILIES["llama"])), Strategy(head_chunk=3))
+
+
 def test_in_other_layouts_and_lengths_that_do_not_divide() -> None:
     batch = draw(1, rows=1, length=29)[0]
     check(["llama", "gemma2", "gpt_oss", "deepseek_v3"], 4, batch, {"layout": "contiguous"})
     check(["mistral", "gemma3"], 2, batch, {"layout": "striped"})
-
-
-NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # earlier ones name layers otherwise
 
 
 @pytest.mark.skipif(not NEWER, reason="layer types have other names before 5.24")

@@ -35,7 +35,7 @@ def _install_report(rank: int) -> tuple[str, bool, list[str], list[str]]:
     made = cp.describe()
     again = install() is adapter
     errors = []
-    for strategy in (Strategy(layout="striped"), Strategy(backward="q")):
+    for strategy in (Strategy(layout="striped"), Strategy(head_chunk=2), Strategy(backward="q")):
         try:
             install(strategy)
         except ValueError as error:
@@ -52,7 +52,8 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
         assert "two_level_ring 2x2" in report
         assert again
         assert errors[0] == "layout='striped' is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
-        assert errors[1].startswith("already installed with")
+        assert errors[1].startswith("head_chunk=2 is for models of transformers; Megatron's layers project all heads")
+        assert errors[2].startswith("already installed with")
         assert kinds == ["BurstCoreAttention"] * 2
 
 

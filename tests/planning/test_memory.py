@@ -15,6 +15,7 @@ from burst_plugin.planning.layer_memory import Widths, moments, ring_shapes
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS, ModelShape
 from burst_plugin.planning.setting import Cluster, Code, Setting
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from tests.support.measured_step import activation_bytes, measured_code
 from tests.support.ring_memory import backward_bytes
@@ -66,7 +67,7 @@ def in_chunks(model: Any, setting: Setting) -> None:
     """Switch on what the setting has in chunks."""
     from burst_plugin.huggingface.chunked_modules import chunk_modules
 
-    chunk_modules(model, setting.mlp_chunk)
+    chunk_modules(model, Strategy(mlp_chunk=setting.mlp_chunk))
     if not setting.loss_chunk:
         return
 

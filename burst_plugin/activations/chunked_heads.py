@@ -1,0 +1,101 @@
+"""Attention on a few heads of a layer at a time: projected, exchanged, attended to, and let go again.
+
+Queries, keys and values of all heads never exist at once, nor do their gradients or the ring's buffers for them. The
+forward pass keeps the layer's input, and of every chunk of heads what its attention returned; the backward pass
+projects one chunk again, differentiates it, and goes on to the next (Untied Ulysses, arXiv 2602.21196). The ring does
+not run forward again for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from burst_plugin.activations.kept_attention import KeptCalls
+from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, wide_dtype
+
+__all__ = ["chunked_heads"]
+
+Attend = Callable[[int, Tensor], Tensor]
+
+
+def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], *, chunks: int) -> Tensor:
+    """Return what attention gives all heads of a layer, one chunk of them after the other, forward and backward.
+
+        heads = chunked_heads(attend, hidden, list(projections.parameters()), chunks=4)
+        out = output_projection(heads)
+
+    Args:
+        attend: takes the number of a chunk and the hidden states, and returns what `burst_attention` gives the heads
+            of that chunk, [..., heads of the chunk * D]. It is called again in the backward pass, with the random
+            state and under the autocast of the forward pass, and has to make the same calls of attention.
+        hidden: [..., H], of which each chunk gets all.
+        parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
+            among them.
+        chunks: how many there are.
+
+    Returns:
+        [..., heads * D], the chunks side by side.
+    """
+    trained = [each for each in parameters if each.requires_grad]
+    if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+        out: Tensor = _Chunked.apply(attend, chunks, hidden, *trained)  # type: ignore[no-untyped-call]
+        return out
+    return torch.cat([attend(number, hidden) for number in range(chunks)], -1)
+
+
+class _Chunked(torch.autograd.Function):
+    """One step of autograd for all chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, attend: Attend, chunks: int, hidden: Tensor, *trained: Tensor) -> Tensor:
+        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden)
+        ctx.kept = [KeptCalls() for _ in range(chunks)]
+        whole: Tensor | None = None
+        for number, kept in enumerate(ctx.kept):
+            with kept.first_run():
+                out = attend(number, hidden)
+            width = out.shape[-1]
+            if whole is None:
+                whole = out.new_empty((*out.shape[:-1], width * chunks))
+            whole[..., number * width : (number + 1) * width] = out
+            del out
+        assert whole is not None  # there is one chunk at least
+        # As tensors that autograd saves, so that a checkpoint around the layer drops them, and gets them again.
+        ctx.save_for_backward(hidden, *(x for kept in ctx.kept for x in kept.release()))
+        return whole
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *saved = ctx.saved_tensors
+        wants_hidden, sums = ctx.needs_input_grad[2], GradientSums(ctx.trained)
+        grad_hidden = torch.zeros_like(hidden, dtype=wide_dtype(hidden.dtype)) if wants_hidden else None
+        with ctx.surroundings.again(), sums.collecting():
+            for number, (kept, grad) in enumerate(zip(ctx.kept, grad_out.chunk(len(ctx.kept), -1), strict=True)):
+                kept.restore(saved)
+                of_hidden, *of_trained = _differentiate(ctx, number, hidden, grad)
+                kept.release()
+                sums.add(of_trained)
+                if grad_hidden is not None and of_hidden is not None:
+                    grad_hidden += of_hidden
+                del of_hidden, of_trained
+        return None, None, None if grad_hidden is None else grad_hidden.to(hidden.dtype), *sums.cast()
+
+
+def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
+    """Compute one chunk again; return the gradients of hidden states, None if not wanted, and of each parameter.
+
+    A function of its own, so that the graph of a chunk is gone before that of the next is made.
+    """
+    wants_hidden = ctx.needs_input_grad[2]
+    hidden = hidden.detach().requires_grad_(wants_hidden)
+    with torch.enable_grad(), ctx.kept[number].second_run():
+        out = ctx.attend(number, hidden)
+    inputs = [hidden, *ctx.trained] if wants_hidden else [*ctx.trained]
+    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
+    return [*found] if wants_hidden else [None, *found]

@@ -1,0 +1,210 @@
+"""Attention modules of transformers that work on a few heads at a time: which can, and how."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.activations.chunked_heads import chunked_heads
+from burst_plugin.activations.chunked_mlp import ChunkedForward, in_place_of
+from burst_plugin.huggingface.attention import is_on_ring
+
+__all__ = ["ChunkedAttention", "attention_modules"]
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_OUTPUTS = ("o_proj", "dense")
+_GATED = re.compile(r"Qwen3(Next|_5\w*)Attention")  # q_proj: of each head queries, then a gate
+_BY_HEAD = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # norms of one head, whose weights all heads share
+_SINKS = "sinks"
+_CACHES = ("past_key_values", "past_key_value")
+_LORA = ("base_layer", "lora_A", "lora_B")  # the parts of PEFT's linear layers that have parameters
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The heads of one attention module."""
+
+    queries: int
+    keys: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a key head."""
+        return self.queries // self.keys
+
+
+def attention_modules(model: torch.nn.Module, head_chunk: int) -> list[torch.nn.Module]:
+    """Return the attention modules of `model`, which can all work on `head_chunk` query heads at a time.
+
+    Raises ValueError if one cannot, or there is none.
+    """
+    found = [each for each in model.modules() if type(each).__name__.endswith("Attention") or hasattr(each, "q_proj")]
+    reasons = {f"{type(each).__name__} {reason}" for each in found if (reason := _refused(each, head_chunk))}
+    if not found:
+        reasons = {f"{type(model).__name__} has no attention with {', '.join(_PROJECTIONS)} and {_OUTPUTS[0]}"}
+    if reasons:
+        raise ValueError(
+            f"head_chunk={head_chunk} is not possible here: {'; '.join(sorted(reasons))}; use head_chunk=0, or call "
+            "burst_plugin.activations.chunked_heads.chunked_heads in the model"
+        )
+    return found
+
+
+def _refused(module: Any, head_chunk: int) -> str | None:
+    """Return why a module cannot work on so many heads at a time, or None if it can."""
+    children = dict(module.named_children())
+    output = _output_of(module)
+    missing = [name for name in (*_PROJECTIONS, output) if name not in children]
+    if missing:
+        return f"has no {' and no '.join(missing)}"
+    for name in _PROJECTIONS:
+        if not _rows_of(children[name]):
+            return f"has a {name} that is no nn.Linear, nor one with LoRA: {type(children[name]).__name__}"
+    dim = getattr(module, "head_dim", 0)
+    widths = [int(getattr(module, name).out_features) for name in _PROJECTIONS]
+    outputs = int(getattr(module, output).in_features)
+    if not dim or any(width % dim for width in (*widths, outputs)) or widths[1] != widths[2]:
+        return f"does not project to heads of one size, head_dim={dim}, but to {', '.join(map(str, widths))}"
+    if widths[0] != outputs * (2 if _GATED.fullmatch(type(module).__name__) else 1):
+        return f"projects to {widths[0]} numbers of queries, but has {outputs} outputs"
+    heads = _heads(module)
+    others = [name for name, child in children.items() if not _is_allowed(name, child, dim)]
+    others += [name for name, _ in module.named_parameters(recurse=False) if name != _SINKS]
+    if others:
+        return f"has a {others[0]}, which may need all heads at once"
+    if heads.queries % head_chunk or head_chunk % heads.group:
+        valid = [n * heads.group for n in range(1, heads.keys + 1) if heads.keys % n == 0]
+        return f"has {heads.queries} query heads, {heads.group} for each key head: use one of {valid}"
+    return None
+
+
+def _is_allowed(name: str, child: torch.nn.Module, dim: int) -> bool:
+    """Return whether a child of an attention module does the same for each head."""
+    if name in (*_PROJECTIONS, *_OUTPUTS):
+        return True
+    sizes = [_size(each) for each in child.parameters()]
+    is_one_norm = name in _BY_HEAD and not any(True for _ in child.children())  # and not one for each head
+    return all(size == dim for size in sizes) if is_one_norm else not sizes
+
+
+def _size(parameter: Tensor) -> int:
+    """Return the number of elements of a parameter, also of one that ZeRO-3 has partitioned."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _heads(module: Any) -> _Heads:
+    dim = module.head_dim
+    outputs = getattr(module, _output_of(module)).in_features
+    return _Heads(outputs // dim, module.k_proj.out_features // dim, dim)
+
+
+def _output_of(module: torch.nn.Module) -> str:
+    """Return the name of the projection of outputs."""
+    return next((name for name in _OUTPUTS if hasattr(module, name)), _OUTPUTS[0])
+
+
+def _rows_of(projection: Any) -> list[torch.nn.Linear]:
+    """Return the linear layers of a projection that have its output features; none if it has other parts as well."""
+    if type(projection) is torch.nn.Linear:
+        return [projection]
+    parts = {name.partition(".")[0] for name, _ in projection.named_parameters()}
+    if "base_layer" not in parts or not parts <= set(_LORA):
+        return []
+    found = [projection.base_layer, *getattr(projection, "lora_B", {}).values()]
+    return found if all(type(each) is torch.nn.Linear for each in found) else []
+
+
+class ChunkedAttention(ChunkedForward):
+    """Takes the place of the `forward` of an attention module, for batches on the ring."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what `forward` did, on `chunk` query heads at a time. Raise ValueError for dropout of probabilities."""
+        module: Any = self.mlp
+        if not is_on_ring(args, kwargs):
+            return self.earlier(*args, **kwargs)
+        if module.training and getattr(module, "attention_dropout", 0.0):
+            raise ValueError(
+                f"{type(module).__name__} drops attention probabilities, which head_chunk={self.chunk} would do "
+                "alike in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"
+            )
+        heads, (hidden, *rest), options = _heads(module), args, _without_cache(module, kwargs)
+        _refuse_gradients(module, (*rest, *options.values()))
+        others: list[Any] = []
+
+        def attend(number: int, x: Tensor) -> Tensor:
+            nonlocal others
+            with self._on_heads(heads, number):
+                out, *others = self.earlier(x, *rest, **options)
+            return self._checked(out, x, heads)
+
+        output = _output_of(module)
+        parameters = [each for name, each in module.named_parameters() if not name.startswith(f"{output}.")]
+        out = chunked_heads(attend, hidden, parameters, chunks=heads.queries // self.chunk)
+        return (getattr(module, output)(out), *others)
+
+    def _on_heads(self, heads: _Heads, number: int) -> ExitStack:
+        """Return a context in which the module has one chunk of its heads, and returns their outputs as they are."""
+        module: Any = self.mlp
+        stack = ExitStack()
+        stack.enter_context(in_place_of(module, {_output_of(module): _as_it_is}))
+        chunks = heads.queries // self.chunk
+        for name in _PROJECTIONS:
+            size = getattr(module, name).out_features // chunks
+            rows = slice(number * size, (number + 1) * size)
+            for linear in _rows_of(getattr(module, name)):
+                stack.enter_context(in_place_of(linear, {key: x[rows] for key, x in linear.named_parameters()}))
+        if _SINKS in module._parameters:
+            sinks = module.sinks[number * self.chunk : (number + 1) * self.chunk]
+            stack.enter_context(in_place_of(module, {_SINKS: sinks}))
+        return stack
+
+    def _checked(self, out: Tensor, hidden: Tensor, heads: _Heads) -> Tensor:
+        expected = (*hidden.shape[:-1], self.chunk * heads.dim)
+        if tuple(out.shape) != expected:
+            raise ValueError(
+                f"{type(self.mlp).__name__} returned {list(out.shape)} for a chunk of {self.chunk} heads, expected "
+                f"{list(expected)}: it cannot work on a few heads at a time; use head_chunk=0"
+            )
+        return out
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _without_cache(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keyword arguments without an empty cache, which would take the chunks for more and more tokens."""
+    options = dict(kwargs)
+    for name in _CACHES:
+        cache = options.get(name)
+        if cache is not None and cache.get_seq_length(module.layer_idx) == 0:
+            options[name] = None
+    return options
+
+
+def _refuse_gradients(module: torch.nn.Module, values: tuple[Any, ...]) -> None:
+    """Raise ValueError if a module is given anything besides hidden states that needs a gradient."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in _tensors(values)):
+        raise ValueError(
+            f"{type(module).__name__} with heads in chunks got a tensor besides its hidden states that needs a "
+            "gradient, and would get none; use head_chunk=0"
+        )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))

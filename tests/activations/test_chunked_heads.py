@@ -1,0 +1,118 @@
+"""Heads in chunks: the same outputs and gradients, and as many passes of the ring, as with all heads at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from burst_plugin import ContextParallel, Strategy, burst_attention
+from burst_plugin.activations.chunked_heads import chunked_heads
+from tests.support.ranks import run_ranks
+
+TOKENS, HEADS, KV_HEADS, DIM, HIDDEN = 32, 8, 4, 4, 24
+Wrapped = Callable[..., Tensor]
+CHECKPOINTS: dict[str, Wrapped] = {
+    "none": lambda function, *args: function(*args),
+    "reentrant": functools.partial(checkpoint, use_reentrant=True),
+    "non-reentrant": functools.partial(checkpoint, use_reentrant=False),
+    "nested": lambda function, *args: checkpoint(
+        lambda *inner: checkpoint(function, *inner, use_reentrant=False), *args, use_reentrant=False
+    ),
+}
+
+
+class Layer:
+    """Attention of a normalized input: projections to queries, keys and values, then to an output, in float64."""
+
+    def __init__(self, strategy: Strategy, chunks: int, dtype: torch.dtype = torch.float64) -> None:
+        self.cp, self.chunks, self.passes = ContextParallel(dist.group.WORLD, strategy=strategy), chunks, 0
+        drawn = torch.Generator().manual_seed(5)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=drawn).to(dtype)
+
+        sizes = (HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)
+        self.weights = [torch.nn.Parameter(draw(size, HIDDEN) / 4) for size in sizes]
+        self.gain, self.output = torch.nn.Parameter(draw(DIM)), torch.nn.Parameter(draw(HIDDEN, HEADS * DIM) / 4)
+        self.x = self.cp.shard(draw(2, TOKENS, HIDDEN)).requires_grad_()
+
+    def attend(self, number: int, x: Tensor) -> Tensor:
+        heads = (weight.chunk(self.chunks)[number] for weight in self.weights)
+        q, k, v = ((x @ weight.t()).view(*x.shape[:2], -1, DIM) for weight in heads)
+        q, k = q * self.gain, k * self.gain
+        return burst_attention(q, k, v, self.cp).flatten(2)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads = chunked_heads(self.attend, x, [*self.weights, self.gain], chunks=self.chunks)
+        return x + heads @ self.output.t()
+
+    def gradients(self, wrapped: Wrapped, times: int = 1) -> list[Tensor]:
+        """Return the output of two layers with the same weights, and the gradients of a number that depends on it."""
+        out = wrapped(self, wrapped(self, self.x))
+        wanted = [self.x, *self.weights, self.gain, self.output]
+        loss = out.square().sum()
+        for _ in range(times):
+            for each in wanted:
+                each.grad = None
+            loss.backward(retain_graph=times > 1)
+        return [out.detach(), *(each.grad for each in wanted)]
+
+    def sent(self) -> int:
+        """Return the bytes that this rank has sent since the last call, which are those of its schedules."""
+        sent = self.cp.traffic()
+        assert sent == self.cp.expected_traffic()
+        self.cp.reset_traffic()
+        return sum(nbytes for kinds in sent.values() for nbytes in kinds.values())
+
+
+def _same(rank: int, degree: int) -> dict[str, float]:
+    """Return the largest relative differences between heads in chunks and all at once, by case."""
+    found = {}
+    for keep in ("none", 0.5, "all"):
+        strategy = Strategy(ulysses_degree=degree, keep_attention=keep)
+        expected = Layer(Strategy(ulysses_degree=degree), 1).gradients(CHECKPOINTS["none"])
+        for name, wrapped in CHECKPOINTS.items():
+            for chunks, times in ((2, 1), (4, 1), (4, 2)):
+                if times > 1 and name in ("reentrant", "nested"):
+                    continue  # a graph that is kept has other tests
+                actual = Layer(strategy, chunks).gradients(wrapped, times)
+                worst = max(float((a - e).norm() / e.norm()) for a, e in zip(actual, expected, strict=True))
+                found[f"{keep} {name} {chunks} chunks, {times} times"] = worst
+    return found
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_gradients_are_those_of_all_heads_at_once(degree: int) -> None:
+    for found in run_ranks(_same, 4, degree):
+        assert {case: worst for case, worst in found.items() if worst > 1e-12} == {}
+        assert len(found) == 3 * (2 * 3 + 2 * 2)
+
+
+def _passes(rank: int) -> dict[str, float]:
+    """Return by case how many times the bytes of one forward pass of the ring a step sends, besides one backward."""
+    plain = Layer(Strategy(), 4)
+    plain.gradients(CHECKPOINTS["none"])
+    both = plain.sent()
+    with torch.no_grad():
+        plain(plain(plain.x))
+    forward = plain.sent()
+    found = {}
+    for keep, (name, wrapped) in product(("none", "all"), CHECKPOINTS.items()):
+        layer = Layer(Strategy(keep_attention=keep), 4)
+        layer.gradients(wrapped)
+        found[f"{keep} {name}"] = 1 + (layer.sent() - both) / forward
+    return found
+
+
+def test_the_ring_runs_forward_as_often_as_with_all_heads_at_once() -> None:
+    once = {"none none": 1, "all none": 1, "all reentrant": 1, "all non-reentrant": 1, "all nested": 1}
+    twice = {"none reentrant": 2, "none non-reentrant": 2, "none nested": 2}
+    for found in run_ranks(_passes, 4):
+        assert found == once | twice
