@@ -9,6 +9,7 @@ not run forward again for that.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.kept_attention import KeptCalls
-from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, wide_dtype
+from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, add_product, linear, wide_dtype
 
-__all__ = ["chunked_heads"]
+__all__ = ["Linear", "chunked_heads"]
 
-Attend = Callable[[int, Tensor], Tensor]
+Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+Attend = Callable[[int, Tensor, Linear], Tensor]
 
 
 def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], *, chunks: int) -> Tensor:
@@ -30,9 +32,10 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
         out = output_projection(heads)
 
     Args:
-        attend: takes the number of a chunk and the hidden states, and returns what `burst_attention` gives the heads
-            of that chunk, [..., heads of the chunk * D]. It is called again in the backward pass, with the random
-            state and under the autocast of the forward pass, and has to make the same calls of attention.
+        attend: takes the number of a chunk, the hidden states, and what to project them by in place of `F.linear`;
+            returns what `burst_attention` gives the heads of that chunk, [..., heads of the chunk * D]. It is called
+            again in the backward pass, with the random state and under the autocast of the forward pass, and has to
+            make the same calls of attention.
         hidden: [..., H], of which each chunk gets all.
         parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
             among them.
@@ -45,7 +48,7 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         out: Tensor = _Chunked.apply(attend, chunks, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
-    return torch.cat([attend(number, hidden) for number in range(chunks)], -1)
+    return torch.cat([attend(number, hidden, linear) for number in range(chunks)], -1)
 
 
 class _Chunked(torch.autograd.Function):
@@ -58,7 +61,7 @@ class _Chunked(torch.autograd.Function):
         whole: Tensor | None = None
         for number, kept in enumerate(ctx.kept):
             with kept.first_run():
-                out = attend(number, hidden)
+                out = attend(number, hidden, linear)
             width = out.shape[-1]
             if whole is None:
                 whole = out.new_empty((*out.shape[:-1], width * chunks))
@@ -74,28 +77,62 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *saved = ctx.saved_tensors
         wants_hidden, sums = ctx.needs_input_grad[2], GradientSums(ctx.trained)
-        grad_hidden = torch.zeros_like(hidden, dtype=wide_dtype(hidden.dtype)) if wants_hidden else None
+        total = torch.zeros_like(hidden, dtype=wide_dtype(hidden.dtype)) if wants_hidden else None
         with ctx.surroundings.again(), sums.collecting():
             for number, (kept, grad) in enumerate(zip(ctx.kept, grad_out.chunk(len(ctx.kept), -1), strict=True)):
                 kept.restore(saved)
-                of_hidden, *of_trained = _differentiate(ctx, number, hidden, grad)
+                sums.add(_differentiate(ctx, number, hidden, grad, total))
                 kept.release()
-                sums.add(of_trained)
-                if grad_hidden is not None and of_hidden is not None:
-                    grad_hidden += of_hidden
-                del of_hidden, of_trained
-        return None, None, None if grad_hidden is None else grad_hidden.to(hidden.dtype), *sums.cast()
+        return None, None, None if total is None else total.to(hidden.dtype), *sums.cast()
 
 
-def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor) -> list[Tensor | None]:
-    """Compute one chunk again; return the gradients of hidden states, None if not wanted, and of each parameter.
+def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: Tensor | None) -> list[Tensor | None]:
+    """Compute one chunk again; add the gradient of hidden states to `total`, and return that of each parameter.
 
     A function of its own, so that the graph of a chunk is gone before that of the next is made.
     """
-    wants_hidden = ctx.needs_input_grad[2]
-    hidden = hidden.detach().requires_grad_(wants_hidden)
+    hidden = hidden.detach().requires_grad_(total is not None)
     with torch.enable_grad(), ctx.kept[number].second_run():
-        out = ctx.attend(number, hidden)
-    inputs = [hidden, *ctx.trained] if wants_hidden else [*ctx.trained]
-    found = torch.autograd.grad(out, inputs, grad, allow_unused=True)
-    return [*found] if wants_hidden else [None, *found]
+        out = ctx.attend(number, hidden, linear if total is None else partial(_linear, total, hidden))
+    inputs = [*ctx.trained] if total is None else [hidden, *ctx.trained]
+    found: list[Tensor | None] = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
+    of_hidden = None if total is None else found.pop(0)
+    if total is not None and of_hidden is not None:  # of what was not projected by `linear`
+        total += of_hidden
+    return found
+
+
+def _linear(total: Tensor, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what `F.linear` does. If x is `hidden`, the backward pass adds its gradient to `total`.
+
+    Autograd, which gets none then, would add up those of several projections in new tensors, each rounded, of which
+    three are there at once.
+    """
+    if x is not hidden or torch.is_autocast_enabled(x.device.type):
+        return linear(x, weight, bias)
+    out: Tensor = _Linear.apply(total, x, weight, bias)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` whose input gets its gradient in `total`."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_rows = grad.flatten(0, -2)
+        add_product(ctx.total.view(-1, x.shape[-1]), of_rows, weight)
+        _, _, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            None,
+            None,
+            of_rows.t() @ x.flatten(0, -2) if of_weight else None,
+            of_rows.sum(0) if of_bias else None,
+        )

@@ -33,11 +33,20 @@ class DeferredLogits:
     ) -> None:
         self.hidden, self.refusal, self.weight, self.steps = hidden, refusal, weight, steps
 
-    def of(self, output: Tensor) -> Tensor:
-        """Return logits, from the output of the head."""
-        for step in self.steps:
-            output = step(output)
-        return output
+    def after(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """Return the function from hidden states to logits whose first step is `project`.
+
+        It does not refer to this object: the hidden states would be there as long as the loss's graph, for no one.
+        """
+        steps = self.steps
+
+        def logits(rows: Tensor) -> Tensor:
+            output = project(rows)
+            for step in steps:
+                output = step(output)
+            return output
+
+        return logits
 
     @property
     def device(self) -> torch.device:

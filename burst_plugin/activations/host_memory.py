@@ -129,10 +129,19 @@ class HostMemory:
         parked.returning, parked.was_fetched = None, True
         before = parked.before
         if self._stream is not None and before is not None and before.returning is None:
-            before.returning = self._start_back(before)
+            before.returning = self._still_here(before) or self._start_back(before)
         if done is not None:
             torch.cuda.current_stream(self._device).wait_event(done)
         return x
+
+    def _still_here(self, parked: Parked) -> tuple[Tensor, None] | None:
+        """Return a tensor that has not left the device yet, in place of a copy beside it; None if it has."""
+        source = parked._source
+        if source is None or parked not in self._leaving:
+            return None
+        self._leaving.remove(parked)
+        self._end_copy(parked)
+        return source, None
 
     def _start_back(self, parked: Parked) -> tuple[Tensor, Any]:
         x = torch.empty_like(parked.like, device=parked.device)

@@ -17,7 +17,15 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-__all__ = ["GradientSums", "Surroundings", "adds_nothing_itself", "check_all_are_listed", "linear", "wide_dtype"]
+__all__ = [
+    "GradientSums",
+    "Surroundings",
+    "add_product",
+    "adds_nothing_itself",
+    "check_all_are_listed",
+    "linear",
+    "wide_dtype",
+]
 
 linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
 _ROWS_AT_ONCE = 8192  # of a weight
@@ -158,7 +166,7 @@ class _Linear(torch.autograd.Function):
         of_rows, rows = grad.flatten(0, -2), x.flatten(0, -2)
         grads = [grad @ weight if ctx.needs_input_grad[0] else None, None, None]
         if ctx.is_summed[0]:
-            _add_product(ctx.sums.sum_of(weight), of_rows.t(), rows)
+            add_product(ctx.sums.sum_of(weight), of_rows.t(), rows)
         elif ctx.needs_input_grad[1]:
             grads[1] = of_rows.t() @ rows
         if ctx.is_summed[1]:
@@ -169,9 +177,9 @@ class _Linear(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b, of low precision, to `total` without rounding the product."""
-    if not total.is_cuda or a.dtype != b.dtype:
+    if not total.is_cuda or a.dtype != b.dtype or a.dtype == total.dtype:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
         return
     for start in range(0, len(total), _ROWS_AT_ONCE):  # the product of all would be as large as the sum

@@ -20,6 +20,7 @@ _RECOMPUTED = {
 }
 _NAMES = {
     "keep": "keep_attention",
+    "head_chunks": "head_chunk",
     "offload_optimizer": "optimizer on the host",
     "ulysses": "ulysses_degree",
 }
@@ -45,12 +46,12 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
     yield f"  bound by {bound_by(best.seconds)}"
     if not is_given:
         yield ""
-        yield from _runner_up(best_first)
+        yield from _runner_up(goal, best_first)
 
 
 def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
     yield f"  {_in_words(best.setting)}"
-    options, why = strategy_options(best.setting), reasons(goal, best)
+    options, why = strategy_options(goal.model, best.setting), reasons(goal, best)
     for lever, reason in why.items():
         name = _NAMES.get(lever, lever)
         value = f" = {options[name]}" if name in options and options[name] is not True else ""
@@ -79,12 +80,12 @@ def _table(title: str, parts: Mapping[str, float], total: float, unit: str) -> I
     yield f"  {'together':<56}{total:8.1f} {unit}"
 
 
-def _runner_up(best_first: list[Candidate]) -> Iterator[str]:
+def _runner_up(goal: Goal, best_first: list[Candidate]) -> Iterator[str]:
     differs_in = attrgetter("tensor", "context", "pipeline", "zero", "recompute", "keep")
     for each in best_first[1:]:
         setting = each.setting
         if differs_in(setting) != differs_in(best_first[0].setting):
-            options = ", ".join(f"{name} = {value}" for name, value in strategy_options(setting).items())
+            options = ", ".join(f"{name} = {value}" for name, value in strategy_options(goal.model, setting).items())
             yield (
                 f"Runner-up: {_in_words(setting)}{'; ' if options else ''}{options}"
                 f"{'; optimizer on the host' if setting.offload_optimizer else ''}: {each.step_s:.0f} s, "

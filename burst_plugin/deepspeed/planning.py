@@ -21,12 +21,20 @@ _CONFIG, _ARGUMENTS = "ds_config.json", "trainer_arguments.json"
 def space(fused_norms: bool) -> Space:
     """Return what DeepSpeed can do with models of transformers, whose norms are single operations without Liger."""
     code = Code(plain_norms=not fused_norms, mlp_kept=4, logit_bytes=12, sums_weights=True)
-    return Space(code=code, zeros=(1, 3), tensor=False, pipeline=False, recompute=("none", "full"), divides=False)
+    return Space(
+        code=code,
+        zeros=(1, 3),
+        tensor=False,
+        pipeline=False,
+        recompute=("none", "full"),
+        divides=False,
+        head_chunks=True,
+    )
 
 
 def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
     """Return DeepSpeed's configuration, and what Trainer is to be told besides, as two files in JSON."""
-    return {_CONFIG: _text(_config(setting)), _ARGUMENTS: _text(_arguments(setting))}
+    return {_CONFIG: _text(_config(model, setting)), _ARGUMENTS: _text(_arguments(setting))}
 
 
 def usage(folder: str) -> str:
@@ -37,7 +45,7 @@ def usage(folder: str) -> str:
     )
 
 
-def _config(setting: Setting) -> dict[str, Any]:
+def _config(model: ModelShape, setting: Setting) -> dict[str, Any]:
     zero: dict[str, Any] = {
         "stage": setting.zero,
         "overlap_comm": True,
@@ -60,7 +68,7 @@ def _config(setting: Setting) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": zero,
         "gradient_clipping": 1.0,
-        BLOCK: {"enabled": True, "context_parallel_size": setting.context, **strategy_options(setting)},
+        BLOCK: {"enabled": True, "context_parallel_size": setting.context, **strategy_options(model, setting)},
     }
 
 

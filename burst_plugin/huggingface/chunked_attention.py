@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.chunked_heads import chunked_heads
+from burst_plugin.activations.chunked_heads import Linear, chunked_heads
 from burst_plugin.activations.chunked_mlp import ChunkedForward, in_place_of
 from burst_plugin.huggingface.attention import is_on_ring
 
@@ -139,9 +139,9 @@ class ChunkedAttention(ChunkedForward):
         _refuse_gradients(module, (*rest, *options.values()))
         others: list[Any] = []
 
-        def attend(number: int, x: Tensor) -> Tensor:
+        def attend(number: int, x: Tensor, linear: Linear) -> Tensor:
             nonlocal others
-            with self._on_heads(heads, number):
+            with self._on_heads(heads, number, linear):
                 out, *others = self.earlier(x, *rest, **options)
             return self._checked(out, x, heads)
 
@@ -150,8 +150,11 @@ class ChunkedAttention(ChunkedForward):
         out = chunked_heads(attend, hidden, parameters, chunks=heads.queries // self.chunk)
         return (getattr(module, output)(out), *others)
 
-    def _on_heads(self, heads: _Heads, number: int) -> ExitStack:
-        """Return a context in which the module has one chunk of its heads, and returns their outputs as they are."""
+    def _on_heads(self, heads: _Heads, number: int, project: Linear) -> ExitStack:
+        """Return a context in which the module has one chunk of its heads, and returns their outputs as they are.
+
+        Its projections are computed by `project`.
+        """
         module: Any = self.mlp
         stack = ExitStack()
         stack.enter_context(in_place_of(module, {_output_of(module): _as_it_is}))
@@ -160,7 +163,7 @@ class ChunkedAttention(ChunkedForward):
             size = getattr(module, name).out_features // chunks
             rows = slice(number * size, (number + 1) * size)
             for linear in _rows_of(getattr(module, name)):
-                stack.enter_context(in_place_of(linear, {key: x[rows] for key, x in linear.named_parameters()}))
+                stack.enter_context(in_place_of(linear, {"forward": _projection(linear, rows, project)}))
         if _SINKS in module._parameters:
             sinks = module.sinks[number * self.chunk : (number + 1) * self.chunk]
             stack.enter_context(in_place_of(module, {_SINKS: sinks}))
@@ -178,6 +181,15 @@ class ChunkedAttention(ChunkedForward):
 
 def _as_it_is(x: Tensor) -> Tensor:
     return x
+
+
+def _projection(linear: torch.nn.Linear, rows: slice, project: Linear) -> Callable[[Tensor], Tensor]:
+    """Return the `forward` of some of the output features of a layer."""
+
+    def forward(x: Tensor) -> Tensor:
+        return project(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+    return forward
 
 
 def _without_cache(module: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,8 +119,10 @@ class _ChunkedLoss:
         if own is None and type(head).forward is torch.nn.Linear.forward:
             project = lambda rows: linear(rows, head.weight, head.bias)  # noqa: E731
 
+        to_logits = logits.after(project)
+
         def forward(hidden: Tensor) -> Tensor:
-            chunked = Head(lambda rows: logits.of(project(rows)), chunk=self.chunk, parameters=head.parameters())
+            chunked = Head(to_logits, chunk=self.chunk, parameters=head.parameters())
             return linear_cross_entropy(hidden, chunked, labels, ignore_index=ignore_index)
 
         head.forward = forward

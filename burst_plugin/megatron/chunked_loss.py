@@ -159,7 +159,7 @@ class _ChunkedLoss:
         bias = None if layer.skip_bias_add else layer.bias
         labels = labels.transpose(0, 1)
         head = Head(
-            lambda rows: logits.of(linear(rows, weight, bias)),
+            logits.after(lambda rows: linear(rows, weight, bias)),
             chunk=self.chunk,
             group=layer.tp_group if layer.tp_group.size() > 1 else None,
             parameters=[each for each in (weight, bias) if each is not None],

@@ -29,6 +29,7 @@ def space(fused_norms: bool) -> Space:
 
 def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
     """Return the flags of a plan, as a file of lines, without data, tokenizer, learning rate and checkpoints."""
+    options = strategy_options(model, setting)
     lines = [
         *_model(model),
         f"--seq-length {setting.tokens} --max-position-embeddings {setting.tokens} --position-embedding-type rope",
@@ -38,7 +39,7 @@ def files(model: ModelShape, setting: Setting) -> Mapping[str, str]:
         "--bf16 --transformer-impl transformer_engine --use-distributed-optimizer --overlap-grad-reduce "
         "--overlap-param-gather --attention-dropout 0 --hidden-dropout 0 --no-create-attention-mask-in-dataloader",
         "--cp-comm-type burst",
-        *(f"--burst-{name.replace('_', '-')}{_value(value)}" for name, value in strategy_options(setting).items()),
+        *(f"--burst-{name.replace('_', '-')}{_value(value)}" for name, value in options.items()),
     ]
     if setting.offload_optimizer:
         lines.append(

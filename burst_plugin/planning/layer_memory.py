@@ -11,6 +11,8 @@ that is under way in the backward direction. Peaks are held to measured ones by 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from burst_plugin.compute.online_softmax import LARGEST_WAITING
@@ -19,9 +21,10 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
 from burst_plugin.strategy import Strategy, choose_moving_side
 
-__all__ = ["BF16", "FP32", "Moment", "Widths", "moments", "ring_shapes", "saved_by_layer"]
+__all__ = ["BF16", "FP32", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
 
 BF16, FP32 = 2, 4
+_ROTATED = "rotated back, or gradients of the projections' input"
 Moment = dict[str, float]
 
 
@@ -48,8 +51,16 @@ class Widths:
         return self.q + self.lse
 
 
+def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
+    """Return a model with the heads of one chunk, and the setting in which it has them all at once."""
+    chunks = setting.head_chunks
+    of_heads = replace(model, heads=model.heads // chunks, kv_heads=model.kv_heads // chunks)
+    return of_heads, replace(setting, head_chunks=1)
+
+
 def ring_shapes(model: ModelShape, setting: Setting) -> Shapes:
-    """Return the shapes of one rank's attention in the ring, after heads were exchanged."""
+    """Return the shapes of one rank's attention in the ring, after heads were exchanged; of one chunk of heads."""
+    model, setting = chunk_of_heads(model, setting)
     tokens, tensor, degree = setting.local_tokens, setting.tensor, setting.ulysses
     heads, kv_heads = model.heads // tensor, max(1, model.kv_heads // tensor)
     shapes = Shapes(1, tokens, tokens, heads, kv_heads, model.head_dim, model.head_dim, torch.bfloat16)
@@ -62,10 +73,10 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     saved = {"normalized input": w.row}
     if plain:  # x in float32, and the product with 1 / rms in 16 bits
         saved["norm before attention, copies"] = w.row * (2 + 1)
-    if model.qk_norm:  # before and after the norm, or with copies as above
-        saved["norms of q and k"] = (w.q + w.kv / 2) * (3 if plain else 1)
-    saved |= {"q": w.q, "k and v": w.kv_inside, "out and lse": w.q + w.lse}
-    if setting.ulysses > 1:
+    if setting.head_chunks == 1:
+        saved |= _saved_of_heads(model, setting, w)
+    saved["out and lse"] = w.q + w.lse
+    if setting.ulysses > 1 or setting.head_chunks > 1:
         saved["out before heads are exchanged"] = w.q
     saved["normalized input of the MLP"] = w.row
     # With one kernel, or in chunks, a norm saves its input, the sum of the layer's input and attention; else copies.
@@ -75,9 +86,18 @@ def saved_by_layer(model: ModelShape, setting: Setting, whole_mlp: bool) -> Mome
     return saved
 
 
+def _saved_of_heads(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+    """Return what is saved of heads, all or those of a chunk, from the projections on."""
+    found = {"q": w.q, "k and v": w.kv_inside}
+    if model.qk_norm:  # before and after the norm, or with copies
+        found["norms of q and k"] = (w.q + w.kv / 2) * (3 if setting.copying_norms else 1)
+    return found
+
+
 def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     """Return the moments of a rank by name. Kept activations, weights and ring buffers come on top."""
     w = Widths(model, setting)
+    of_heads, heads = chunk_of_heads(model, setting)
     whole_mlp = not setting.mlp_chunk
     saved = saved_by_layer(model, setting, whole_mlp)
     if setting.recompute == "none":
@@ -85,15 +105,15 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
     elif setting.recompute == "mlp":
         saved = {name: nbytes for name, nbytes in saved.items() if name == "inside the MLP"}
     if setting.offload:
-        saved["inputs of layers, back from the host"] = 2 * w.row
+        saved["inputs of layers, back from the host"] = w.row + _next_from_host(model, setting)
     found = {
         "MLP, backward": saved | {"gradient of the layer's output": w.row} | _mlp_backward(model, setting, w),
         "attention, backward": _before_mlp(saved)
         | {"gradient past the MLP": w.row}
-        | _attention_backward(model, setting, w),
+        | _attention_backward(of_heads, heads),
         "projections, backward": _without(_before_mlp(saved), ("q", "k and v", "out and lse"))
         | {"gradient past the MLP": w.row}
-        | _projections_backward(setting, w),
+        | _projections_backward(of_heads, heads),
         "head and loss": _head(model, setting, w),
     }
     if setting.code.plain_norms:
@@ -103,9 +123,31 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
             | _norm_backward(setting, w)
         )
     if setting.again_share or setting.recompute == "none":
-        found["attention, forward"] = _attention_forward(model, setting, w)
+        found["attention, forward"] = _attention_forward(of_heads, heads)
+    if setting.head_chunks > 1:
+        _add_what_chunks_share(found, model, setting)
     angles = 2 * BF16 * model.head_dim * w.tokens
     return {name: moment | {"cos and sin of positions": angles} for name, moment in found.items()}
+
+
+def _add_what_chunks_share(found: dict[str, Moment], model: ModelShape, setting: Setting) -> None:
+    """Add to the moments of one chunk of heads what is there of all heads, and what the chunk makes again."""
+    w, (of_heads, heads) = Widths(model, setting), chunk_of_heads(model, setting)
+    gradients = {"gradient of out of all heads": w.q, "gradient of the projections' input": FP32 / BF16 * w.row}
+    again = _saved_of_heads(of_heads, heads, Widths(of_heads, heads))
+    found["attention, backward"] |= again | gradients | {"gradient of out": 0.0}  # a part of that of all
+    found["projections, backward"] |= gradients | {name: x for name, x in again.items() if name.startswith("norms")}
+    found["projections, backward"][_ROTATED] = 2 * Widths(of_heads, heads).q
+    if setting.recompute == "full":
+        found["projections, backward"]["out and lse"] = w.q + w.lse
+    if "attention, forward" in found:
+        found["attention, forward"] |= {"out and lse of all heads": w.q + w.lse, "out of all heads": w.q}
+
+
+def _next_from_host(model: ModelShape, setting: Setting) -> float:
+    """Return the bytes of what comes back while a layer is at work: what the layer before it has parked last."""
+    w = Widths(*chunk_of_heads(model, setting))
+    return setting.kept_share * w.q if setting.keep else w.row
 
 
 def _before_mlp(saved: Moment) -> Moment:
@@ -177,8 +219,9 @@ def _results(setting: Setting, side: float) -> float:
     return side * (min(visits, waiting) + new + 2)
 
 
-def _attention_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     """Tensors of attention's backward pass, besides q, k, v, out and lse."""
+    w = Widths(model, setting)
     moving = choose_moving_side(Strategy(), "backward", ring_shapes(model, setting))
     stays, moves = (w.q, w.kv_inside) if moving == "kv" else (w.kv_inside, w.q)
     stay, move = ("dq", "dk and dv") if moving == "kv" else ("dk and dv", "dq")
@@ -201,8 +244,9 @@ def _attention_backward(model: ModelShape, setting: Setting, w: Widths) -> Momen
     return found
 
 
-def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
+def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
     """Tensors of a forward pass of attention that runs again: up to it, and its own."""
+    w = Widths(model, setting)
     saved = saved_by_layer(model, setting, whole_mlp=False)
     found = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
     found["gradient of the layer's output"] = w.row
@@ -219,14 +263,15 @@ def _attention_forward(model: ModelShape, setting: Setting, w: Widths) -> Moment
     return found
 
 
-def _projections_backward(setting: Setting, w: Widths) -> Moment:
+def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
     """Tensors of the backward pass from dq, dk and dv to the layer's input; q, k, v and out are gone by then."""
     # Of rotary embedding: products with cos and sin. Of the projections: gradients of their input, one added to the
     # other; with tensor parallelism their input, gathered again, and its gradient before it is scattered.
+    w = Widths(model, setting)
     input_gradients = 2 * w.gathered + w.row if w.gathered else 2 * w.row
     return {
         "dq, dk and dv": w.q + w.kv,
-        "rotated back, or gradients of the projections' input": max(2 * w.q, input_gradients),
+        _ROTATED: max(2 * w.q, input_gradients),
     }
 
 

@@ -16,7 +16,16 @@ from functools import lru_cache
 from burst_plugin.activations.pages import whole_pages
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
-from burst_plugin.planning.layer_memory import BF16, FP32, Moment, Widths, moments, ring_shapes, saved_by_layer
+from burst_plugin.planning.layer_memory import (
+    BF16,
+    FP32,
+    Moment,
+    Widths,
+    chunk_of_heads,
+    moments,
+    ring_shapes,
+    saved_by_layer,
+)
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.schedule.rings import SCHEDULES
@@ -117,8 +126,8 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
         w, times = Widths(model, setting), _layers_that_wait(model, setting) * gpus
         host["inputs of layers"] = whole_pages(w.row) * times
         if setting.keep:
-            share = setting.kept_share
-            host["attention, kept"] = (whole_pages(share * w.q) + whole_pages(share * w.lse)) * times
+            share, chunks = setting.kept_share / setting.head_chunks, setting.head_chunks
+            host["attention, kept"] = (whole_pages(share * w.q) + whole_pages(share * w.lse)) * times * chunks
     if setting.offload_optimizer:  # gradients too, in float32
         host["optimizer and gradients"] = 4 * FP32 * own * gpus
     return host
@@ -126,8 +135,11 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
 
 def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
     """Bytes of what is sent to and received from the others of a Ulysses group: at most q, k and v, or gradients."""
-    w, degree = Widths(model, setting), setting.ulysses
-    return 2 * (degree - 1) / degree * (w.q + w.kv_inside)
+    (of_heads, _), degree = chunk_of_heads(model, setting), setting.ulysses
+    w = Widths(of_heads, setting)
+    # Where several ranks have a key head, their dk and dv are added up, in float32.
+    wide = FP32 / BF16 if of_heads.kv_heads / setting.tensor < degree else 1.0
+    return 2 * (degree - 1) / degree * (w.q + w.kv_inside * wide)
 
 
 @lru_cache(maxsize=4096)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
 
 __all__ = ["layout_in_words", "strategy_options"]
 
 
-def strategy_options(setting: Setting) -> dict[str, object]:
+def strategy_options(model: ModelShape, setting: Setting) -> dict[str, object]:
     """Return the options of `Strategy` that differ from their defaults, in the order of the page of options."""
     found: dict[str, object] = {}
     if setting.ulysses > 1:
@@ -20,6 +21,8 @@ def strategy_options(setting: Setting) -> dict[str, object]:
         found["loss_chunk"] = setting.loss_chunk
     if setting.mlp_chunk:
         found["mlp_chunk"] = setting.mlp_chunk
+    if setting.head_chunks > 1:
+        found["head_chunk"] = model.heads // setting.head_chunks
     if setting.offload:
         found["offload"] = True
     return found

@@ -78,7 +78,7 @@ class Setting:
     zero: what is sharded over all ranks of data and context parallelism: 1, the optimizer's states; 3, weights and
         gradients too.
     keep: the share of the sequence whose attention is kept while layers are computed again.
-    loss_chunk, mlp_chunk: tokens per chunk, 0 for all at once.
+    loss_chunk, mlp_chunk: tokens per chunk, 0 for all at once. head_chunks: into how many chunks heads are cut.
     offload: what waits for the backward pass of layers that are computed again waits in host memory.
     offload_optimizer: the optimizer's states are in host memory, and it runs there.
     ulysses: ranks that exchange heads before and after the ring. parts: parts of the heads in the ring.
@@ -97,6 +97,7 @@ class Setting:
     keep: float = 0.0
     loss_chunk: int = 0
     mlp_chunk: int = 0
+    head_chunks: int = 1
     offload: bool = False
     offload_optimizer: bool = False
     ulysses: int = 1

@@ -27,16 +27,17 @@ def step_seconds(model: ModelShape, setting: Setting, cluster: Cluster) -> dict[
     """Return the seconds of an optimizer step by what they are spent on."""
     layers = model.layers / setting.pipeline
     forward, backward = _attention(model, setting, cluster)
+    layers_and_chunks = layers * setting.head_chunks
     again = setting.again_share
     computed_s = forward.compute_s * (1 + again) + backward.compute_s
     waited_s = forward.time_s * (1 + again) + backward.time_s - computed_s
     micro = {
         "linear layers": _linear_layers(model, setting, cluster) * layers,
         "head and loss": _head(model, setting, cluster) / setting.pipeline,
-        "attention, forward": forward.compute_s * layers,
-        "attention, forward again": forward.compute_s * again * layers,
-        "attention, backward": backward.compute_s * layers,
-        "ring and exchange of heads, not hidden": max(0.0, waited_s) * layers,
+        "attention, forward": forward.compute_s * layers_and_chunks,
+        "attention, forward again": forward.compute_s * again * layers_and_chunks,
+        "attention, backward": backward.compute_s * layers_and_chunks,
+        "ring and exchange of heads, not hidden": max(0.0, waited_s) * layers_and_chunks,
         "tensor parallelism": _tensor_parallel(model, setting, cluster) * layers,
     }
     layer_s = sum(micro.values()) - micro["head and loss"]
@@ -69,7 +70,7 @@ def bound_by(seconds: dict[str, float]) -> str:
 
 
 def _attention(model: ModelShape, setting: Setting, cluster: Cluster) -> tuple[Price, Price]:
-    """Return the prices of both passes of one layer's causal attention."""
+    """Return the prices of both passes of one layer's causal attention, of one chunk of its heads."""
     shapes = ring_shapes(model, replace(setting, ulysses=1))
     strategy = Strategy(ulysses_degree=setting.ulysses, parts=setting.parts, ranks_per_node=setting.inner)
     return _priced(strategy, setting.topology, shapes, cluster)
@@ -96,7 +97,10 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
     mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
     mlp = 2 * setting.tokens * model.active_mlp_parameters
     projections = 2 * setting.tokens * model.attention_parameters
-    return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections, setting, cluster)
+    of_chunks = 0.0
+    if setting.head_chunks > 1:  # projected once more, but not back
+        of_chunks = projections - 2 * setting.tokens * model.hidden * model.heads * model.head_dim
+    return _matmul_seconds((3 + mlp_again) * mlp + (3 + full) * projections + of_chunks, setting, cluster)
 
 
 def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:

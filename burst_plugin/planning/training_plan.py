@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
+from burst_plugin.planning.layer_memory import chunk_of_heads
 from burst_plugin.planning.memory import GIB, Memory, memory
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Code, Setting
@@ -42,6 +43,7 @@ LEVERS = {
     "offload_optimizer": False,
     "ulysses": 1,
     "parts": 1,
+    "head_chunks": 1,
 }
 """What a plan may switch on, with the value that is off."""
 
@@ -51,6 +53,7 @@ class Space:
     """What a framework can do: the code of its layers, and which degrees and kinds of sharding it has.
 
     divides: whether a sequence has to be a multiple of twice its context-parallel ranks, times tensor-parallel ones.
+    head_chunks: whether a layer's heads come in chunks.
     """
 
     code: Code
@@ -59,6 +62,7 @@ class Space:
     pipeline: bool
     recompute: tuple[str, ...]
     divides: bool
+    head_chunks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +108,9 @@ def settings(goal: Goal) -> Iterator[Setting]:
         degrees = [n for n in setting.topology.ulysses_degrees if _heads_allow(goal.model, setting, n)]
         for recompute, degree in product(goal.space.recompute, degrees):
             keeps = (0.0, 0.5, 1.0) if recompute == "full" else (0.0,)
-            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), (1, 4))
-            for keep, loss_chunk, mlp_chunk, hidden, optimizer, parts in switches:
+            heads = ((1, 1), (4, 1), *((1, n) for n in _head_chunks(goal, setting, degree)))
+            switches = product(keeps, (0, _LOSS_CHUNK), (0, _MLP_CHUNK), (False, True), (False, True), heads)
+            for keep, loss_chunk, mlp_chunk, hidden, optimizer, (parts, head_chunks) in switches:
                 if mlp_chunk and goal.model.experts:  # which chunks refuse
                     continue
                 if hidden and recompute != "full":  # else inputs of layers are a small share of what waits
@@ -122,6 +127,7 @@ def settings(goal: Goal) -> Iterator[Setting]:
                     offload_optimizer=optimizer,
                     ulysses=degree,
                     parts=parts,
+                    head_chunks=head_chunks,
                 )
 
 
@@ -159,6 +165,15 @@ def _heads_allow(model: ModelShape, setting: Setting, degree: int) -> bool:
     """Return whether so many ranks can exchange the heads of a tensor-parallel rank."""
     heads, kv_heads = model.heads // setting.tensor, max(1, model.kv_heads // setting.tensor)
     return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+
+
+def _head_chunks(goal: Goal, setting: Setting, degree: int) -> list[int]:
+    """Return into how many chunks of whole groups heads can be cut, so that `degree` ranks can exchange each."""
+    if not goal.space.head_chunks:
+        return []
+    cuts = [n for n in (2, 4, 8) if goal.model.kv_heads % n == 0]
+    chunks = [chunk_of_heads(goal.model, replace(setting, head_chunks=n))[0] for n in cuts]
+    return [n for n, chunk in zip(cuts, chunks, strict=True) if _heads_allow(chunk, setting, degree)]
 
 
 def _kv_heads_in_ring(model: ModelShape, setting: Setting, degree: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from burst_plugin.activations import Head, linear_cross_entropy, token_log_probs
+from burst_plugin.activations.deferred_logits import DeferredLogits
 from tests.support.largest import LargestLogits
 from tests.support.live_bytes import LiveBytes
 from tests.support.ranks import run_ranks
@@ -328,3 +330,13 @@ def test_ranks_may_have_shares_of_the_vocabulary() -> None:
     for errors in run_ranks(_of_shares, 2):
         for name, of_it in errors.items():
             assert max(of_it) < 1e-12, name
+
+
+def test_logits_to_come_are_not_kept_by_the_function_to_them() -> None:
+    """It is there as long as the loss is, through the whole backward pass."""
+    logits = DeferredLogits(torch.ones(2, 3), "refused").float()
+    hidden = weakref.ref(logits.hidden)
+    to_logits = logits.after(lambda rows: 2 * rows)
+    del logits
+    assert hidden() is None
+    assert torch.equal(to_logits(torch.ones(1, 3)), torch.full((1, 3), 2.0))

@@ -221,6 +221,18 @@ def test_a_tensor_that_was_fetched_is_not_copied_again(gpu: _Gpu) -> None:
     assert len(gpu.copying.copies) == issued + COPIES, "its own; that of the one before is under way"
 
 
+def test_a_tensor_that_has_not_left_is_not_copied_beside_itself(gpu: _Gpu) -> None:
+    """As the inputs of the last layers, when the backward pass begins."""
+    memory = gpu.memory
+    first, last = [memory.park(_three(n)) for n in range(2)]
+    source, issued = first._source, len(gpu.copying.copies)
+    memory.fetch(last)
+    assert len(gpu.copying.copies) == issued + COPIES, "its own"
+    assert memory.fetch(first) is source
+    assert len(gpu.copying.copies) == issued + COPIES
+    assert torch.equal(memory.fetch(first), _three(0)), "once more, from the host"
+
+
 def test_few_tensors_are_held_because_they_are_copied(gpu: _Gpu) -> None:
     memory = gpu.memory
     parked = [memory.park(torch.ones(3)) for _ in range(6)]

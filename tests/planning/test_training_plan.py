@@ -21,7 +21,15 @@ LLAMA = MODELS["llama3_8b"]
 FUSED = Code(plain_norms=False, mlp_kept=3, logit_bytes=10, sums_weights=False)
 PLAIN = Code(plain_norms=True, mlp_kept=4, logit_bytes=12, sums_weights=True)
 CUT = Space(code=FUSED, zeros=(1,), tensor=True, pipeline=True, recompute=RECOMPUTE, divides=True)
-SHARDED = Space(code=PLAIN, zeros=(1, 3), tensor=False, pipeline=False, recompute=("none", "full"), divides=False)
+SHARDED = Space(
+    code=PLAIN,
+    zeros=(1, 3),
+    tensor=False,
+    pipeline=False,
+    recompute=("none", "full"),
+    divides=False,
+    head_chunks=True,
+)
 
 
 def goal(space: Space = SHARDED, tokens: int = M, **cluster: Any) -> Goal:
@@ -58,6 +66,16 @@ def test_time_follows_the_formulas() -> None:
     assert tokens_per_second(setting, 2.0) == 2 * 4096 / 2.0 / 8
 
 
+def test_heads_in_chunks_are_projected_once_more_and_attended_to_as_often() -> None:
+    setting, cluster = Setting(tokens=M, code=PLAIN, context=8, inner=8, zero=3), Cluster()
+    whole, chunked = (step_seconds(LLAMA, replace(setting, head_chunks=n), cluster) for n in (1, 4))
+    to_heads = 2 * M * 4096 * 128 * (32 + 2 * 8)
+    more = 32 * to_heads / 8 / (cluster.peak_flops * cluster.matmul_share)
+    assert chunked["linear layers"] == pytest.approx(whole["linear layers"] + more)
+    for name in ("attention, forward", "attention, forward again", "attention, backward"):
+        assert chunked[name] == pytest.approx(whole[name])
+
+
 def test_what_nothing_hides_costs_time() -> None:
     setting = Setting(tokens=M, code=FUSED, context=8, inner=8, zero=3, offload=True)
     fast, slow = Cluster(), Cluster(pcie_bytes_per_s=1e7, intra_bytes_per_s=1e8)
@@ -90,6 +108,11 @@ def test_settings_are_such_as_can_run(space: Space) -> None:
         assert each.recompute == "full" or not (each.keep or each.offload)
         assert not space.divides or some.tokens % (2 * each.context * each.tensor) == 0
     assert {each.tensor for each in found} == ({1, 2, 4, 8} if space.tensor else {1})
+    assert {each.head_chunks for each in found} == ({1, 2, 4, 8} if space.head_chunks else {1})
+    for each in found:
+        kv_heads = LLAMA.kv_heads // each.head_chunks
+        assert kv_heads % each.ulysses == 0 or each.ulysses % kv_heads == 0 or each.tensor > 1
+        assert LLAMA.heads // each.head_chunks % each.ulysses == 0
 
 
 @pytest.mark.parametrize("space", [CUT, SHARDED])
@@ -151,10 +174,10 @@ def test_the_nearest_lacks_least() -> None:
 
 def test_what_a_plan_says_to_a_run() -> None:
     setting = Setting(tokens=M, code=FUSED, context=16, inner=8)
-    assert strategy_options(setting) == {}
+    assert strategy_options(LLAMA, setting) == {}
     assert layout_in_words(setting) == "TP 1 x CP 16 x PP 1 x DP 1, CP over 2 nodes of 8"
     full = replace(setting, ulysses=8, parts=2, keep=1.0, loss_chunk=1024, mlp_chunk=4096, offload=True)
-    assert strategy_options(full) == {
+    assert strategy_options(LLAMA, full) == {
         "ulysses_degree": 8,
         "parts": 2,
         "keep_attention": "all",
@@ -162,7 +185,8 @@ def test_what_a_plan_says_to_a_run() -> None:
         "mlp_chunk": 4096,
         "offload": True,
     }
-    assert strategy_options(replace(setting, keep=0.5)) == {"keep_attention": 0.5}
+    assert strategy_options(LLAMA, replace(setting, head_chunks=4)) == {"head_chunk": 8}
+    assert strategy_options(LLAMA, replace(setting, keep=0.5)) == {"keep_attention": 0.5}
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -9,7 +9,7 @@ import pytest
 
 from burst_plugin.planning.memory import GIB, memory
 from burst_plugin.planning.model_shape import MODELS
-from burst_plugin.planning.setting import Cluster
+from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.planning.training_plan import Goal, plans_that_fit
 from tests.support.whole_step import whole_step
 
@@ -34,6 +34,7 @@ class Case:
     "case",
     [
         Case("llama3_8b", 1, 56.0, layers=2),
+        Case("llama3_8b", 1, 36.0, layers=2),  # which takes heads in chunks
         pytest.param(Case("llama3_8b", 1, 56.0), marks=pytest.mark.slow),
         pytest.param(Case("qwen3_14b", 4, 54.0), marks=pytest.mark.slow),
         pytest.param(Case("llama3_8b", 4, 76.0), marks=pytest.mark.slow),
@@ -54,4 +55,31 @@ def test_a_step_on_a_million_tokens_takes_what_the_plan_says(case: Case) -> None
     assert found.peak + planned.gpu[MARGIN] <= case.gpu_gib * GIB
     assert expected == pytest.approx(found.peak, rel=0.1)
     on_host = planned.host.get("inputs of layers", 0.0) + planned.host.get("attention, kept", 0.0)
+    assert found.host_pages == on_host / cluster.gpus_per_node
+
+
+@pytest.mark.parametrize(("chunks", "ulysses", "keep"), [(8, 1, 0.0), (4, 8, 1.0), (2, 4, 0.5)])
+def test_heads_in_chunks_take_what_the_plan_says(chunks: int, ulysses: int, keep: float) -> None:
+    from burst_plugin.deepspeed.planning import space
+
+    shape, cluster = replace(MODELS["llama3_8b"], layers=2), Cluster()
+    setting = Setting(
+        tokens=2**21,
+        code=space(fused_norms=False).code,
+        context=8,
+        inner=8,
+        zero=3,
+        keep=keep,
+        loss_chunk=1024,
+        mlp_chunk=4096,
+        head_chunks=chunks,
+        ulysses=ulysses,
+        offload=True,
+        offload_optimizer=True,
+    )
+    planned, found = memory(shape, setting, cluster), whole_step(shape, setting)
+    expected = planned.gpu_bytes - planned.gpu[MARGIN]
+    print(f"{chunks} {ulysses} {keep}: {expected / GIB:.2f} GiB by the plan, {found.peak / GIB:.2f} found")
+    assert expected == pytest.approx(found.peak, rel=0.1)
+    on_host = planned.host["inputs of layers"] + planned.host.get("attention, kept", 0.0)
     assert found.host_pages == on_host / cluster.gpus_per_node
