@@ -27,6 +27,7 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     kind = tokens.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
     out = heads * (getattr(config, "head_dim", None) or hidden // heads) * dtype.itemsize
-    per_token = [hidden * model.dtype.itemsize, share * out, share * heads * torch.float32.itemsize]
-    nbytes = [tokens.numel() * each for each in per_token]
+    chunks = heads // (strategy.head_chunk or heads)
+    of_chunk = [share * out / chunks, share * heads * torch.float32.itemsize / chunks]
+    nbytes = [tokens.numel() * each for each in (hidden * model.dtype.itemsize, *(of_chunk * chunks))]
     memory.expect(nbytes, config.num_hidden_layers, shard.cp.topology.ranks_per_node)

@@ -42,10 +42,11 @@ def test_gradients_are_those_without_recomputation(stage: int, lora: bool, share
             assert (grad - expected.grads[name]).norm() <= 1e-6 * expected.grads[name].norm(), name
 
 
-@pytest.mark.parametrize(("stage", "lora"), [(0, False), (3, False), (2, True)])
-def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool) -> None:
-    run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None)
-    kept = replace(run, checkpointing=True, block={"keep_attention": "all", "offload": True})
+@pytest.mark.parametrize(("stage", "lora", "head_chunk"), [(0, False, 0), (3, False, 0), (2, True, 0), (3, False, 2)])
+def test_what_is_kept_may_wait_on_the_host(stage: int, lora: bool, head_chunk: int) -> None:
+    block: dict[str, Any] = {"head_chunk": head_chunk}
+    run = Run(stage=stage, accumulation=2, prepare=_with_lora if lora else None, block=block)
+    kept = replace(run, checkpointing=True, block=block | {"keep_attention": "all", "offload": True})
     with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         found = run_ranks(_parked, 2, kept)
     for (result, parked), expected in zip(found, run_ranks(_trained, 2, run), strict=True):
