@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from burst_plugin.activations.chunked_mlp import ChunkedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
@@ -116,7 +117,7 @@ def forward(
         )
     if problem:
         raise ValueError(problem)
-    dropout = float(options.get("dropout") or 0.0) if module.training else 0.0
+    dropout = _dropout(module, shard, options)
     scores = Scores(
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
@@ -217,6 +218,17 @@ def _asked_mask(module: torch.nn.Module, options: Mapping[str, Any]) -> Mask:
 def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
     sink = options.get("s_aux")
     return None if sink is None else sink.to(q.dtype)
+
+
+def _dropout(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str, Any]) -> float:
+    """Return the share of probabilities that a layer drops."""
+    dropout = float(options.get("dropout") or 0.0) if module.training else 0.0
+    if dropout and isinstance(vars(module).get("forward"), ChunkedForward):
+        raise ValueError(
+            f"{type(module).__name__} drops attention probabilities, which head_chunk={shard.cp.strategy.head_chunk} "
+            "would do alike in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"
+        )
+    return dropout
 
 
 def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:

@@ -77,6 +77,7 @@ def _refused(module: Any, head_chunk: int) -> str | None:
     heads = _heads(module)
     others = [name for name, child in children.items() if not _is_allowed(name, child, dim)]
     others += [name for name, _ in module.named_parameters(recurse=False) if name != _SINKS]
+    others += [name for name, _ in module.named_buffers(recurse=False)]
     if others:
         return f"has a {others[0]}, which may need all heads at once"
     if heads.queries % head_chunk or head_chunk % heads.group:
@@ -126,15 +127,10 @@ class ChunkedAttention(ChunkedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Do what `forward` did, on `chunk` query heads at a time. Raise ValueError for dropout of probabilities."""
+        """Do what `forward` did, on `chunk` query heads at a time."""
         module: Any = self.mlp
         if not is_on_ring(args, kwargs):
             return self.earlier(*args, **kwargs)
-        if module.training and getattr(module, "attention_dropout", 0.0):
-            raise ValueError(
-                f"{type(module).__name__} drops attention probabilities, which head_chunk={self.chunk} would do "
-                "alike in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"
-            )
         heads, (hidden, *rest), options = _heads(module), args, _without_cache(module, kwargs)
         _refuse_gradients(module, (*rest, *options.values()))
         others: list[Any] = []

@@ -143,6 +143,24 @@ def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         check(list(hybrids()), 2, BATCH, {"head_chunk": 2, "keep_attention": "all"})
 
 
+def _dropping(rank: int) -> str:
+    register()
+    cp = ContextParallel(dist.group.WORLD, head_chunk=2)
+    model = prepare(transformers.AutoModelForCausalLM.from_config(llama(attention_dropout=0.1))).train()
+    local = shard_batch(BATCH, cp)
+    local.pop("shift_labels")
+    try:
+        model(**local, use_cache=True)  # an empty cache does no harm
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_dropout_of_probabilities_is_refused_with_heads_in_chunks() -> None:
+    for message in run_ranks(_dropping, 2):
+        assert message.startswith("LlamaAttention drops attention probabilities, which head_chunk=2 would do alike")
+
+
 def test_models_whose_heads_do_not_come_in_chunks_are_refused_by_name() -> None:
     for name, reason in NOT_BY_HEADS.items():
         with pytest.raises(ValueError, match=rf"head_chunk=2 is not possible here: {reason}.*; use head_chunk=0"):
