@@ -21,9 +21,10 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
 from burst_plugin.strategy import Strategy, choose_moving_side
 
-__all__ = ["BF16", "FP32", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
+__all__ = ["BF16", "FP32", "HEAD", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
 
 BF16, FP32 = 2, 4
+HEAD = "head and loss"
 _ROTATED = "rotated back, or gradients of the projections' input"
 Moment = dict[str, float]
 
@@ -114,7 +115,7 @@ def moments(model: ModelShape, setting: Setting) -> dict[str, Moment]:
         "projections, backward": _without(_before_mlp(saved), ("q", "k and v", "out and lse"))
         | {"gradient past the MLP": w.row}
         | _projections_backward(of_heads, heads),
-        "head and loss": _head(model, setting, w),
+        HEAD: _head(model, setting, w),
     }
     if setting.code.plain_norms:
         found["norm, backward"] = (

@@ -19,6 +19,7 @@ from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.layer_memory import (
     BF16,
     FP32,
+    HEAD,
     Moment,
     Widths,
     chunk_of_heads,
@@ -65,9 +66,12 @@ class Memory:
 def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     """Return the memory of a setting, whether or not it fits."""
     at = moments(model, setting)
-    fullest = max(at, key=lambda name: sum(at[name].values()))
+    gathered = {name: _gathered_weights(model, setting, name == HEAD) for name in at}
+    fullest = max(at, key=lambda name: sum(at[name].values()) + gathered[name])
     hidden, attention = _kept(model, setting)
     gpu = _states(model, setting)
+    if setting.zero == 3:
+        gpu["weights at work, gradients in buckets"] = gathered[fullest]
     gpu["inputs of layers"] = 0.0 if setting.offload else hidden
     gpu["attention, kept"] = 0.0 if setting.offload else attention
     shapes = ring_shapes(model, setting)
@@ -89,15 +93,21 @@ def _states(model: ModelShape, setting: Setting) -> Moment:
     shard = own / (setting.context * setting.data)
     is_sharded = setting.zero == 3
     found = {"weights": BF16 * (shard if is_sharded else own)}
-    if is_sharded:
-        # Of two layers at once, this one and the next, or the head: weights, and gradients on the way to their shards
-        most = max(2 * model.layer_parameters, model.embedding_parameters)
-        found["weights of layers at work, gradients in buckets"] = 2 * BF16 * (most + BUCKET)
     gradients = FP32 * (shard if is_sharded else own)
     on_host = setting.offload_optimizer
     found["gradients"] = 0.0 if on_host and is_sharded else gradients  # sharded ones follow the optimizer
     found["optimizer"] = 0.0 if on_host else 3 * FP32 * shard
     return found
+
+
+def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> float:
+    """Return the bytes of sharded weights that are whole, of a layer or the head, and of gradients on their way.
+
+    A bucket of what comes next is whole as well.
+    """
+    if setting.zero != 3:
+        return 0.0
+    return 2 * BF16 * ((model.embedding_parameters if of_head else model.layer_parameters) + BUCKET)
 
 
 def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
