@@ -61,8 +61,11 @@ def test_the_longest_sequence(capsys: pytest.CaptureFixture[str]) -> None:
 def test_norms_in_one_kernel_fit_more_unless_others_run_in_chunks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Chunks are not for models with experts, of which this one has two that are half of the other's MLP."""
-    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    """Chunks of tokens are not for models with experts, of which this one has two that are half of the other's MLP.
+
+    Its heads share one key head, so that they do not come in chunks either, whatever the norms.
+    """
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 1}
     experts = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 7168}
     more = {"vocab_size": 128256, "model_type": "qwen3_moe", "intermediate_size": 14336}
     config = tmp_path / "config.json"
@@ -73,7 +76,7 @@ def test_norms_in_one_kernel_fit_more_unless_others_run_in_chunks(
         return int(re.findall(r"65,536: ([\d,]+)", out)[0].replace(",", ""))
 
     assert longest("llama3_8b", "--fused-norms") == longest("llama3_8b")
-    assert longest(str(config), "--fused-norms") > 1.1 * longest(str(config))
+    assert longest(str(config), "--fused-norms") > 1.15 * longest(str(config))
 
 
 def test_megatron_gets_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
