@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.kept_attention import KeptCalls
-from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, add_product, linear, wide_dtype
+from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, linear, summed_linear, wide_dtype
 
 __all__ = ["Linear", "chunked_heads"]
 
@@ -110,29 +110,4 @@ def _linear(total: Tensor, hidden: Tensor, x: Tensor, weight: Tensor, bias: Tens
     """
     if x is not hidden or torch.is_autocast_enabled(x.device.type):
         return linear(x, weight, bias)
-    out: Tensor = _Linear.apply(total, x, weight, bias)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Linear(torch.autograd.Function):
-    """`F.linear` whose input gets its gradient in `total`."""
-
-    @staticmethod
-    def forward(ctx: Any, total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.total = total
-        return linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_rows = grad.flatten(0, -2)
-        add_product(ctx.total.view(-1, x.shape[-1]), of_rows, weight)
-        _, _, of_weight, of_bias = ctx.needs_input_grad
-        return (
-            None,
-            None,
-            of_rows.t() @ x.flatten(0, -2) if of_weight else None,
-            of_rows.sum(0) if of_bias else None,
-        )
+    return summed_linear(x, weight, bias, x_sum=lambda: total)

@@ -8,9 +8,7 @@ and reach autograd once, so that hooks which reduce them over ranks run once for
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +17,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, adds_nothing_itself
+from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.checks import shown, whole_number
 
-__all__ = ["ChunkedForward", "chunked_mlp", "in_place_of", "restore_forward"]
+__all__ = ["ChunkedForward", "chunked_mlp"]
 
 
 @dataclass(frozen=True)
@@ -142,39 +141,18 @@ def _differentiate(
     return [*found] if wants_piece else [None, *found]
 
 
-class ChunkedForward:
-    """Takes the place of the `forward` of one module, which goes on to have its hooks, name and parameters.
+class ChunkedForward(ReplacedForward):
+    """Runs the `forward` of one module on at most `chunk` tokens at a time.
 
     mlp.forward = ChunkedForward(mlp, chunk=4096)
     """
-
-    def __init__(self, mlp: torch.nn.Module, chunk: int) -> None:
-        self.mlp, self.chunk = mlp, chunk
-        self.earlier = mlp.forward  # a method, or what others have put there
-        self.was_set = "forward" in vars(mlp)
-        self._name = next(iter(inspect.signature(mlp.forward).parameters), "")
-        self._hook = mlp.register_forward_pre_hook(self._input_first, prepend=True, with_kwargs=True)
-
-    def _input_first(self, mlp: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call with the input as the first by place, and in need of a gradient.
-
-        Hooks that come after this one, such as those of ZeRO-3, take the backward pass of a module for done once all
-        inputs by place that need gradients have theirs: at once, if there are none.
-        """
-        by_name = dict(kwargs)
-        x, *rest = args or (by_name.pop(self._name),)
-        trains = torch.is_grad_enabled() and any(each.requires_grad for each in mlp.parameters())
-        if trains and isinstance(x, Tensor) and not x.requires_grad:
-            x = x.detach().requires_grad_()
-            x.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
-        return (x, *rest), by_name
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Do what `forward` did, in chunks. Raise ValueError for a second tensor, which would have to be cut too."""
         if any(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
             raise ValueError(
-                f"{type(self.mlp).__name__} in chunks got more than one tensor, of which one can be cut; "
+                f"{type(self.module).__name__} in chunks got more than one tensor, of which one can be cut; "
                 "use mlp_chunk=0"
             )
 
@@ -182,36 +160,4 @@ class ChunkedForward:
             out: Tensor = self.earlier(piece, *args, **kwargs)
             return out
 
-        return chunked_mlp(run, hidden_states, list(self.mlp.parameters()), chunk=self.chunk)
-
-    def restore(self) -> None:
-        """Give the module back the `forward` that it had."""
-        self._hook.remove()
-        if self.was_set:
-            self.mlp.forward = self.earlier
-        else:
-            del self.mlp.forward
-
-
-def _drop_gradient(x: Tensor) -> None:
-    x.grad = None
-
-
-def restore_forward(mlp: torch.nn.Module) -> bool:
-    """Give a module back the `forward` that it had before a `ChunkedForward`; return whether it had one."""
-    ours = vars(mlp).get("forward")
-    if not isinstance(ours, ChunkedForward):
-        return False
-    ours.restore()
-    return True
-
-
-@contextmanager
-def in_place_of(module: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
-    """Let a module find `values` under names of its parameters or modules, which stay the same, also for ZeRO-3."""
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(module)[name]
+        return chunked_mlp(run, hidden_states, list(self.module.parameters()), chunk=self.chunk)

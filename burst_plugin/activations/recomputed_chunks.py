@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ __all__ = [
     "adds_nothing_itself",
     "check_all_are_listed",
     "linear",
+    "summed_linear",
     "wide_dtype",
 ]
 
 linear = torch._C._nn.linear  # what `F.linear` is, unless a framework has replaced it
 _ROWS_AT_ONCE = 8192  # of a weight
+
+GradientSum = Callable[[], Tensor]  # returns the sum of gradients so far, to be added to
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -140,41 +144,65 @@ class _Linears(TorchFunctionMode):
         x, weight, bias = _linear_arguments(*args, **kwargs)
         if id(weight) not in self._of and id(bias) not in self._of:
             return func(*args, **kwargs)
-        return _Linear.apply(x, weight, bias, self._sums, id(weight) in self._of, id(bias) in self._of)  # type: ignore[no-untyped-call]
+        return summed_linear(x, weight, bias, weight_sum=self._sum_of(weight), bias_sum=self._sum_of(bias))
+
+    def _sum_of(self, parameter: Any) -> GradientSum | None:
+        return partial(self._sums.sum_of, parameter) if id(parameter) in self._of else None
 
 
 def _linear_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Any]:
     return input, weight, bias
 
 
+def summed_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    x_sum: GradientSum | None = None,
+    weight_sum: GradientSum | None = None,
+    bias_sum: GradientSum | None = None,
+) -> Tensor:
+    """Return what `F.linear` does; its backward pass adds gradients to the sums given, before they are rounded.
+
+    A sum is a function that returns a dense tensor in the form of x, weight or bias, in at least float32. Autograd
+    gets no gradient then for what has one.
+    """
+    out: Tensor = _Linear.apply(x, weight, bias, x_sum, weight_sum, bias_sum)  # type: ignore[no-untyped-call]
+    return out
+
+
 class _Linear(torch.autograd.Function):
-    """`F.linear` that adds the gradients of its weight and bias to sums; the graph gives them none."""
+    """`F.linear` that adds gradients to sums."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: GradientSums, *is_summed: bool
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        ctx.sums, ctx.is_summed = sums, is_summed
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *sums: GradientSum | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = sums
         y: Tensor = linear(x, weight, bias)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         of_rows, rows = grad.flatten(0, -2), x.flatten(0, -2)
-        grads = [grad @ weight if ctx.needs_input_grad[0] else None, None, None]
-        if ctx.is_summed[0]:
-            add_product(ctx.sums.sum_of(weight), of_rows.t(), rows)
+        x_sum, weight_sum, bias_sum = ctx.sums
+        grads: list[Tensor | None] = [None] * 6
+        if x_sum is not None:
+            add_product(x_sum().view(-1, x.shape[-1]), of_rows, weight)
+        elif ctx.needs_input_grad[0]:
+            grads[0] = grad @ weight
+        if weight_sum is not None:
+            add_product(weight_sum(), of_rows.t(), rows)
         elif ctx.needs_input_grad[1]:
             grads[1] = of_rows.t() @ rows
-        if ctx.is_summed[1]:
-            total = ctx.sums.sum_of(bias)
+        if bias_sum is not None:
+            total = bias_sum()
             total += of_rows.sum(0, dtype=total.dtype)
         elif ctx.needs_input_grad[2]:
             grads[2] = of_rows.sum(0)
-        return (*grads, None, None, None)
+        return tuple(grads)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

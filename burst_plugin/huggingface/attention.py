@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.chunked_mlp import ChunkedForward
+from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
@@ -223,7 +223,7 @@ def _sink(options: Mapping[str, Any], q: Tensor) -> Tensor | None:
 def _dropout(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str, Any]) -> float:
     """Return the share of probabilities that a layer drops."""
     dropout = float(options.get("dropout") or 0.0) if module.training else 0.0
-    if dropout and isinstance(vars(module).get("forward"), ChunkedForward):
+    if dropout and isinstance(vars(module).get("forward"), ReplacedForward):
         raise ValueError(
             f"{type(module).__name__} drops attention probabilities, which head_chunk={shard.cp.strategy.head_chunk} "
             "would do alike in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"

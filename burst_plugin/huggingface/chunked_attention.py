@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.activations.chunked_heads import Linear, chunked_heads
-from burst_plugin.activations.chunked_mlp import ChunkedForward, in_place_of
+from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of
 from burst_plugin.huggingface.attention import is_on_ring
 
 __all__ = ["ChunkedAttention", "attention_modules"]
@@ -122,13 +122,13 @@ def _rows_of(projection: Any) -> list[torch.nn.Linear]:
     return found if all(type(each) is torch.nn.Linear for each in found) else []
 
 
-class ChunkedAttention(ChunkedForward):
+class ChunkedAttention(ReplacedForward):
     """Takes the place of the `forward` of an attention module, for batches on the ring."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler may keep what is to be computed again
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Do what `forward` did, on `chunk` query heads at a time."""
-        module: Any = self.mlp
+        module: Any = self.module
         if not is_on_ring(args, kwargs):
             return self.earlier(*args, **kwargs)
         heads, (hidden, *rest), options = _heads(module), args, _without_cache(module, kwargs)
@@ -151,7 +151,7 @@ class ChunkedAttention(ChunkedForward):
 
         Its projections are computed by `project`.
         """
-        module: Any = self.mlp
+        module: Any = self.module
         stack = ExitStack()
         stack.enter_context(in_place_of(module, {_output_of(module): _as_it_is}))
         chunks = heads.queries // self.chunk
@@ -169,8 +169,8 @@ class ChunkedAttention(ChunkedForward):
         expected = (*hidden.shape[:-1], self.chunk * heads.dim)
         if tuple(out.shape) != expected:
             raise ValueError(
-                f"{type(self.mlp).__name__} returned {list(out.shape)} for a chunk of {self.chunk} heads, expected "
-                f"{list(expected)}: it cannot work on a few heads at a time; use head_chunk=0"
+                f"{type(self.module).__name__} returned {list(out.shape)} for a chunk of {self.chunk} heads, "
+                f"expected {list(expected)}: it cannot work on a few heads at a time; use head_chunk=0"
             )
         return out
 

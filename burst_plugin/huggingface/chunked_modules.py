@@ -8,8 +8,9 @@ import re
 import torch
 from torch import Tensor
 
-from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, in_place_of, restore_forward
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
 from burst_plugin.activations.recomputed_chunks import wide_dtype
+from burst_plugin.activations.replaced_forward import ReplacedForward, in_place_of, restore_forward
 from burst_plugin.huggingface.chunked_attention import ChunkedAttention, attention_modules
 from burst_plugin.strategy import Strategy
 
@@ -61,7 +62,7 @@ def restore_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _runs_in_chunks(module: torch.nn.Module) -> bool:
-    return isinstance(vars(module).get("forward"), ChunkedForward)
+    return isinstance(vars(module).get("forward"), ReplacedForward)
 
 
 def _dense_mlps(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -114,7 +115,7 @@ def _is_plain_norm(module: torch.nn.Module) -> bool:
     )
 
 
-class _ChunkedNorm(ChunkedForward):
+class _ChunkedNorm(ReplacedForward):
     """Takes the place of the `forward` of a norm, also of one of q or k, whose tokens have a row for each head."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -126,12 +127,12 @@ class _ChunkedNorm(ChunkedForward):
         x = hidden_states
         heads_first = x.dim() == 4 and x.stride(1) < x.stride(2)
         x = x.transpose(1, 2) if heads_first else x
-        wide = {name: each.to(wide_dtype(each.dtype)) for name, each in self.mlp.named_parameters()}
+        wide = {name: each.to(wide_dtype(each.dtype)) for name, each in self.module.named_parameters()}
 
         def run(piece: Tensor) -> Tensor:
             # What is computed again takes weights in float32, which 16 bits are as well. Their gradients would be
             # rounded for each chunk otherwise, and not once: that makes errors up to 1.5 times as large.
-            with in_place_of(self.mlp, wide if torch.is_grad_enabled() else {}):
+            with in_place_of(self.module, wide if torch.is_grad_enabled() else {}):
                 out: Tensor = self.earlier(piece)
             return out
 

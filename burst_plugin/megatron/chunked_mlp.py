@@ -13,7 +13,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
+from burst_plugin.activations.chunked_mlp import chunked_mlp
+from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.strategy import Strategy
 
@@ -50,7 +51,7 @@ def chunk_mlp(layer: Any, strategy: Strategy) -> None:
     layer.mlp.forward = _ChunkedForward(layer.mlp, asked // ranks)
 
 
-class _ChunkedForward(ChunkedForward):
+class _ChunkedForward(ReplacedForward):
     """Takes the place of `MLP.forward`, which returns an output, and a bias that is yet to be added to it."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -66,7 +67,7 @@ class _ChunkedForward(ChunkedForward):
             out, bias = self.earlier(piece)
             return out
 
-        trained = list(self.mlp.parameters())
+        trained = list(self.module.parameters())
         out = chunked_mlp(run, hidden_states, trained, chunk=self.chunk, adds_itself=_adds_itself)
         if bias is not None and not any(bias is each for each in trained):
             raise ValueError(

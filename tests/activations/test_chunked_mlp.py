@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import Strategy
-from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp, restore_forward
+from burst_plugin.activations.chunked_mlp import ChunkedForward, chunked_mlp
+from burst_plugin.activations.replaced_forward import restore_forward
 from tests.support.largest import LargestTensor
 
 HIDDEN, FFN, CHUNK = 8, 64, 8

@@ -1,0 +1,74 @@
+"""A module whose `forward` is replaced, and given back: what runs in chunks goes on to be the same module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ReplacedForward", "in_place_of", "restore_forward"]
+
+
+class ReplacedForward:
+    """Takes the place of the `forward` of one module, which keeps its hooks, name and parameters.
+
+    A subclass says in `__call__` what is done, on `chunk` tokens or heads at a time; `earlier` is the `forward` that
+    the module had.
+    """
+
+    def __init__(self, module: torch.nn.Module, chunk: int) -> None:
+        self.module, self.chunk = module, chunk
+        self.earlier = module.forward  # a method, or what others have put there
+        self._was_set = "forward" in vars(module)
+        self._name = next(iter(inspect.signature(module.forward).parameters), "")
+        self._hook = module.register_forward_pre_hook(self._input_first, prepend=True, with_kwargs=True)
+
+    def _input_first(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a call with the input as the first positional one, and in need of a gradient.
+
+        Hooks that come after this one, such as those of ZeRO-3, take the backward pass of a module for done once all
+        positional inputs that need gradients have theirs: at once, if there are none.
+        """
+        by_name = dict(kwargs)
+        x, *rest = args or (by_name.pop(self._name),)
+        trains = torch.is_grad_enabled() and any(each.requires_grad for each in module.parameters())
+        if trains and isinstance(x, Tensor) and not x.requires_grad:
+            x = x.detach().requires_grad_()
+            x.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]
+        return (x, *rest), by_name
+
+    def restore(self) -> None:
+        """Give the module back the `forward` that it had."""
+        self._hook.remove()
+        if self._was_set:
+            self.module.forward = self.earlier
+        else:
+            del self.module.forward
+
+
+def _drop_gradient(x: Tensor) -> None:
+    x.grad = None
+
+
+def restore_forward(module: torch.nn.Module) -> bool:
+    """Give a module back the `forward` that it had before a `ReplacedForward`; return whether it had one."""
+    ours = vars(module).get("forward")
+    if not isinstance(ours, ReplacedForward):
+        return False
+    ours.restore()
+    return True
+
+
+@contextmanager
+def in_place_of(module: torch.nn.Module, values: Mapping[str, Any]) -> Iterator[None]:
+    """Let a module find `values` under names of its parameters or modules, which stay the same, also for ZeRO-3."""
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(module)[name]
