@@ -62,7 +62,8 @@ def test_a_step_on_a_million_tokens_takes_what_the_plan_says(case: Case) -> None
 def test_heads_in_chunks_take_what_the_plan_says(chunks: int, ulysses: int, keep: float) -> None:
     from burst_plugin.deepspeed.planning import space
 
-    shape, cluster = replace(MODELS["llama3_8b"], layers=2), Cluster()
+    # A vocabulary and chunks with which head and MLP take fewer operations, and no more memory than attention.
+    shape, cluster = replace(MODELS["llama3_8b"], layers=2, vocab=16384), Cluster()
     setting = Setting(
         tokens=2**21,
         code=space(fused_norms=False).code,
@@ -70,8 +71,8 @@ def test_heads_in_chunks_take_what_the_plan_says(chunks: int, ulysses: int, keep
         inner=8,
         zero=3,
         keep=keep,
-        loss_chunk=1024,
-        mlp_chunk=4096,
+        loss_chunk=8192,
+        mlp_chunk=8192,
         head_chunks=chunks,
         ulysses=ulysses,
         offload=True,

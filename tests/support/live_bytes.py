@@ -75,18 +75,24 @@ class LiveBytes(TorchDispatchMode):
         return uncounted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
         if not self.counts:
             return out
-        for x in tree_leaves(out):
-            # A meta tensor's storage has a size and no memory.
-            if isinstance(x, Tensor) and x.device.type != "meta" and self._device in (None, x.device.type):
+        new = [x for x in tree_leaves(out) if isinstance(x, Tensor) and self._is_new(x)]
+        if new:
+            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            for x in new:
                 self._note(x, given)
         if self._most > self.peak and self.now > self.peak:
             self.peak = self._most
             self.shapes = sorted((each[1:] for each in self._alive.values()), key=str)
         return out
+
+    def _is_new(self, x: Tensor) -> bool:
+        """Return whether a tensor that counts has a storage that was not noted yet."""
+        # A meta tensor's storage has a size and no memory.
+        counts = x.device.type != "meta" and self._device in (None, x.device.type)
+        return counts and x.untyped_storage()._cdata not in self._alive
 
     def _note(self, x: Tensor, given: set[int]) -> None:
         storage = x.untyped_storage()
