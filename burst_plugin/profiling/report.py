@@ -192,7 +192,7 @@ class Timeline(Protocol):
 
     @property
     def events(self) -> list[Event]:
-        """See `Profile.events`."""
+        """All events: see `Profile.events`."""
         ...
 
 
