@@ -156,10 +156,10 @@ class ChunkedForward:
         self._hook = mlp.register_forward_pre_hook(self._input_first, prepend=True, with_kwargs=True)
 
     def _input_first(self, mlp: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call with the input as the first by place, and in need of a gradient.
+        """Return the arguments of a call with the input as the first positional one, and in need of a gradient.
 
         Hooks that come after this one, such as those of ZeRO-3, take the backward pass of a module for done once all
-        inputs by place that need gradients have theirs: at once, if there are none.
+        positional inputs that need gradients have theirs: at once, if there are none.
         """
         by_name = dict(kwargs)
         x, *rest = args or (by_name.pop(self._name),)
