@@ -5,7 +5,7 @@
 
 Importing this package imports torch and nothing else, and has no side effect.
 
-docs/architecture.md shows the rooms of the package, and the way of q through them.
+docs/architecture.md shows the parts of the package, and the way that q takes through them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads what training does not need when it is first asked for."""
+    """Load what training does not need, when it is first asked for."""
     if name == "VirtualRing":
         from burst_plugin.virtual import VirtualRing
 

@@ -34,7 +34,7 @@ class DeferredLogits:
         self.hidden, self.refusal, self.weight, self.steps = hidden, refusal, weight, steps
 
     def after(self, project: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        """Return the function from hidden states to logits whose first step is `project`.
+        """Return the function from hidden states to logits that begins with `project`.
 
         It does not refer to this object: the hidden states would be there as long as the loss's graph, for no one.
         """

@@ -155,7 +155,7 @@ class HostMemory:
         return x, self._stream.record_event()
 
     def _end_copy(self, parked: Parked) -> None:
-        """Let go of a tensor on the device, whose memory the current stream may use again after the copy."""
+        """Let go of a tensor on the device; the current stream may use its memory again after the copy."""
         torch.cuda.current_stream(self._device).wait_event(parked.copied)
         parked.let_go()
 

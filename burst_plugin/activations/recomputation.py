@@ -20,7 +20,7 @@ _MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchM
 
 
 def unseen_by_selective_checkpoints() -> AbstractContextManager[object]:
-    """Hides what is done inside from all that watches operations, if a selective checkpoint is among it."""
+    """Return a context that hides operations from all modes that watch them, if one is a selective checkpoint's."""
     if not torch._C._len_torch_dispatch_stack():  # which is asked at every call
         return nullcontext()
     if not any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack()):

@@ -57,7 +57,7 @@ class Buffer:
         self._views: dict[Packing, tuple[Tensor, ...]] = {}
 
     def views(self, packing: Packing) -> tuple[Tensor, ...]:
-        """See `Packing.views`."""
+        """Return the tensors of a message that is laid out by `packing`, as views of `data`."""
         views = self._views.get(packing)
         if views is None:
             if len(self._views) == _MOST_CACHED:
@@ -72,7 +72,7 @@ class Buffer:
             self._label.copy_(label)
 
     def has_label(self, label: Tensor | None) -> bool:
-        """Return whether a message that arrived has that label; without a label it does."""
+        """Return whether a message that arrived has this label; True if there is none to compare."""
         return label is None or torch.equal(self._label, label)
 
 
@@ -89,7 +89,7 @@ class Memory:
         self._buffers: dict[int, Buffer] = {}
 
     def buffer(self, nbytes: int) -> Buffer:
-        """Return its first `nbytes`, the same object every time."""
+        """Return a buffer of the first `nbytes`, the same object every time."""
         buffer = self._buffers.get(nbytes)
         if buffer is None:
             if len(self._buffers) == _MOST_CACHED:

@@ -45,7 +45,7 @@ class CopyNetwork(InProcessNetwork):
                 parcel.events.append(stream.record_event())
 
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """See `InProcessNetwork.collect`."""
+        """Have a GPU's current stream wait for these messages. Raise RuntimeError if an end was never posted."""
         for parcel in parcels:
             if not parcel.is_whole:
                 parcel.deliver()  # which raises an error with what is missing

@@ -77,11 +77,11 @@ class InProcessNetwork(ABC):
 
     @abstractmethod
     def _posted(self, parcel: Parcel) -> None:
-        """Take note that an end of this message has been posted."""
+        """Note that an end of this message has been posted."""
 
     @abstractmethod
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """Deliver these messages, which are waited for. Raise RuntimeError if one cannot be delivered."""
+        """Deliver these messages, which a rank waits for. Raise RuntimeError if one cannot be delivered."""
 
     def _pool(self) -> BufferPool:
         return BufferPool()
@@ -126,7 +126,7 @@ class HostileNetwork(InProcessNetwork):
             self._under_way.append(parcel)
 
     def collect(self, parcels: Sequence[Parcel]) -> None:
-        """See `InProcessNetwork.collect`."""
+        """Deliver these messages in random order, with others among them; see `InProcessNetwork.collect`."""
         for parcel in self._random.sample(parcels, len(parcels)):
             if self._under_way and self._random.random() < 0.5:
                 self._deliver(self._random.choice(self._under_way))

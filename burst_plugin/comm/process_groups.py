@@ -156,7 +156,7 @@ def launches_batches(group: dist.ProcessGroup) -> bool:
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:
-    """Return the device whose tensors `group` moves: the current GPU for NCCL, also beside gloo, else the CPU.
+    """Return the device of tensors that `group` moves: the current GPU for NCCL, also beside gloo, else the CPU.
 
     Raises ValueError if the group is bound to another GPU than the current one.
     """

@@ -52,8 +52,8 @@ class _DistributedPending:
 class _Communicator:
     """A process group that a ring posts to.
 
-    Backends that launch a batch as one get it by `batch_isend_irecv`. For others that would post one message after
-    the other, with a dozen checks each, so what it calls in the end is called here.
+    Backends that launch a batch as one get it by `batch_isend_irecv`. With others that would post one message after
+    the other, with a dozen checks each; so what it calls in the end is called here.
     """
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
@@ -105,7 +105,7 @@ class DistributedTransport(Transport):
         self._by_channel: dict[Channel, _Communicator] = {}
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `Transport.post`; receives are posted before sends.
+        """Start these messages, in one batch per communicator, receives before sends.
 
         Communicators follow one order on all ranks, whatever each of them sends and receives: NCCL connects two ranks
         at their first message, and holds up the host until both are there.
@@ -145,7 +145,7 @@ class DistributedTransport(Transport):
         return self._by_channel[channel]
 
     def close(self) -> None:
-        """See `Transport.close`."""
+        """Release buffers and communicators; no messages may be under way."""
         super().close()
         self._communicators.clear()
         self._by_channel.clear()

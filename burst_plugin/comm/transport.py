@@ -88,7 +88,7 @@ class Transport(ABC):
 
     @abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        """See `post`."""
+        """Start these messages, as one batch per communicator; return what is under way."""
 
     def close(self) -> None:
         """Release buffers and connections; no messages may be under way."""

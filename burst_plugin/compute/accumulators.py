@@ -22,7 +22,7 @@ Tensors = tuple[Tensor, ...]
 class Combine(NamedTuple):
     """How contributions become one.
 
-    nothing: what rows read as to which nothing was added, by tensor.
+    nothing: by tensor, the value of rows to which nothing was added.
     add: adds contributions to tensors, in place; if not `filled`, these hold nothing yet.
     """
 
@@ -69,7 +69,7 @@ class Accumulator:
         return self._tensors
 
     def make_room(self) -> None:
-        """Add up what waits, if it will not wait for the next contribution: before a kernel makes that."""
+        """Add up what waits, before a kernel makes the next contribution, unless both are added up together."""
         if self._waiting and fan_in(self._waiting[0].tensors) == 1:
             self._add_up()
 
@@ -87,7 +87,7 @@ class Accumulator:
             self._add_up()
 
     def join(self, other: Accumulator, rows: Rows | None) -> None:
-        """Add what another rank has accumulated, now, since it lies in a message: to these rows, or to all."""
+        """Add what another rank has accumulated to these rows, or to all: at once, since it lies in a message."""
         may_keep = bool(self._waiting)
         if rows is None:
             if other._tensors is not None:
@@ -121,7 +121,7 @@ class Accumulator:
         return result.tensors
 
     def _add_up(self, may_keep: bool = True) -> None:
-        """Add all that waits to the tensors; the first contribution may become these if it `may_keep` it."""
+        """Add all that waits to the tensors; the first contribution may become these if `may_keep`."""
         waiting, self._waiting = self._waiting, []
         filled = self._tensors is not None
         if may_keep and not filled and waiting and self._covers(waiting[0].rows):
@@ -196,7 +196,7 @@ def in_parts(tensors: Sequence[Tensor], parts: int) -> list[Tensors]:
 
 
 def _by_rows(waiting: Sequence[_Contribution], length: int) -> Iterator[tuple[slice, Sequence[Sequence[Tensor]]]]:
-    """Yield ranges of rows, with what is contributed to all of the range; empty ranges only before row `length`."""
+    """Yield ranges of rows, with what is contributed to all of each; ranges with nothing end at row `length`."""
     if len(waiting) == 1 and not length:
         yield waiting[0].rows, [waiting[0].tensors]
         return
@@ -219,7 +219,7 @@ class _New:
         self.length = specs[0][0][1] if specs else 0  # keys and values accumulate nothing in a forward pass
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """See `Storage.take`."""
+        """Return new tensors, or those of the contribution `kept` where they will do."""
         if kept is None:
             return tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._specs)
         return tuple(_owned(part, *spec) for part, spec in zip(kept, self._specs, strict=True))
@@ -233,7 +233,7 @@ class Given:
         self.length = tensors[0].size(1) if tensors else 0
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """See `Storage.take`."""
+        """Return the tensors, with the values of the contribution `kept` if there is one."""
         for tensor, part in zip(self._tensors, kept or (), strict=False):
             tensor.copy_(part)
         return self._tensors

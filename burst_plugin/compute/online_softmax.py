@@ -1,5 +1,5 @@
 """The numbers of attention in pieces: merging partial outputs, and the projection that lets stock kernels do
-a backward pass for queries whose output stayed at home.
+a backward pass for queries that have left their output at home.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
 logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`, `add_`,
@@ -74,7 +74,7 @@ def _merge_one(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
-    """Add tensors of the shape of `total` [B, S, H, D] to it, in place; if not `filled`, it holds nothing yet."""
+    """Add parts, of the shape of `total` [B, S, H, D], to it in place; if not `filled`, it holds nothing yet."""
     if len(parts) + filled > 1 and (fused := _fused(total, parts[0])):
         fused.add_(total, parts, filled)
         return
@@ -87,7 +87,7 @@ def add_(total: Tensor, parts: Sequence[Tensor], filled: bool = True) -> None:
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """`delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
+    """Return `delta = rowsum(out * dout)` as [B, H, S], from two [B, S, H, D], in float32 or wider."""
     if fused := _fused(out, dout):
         delta: Tensor = fused.row_delta(out, dout)
         return delta
@@ -97,9 +97,10 @@ def row_delta(out: Tensor, dout: Tensor) -> Tensor:
 
 
 def row_factor(out: Tensor, dout: Tensor) -> Tensor:
-    """`rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], float32 or wider, 0 where `dout` is 0: see `project`.
+    """Return `rowsum(out * dout) / rowsum(dout**2)` as [B, H, S], in float32 or wider: see `project`.
 
-    Clamped to the largest finite value, which only rows with negligible gradients reach.
+    It is 0 where `dout` is 0, and clamped to the largest finite value, which only rows with negligible gradients
+    reach.
     """
     if fused := _fused(out, dout):
         factor: Tensor = fused.row_factor(out, dout)
@@ -111,13 +112,13 @@ def row_factor(out: Tensor, dout: Tensor) -> Tensor:
 
 
 def project(dout: Tensor, factor: Tensor) -> Tensor:
-    """`dout * factor`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
+    """Return `dout * factor`, [B, S, H, D]: an output that has `rowsum(out * dout) = delta`.
 
-    It is in the type of `dout`; on CPUs, whose kernels compute in that, in the type of `factor`.
+    It has the type of `dout`; on CPUs, where kernels compute in it, that of `factor`.
 
     A backward kernel uses the output for nothing but that sum, so it may be handed the projection of the true
-    output on `dout`: `dout * delta / rowsum(dout**2)`, in which `row_factor` is what `dout` is multiplied by. By
-    Cauchy-Schwarz no row's 2-norm exceeds that of the true output. Not for float16, where one element may overflow.
+    output on `dout`: `dout * delta / rowsum(dout**2)`, which is `dout` times `row_factor`. By Cauchy-Schwarz no row's
+    2-norm exceeds that of the true output. Not for float16, where one element may overflow.
     Source: design of this package.
     """
     factor = factor.transpose(1, 2).unsqueeze(-1)

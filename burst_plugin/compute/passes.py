@@ -1,7 +1,7 @@
 """The two passes of attention on one rank: what each side of a visit reads, sends and accumulates (see `shapes`).
 
 Queries that travel backward send a factor per row in place of out, `online_softmax.row_factor`; where they arrive,
-`online_softmax.project` makes of it and of dout an `out` that any kernel takes.
+`online_softmax.project` turns it and dout into an `out` that any kernel takes.
 """
 
 from __future__ import annotations
@@ -61,19 +61,19 @@ class ForwardPart(TileAttention):
     max_logits: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
-        """See `Part.outgoing`."""
+        """Return this rank's operands of a side, which travel as they are."""
         return self.q if side == "q" else self.kv
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """See `Part.incoming`."""
+        """Return operands that travelled; `compute` reads them as they are."""
         return arrived
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """See `Part.accumulator`; keys and values accumulate nothing."""
+        """Return an accumulator of out and lse; for keys and values, which accumulate nothing, an empty one."""
         return Accumulator(SOFTMAX if side == "q" else SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """See `Part.compute`: ((out, lse), ())."""
+        """Return what a tile contributes to its queries, (out, lse), and () for its keys and values."""
         query, key, value = fold(q[0], tile.q, tile), fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)
         how = self.how(tile, positions)
         if tile.subtiles:
@@ -99,25 +99,25 @@ class BackwardPart(TileAttention):
     factor: Tensor | None = None
 
     def outgoing(self, side: Side) -> Tensors:
-        """See `Part.outgoing`."""
+        """Return this rank's operands of a side as they travel: queries with `factor`, if it is set, for out."""
         if side == "kv":
             return self.kv
         q, dout, out, lse = self.q
         return q, dout, out if self.factor is None else self.factor, lse
 
     def incoming(self, side: Side, arrived: Tensors) -> Tensors:
-        """See `Part.incoming`."""
+        """Return operands that travelled as `compute` reads them: queries with an out made from their factor."""
         if side == "kv" or self.factor is None:
             return arrived
         q, dout, factor, lse = arrived
         return q, dout, project(dout, factor), lse
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """See `Part.accumulator`."""
+        """Return an accumulator of the gradients of a side, with what `tensors` hold if there are any."""
         return Accumulator(SUM, storage, tensors)
 
     def compute(self, q: Tensors, kv: Tensors, tile: Tile, positions: VisitPositions) -> tuple[Tensors, Tensors]:
-        """See `Part.compute`: ((dq,), (dk, dv))."""
+        """Return what a tile contributes, (dq,) and (dk, dv); add its gradient of the bias, if there is one."""
         query, dout, out = fold(q[0], tile.q, tile), fold(q[1], tile.q, tile), fold(q[2], tile.q, tile)
         queries = Queries(query, dout, out, fold_lse(q[3], tile))
         key, value = fold(kv[0], tile.k, tile), fold(kv[1], tile.k, tile)

@@ -53,7 +53,8 @@ class Shapes(NamedTuple):
     def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
         """Return (operands as they travel, accumulators) of a side, "q" or "kv", in a pass.
 
-        Queries travel backward with a factor per row in place of their output, except in float16 (`softmax.project`).
+        Queries travel backward with a factor per row in place of their output (`online_softmax.project`), except in
+        float16.
         """
         narrow, wide = self.dtype, self.sum_dtype
         q = (self.batch, self.q_len, self.q_heads, self.qk_dim)
@@ -72,7 +73,7 @@ class Shapes(NamedTuple):
 
     @property
     def sends_out(self) -> bool:
-        """Whether travelling queries take their output along rather than a factor per row (`softmax.row_factor`)."""
+        """Whether travelling queries take their output along, not a factor per row (`online_softmax.row_factor`)."""
         return self.dtype is torch.float16
 
 

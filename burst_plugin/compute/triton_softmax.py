@@ -1,8 +1,8 @@
 """`compute.online_softmax` for GPUs: each of its functions by one Triton kernel that passes over memory once.
 
 Eagerly a merge of 16-bit outputs moves 18 bytes per element, here 10, and 4 for each where `FAN_IN` are merged. A
-program works on some tokens of one head. Importing this module imports triton; `softmax` does so when it first meets
-a GPU. Sums are float32; nothing depends on the order in which programs run.
+program works on some tokens of one head. Importing this module imports triton; `online_softmax` does so when it
+first meets a GPU. Sums are float32; nothing depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def _at(x, strides, batch, tokens, head, columns):
 
 @triton.jit
 def _at_rows(x, strides, batch, tokens, head):
-    """Return pointers [ROWS] to what x [B, H, S] has of rows."""
+    """Return pointers [ROWS] to rows of x [B, H, S]."""
     return x + batch * strides[0] + head * strides[1] + tokens * strides[2]
 
 
 @triton.jit
 def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`tensors`: out and lse, then outputs of the parts, and then every lse of these [PARTS, B, H, S], dense."""
+    """Merge parts of (out, lse).
+
+    `tensors`: out and lse, then outputs of the parts, and then every lse of these [PARTS, B, H, S], dense.
+    """
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     there = tokens < sizes[1]
@@ -78,7 +81,7 @@ def _merge(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WID
 
 @triton.jit
 def _add(tensors, strides, sizes, PARTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """`tensors`: the sum, and then the parts, which may begin with the same."""
+    """Add up parts. `tensors`: the sum, and then the parts, of which the first may be the sum itself."""
     batch, tokens, head = _my_rows(sizes[0], sizes[1], ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (tokens < sizes[1])[:, None] & (columns < sizes[2])[None, :]
@@ -120,7 +123,7 @@ def _row_factor(tensors, strides, sizes, ROWS: tl.constexpr, WIDTH: tl.constexpr
 
 
 def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: bool) -> None:
-    """See `softmax.merge_`; every lse float32, outputs of any floating type; any strides."""
+    """Merge as `online_softmax.merge_` does; every lse is float32, outputs have any floating type; any strides."""
     for some in _in_batches((out, lse), parts, filled):
         # Where rows begin and how many there are decides how lse is aligned, and Triton compiles for any alignment.
         lses = torch.stack([part_lse for _, part_lse in some])
@@ -129,13 +132,13 @@ def merge_(out: Tensor, lse: Tensor, parts: Sequence[Sequence[Tensor]], filled: 
 
 
 def add_(total: Tensor, parts: Sequence[Tensor], filled: bool) -> None:
-    """See `softmax.add_`; parts of any floating type, any strides."""
+    """Add as `online_softmax.add_` does; parts have any floating type; any strides."""
     for some in _in_batches(total, parts, filled):
         _launch(_add, total.shape, (total, *some), PARTS=len(some))
 
 
 def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence[T]]:
-    """Yield all parts, as many as are added up together, with the sum so far among them."""
+    """Yield the parts, as many at a time as are added up together, with the sum so far among them."""
     rest = [total, *parts] if filled else [*parts]
     while rest:
         yield rest[: 1 + FAN_IN]
@@ -144,12 +147,12 @@ def _in_batches(total: T, parts: Sequence[T], filled: bool) -> Iterator[Sequence
 
 
 def row_delta(out: Tensor, dout: Tensor) -> Tensor:
-    """See `softmax.row_delta`; float32."""
+    """Return what `online_softmax.row_delta` does, in float32."""
     return _rows_of(_row_delta, out, dout)
 
 
 def row_factor(out: Tensor, dout: Tensor) -> Tensor:
-    """See `softmax.row_factor`; float32."""
+    """Return what `online_softmax.row_factor` does, in float32."""
     return _rows_of(_row_factor, out, dout)
 
 
@@ -188,5 +191,5 @@ def _launch(kernel: Any, shape: torch.Size, tensors: tuple[Tensor, ...], **const
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the current GPU, wherever tensors are."""
+    """Return a context that makes a tensor's GPU the current one, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

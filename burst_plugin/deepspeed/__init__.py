@@ -86,7 +86,7 @@ def shard_batch(batch: Mapping[str, Any], engine: Any = None, *, pad_token_id: i
 def sharded_loader(
     loader: Iterable[Any], engine: Any = None, *, exchange: bool = False, pad_token_id: int = 0
 ) -> ShardedLoader:
-    """Return a data loader whose batches are cut for this rank; see `ShardedLoader`."""
+    """Return a data loader that cuts its batches for this rank; see `ShardedLoader`."""
     from burst_plugin.deepspeed.loaders import ShardedLoader
 
     return ShardedLoader(loader, session(engine), exchange=exchange, pad_token_id=pad_token_id)

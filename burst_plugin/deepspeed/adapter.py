@@ -69,7 +69,7 @@ class Adapter:
         return next(iter(self.sessions.values()))
 
     def attach(self, session: Session, model: torch.nn.Module) -> None:
-        """Let a session cut the batches of `model`, whose engine is about to be made."""
+        """Let a session cut the batches of `model`, before its engine is made."""
         for module in chunk_modules(model, session.cp.strategy):
             # So that ZeRO-3 gathers the parameters of a module once, rather than for every chunk. Those of a norm are
             # its own; and gradients of leaves are reduced once that of the input is there, perhaps before theirs are.
@@ -94,7 +94,7 @@ class Adapter:
         self.watched[model] = session
 
     def release(self, model: Any) -> None:
-        """Remove the hooks of earlier engines from `model` and its parts, and let its modules run at once."""
+        """Remove the hooks of earlier engines from `model` and its parts, and let its modules run in one piece."""
         if not isinstance(model, torch.nn.Module):
             return
         for module in restore_modules(model):
@@ -114,7 +114,7 @@ def installed() -> Adapter | None:
 
 
 def install_adapter() -> Adapter:
-    """See `burst_plugin.deepspeed.install`."""
+    """Install the adapter once, and return it; see `burst_plugin.deepspeed.install`."""
     earlier = installed()
     if earlier is not None:
         return earlier

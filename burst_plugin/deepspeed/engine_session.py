@@ -22,7 +22,7 @@ __all__ = ["Session"]
 
 
 class Session:
-    """The ring of one engine, by which its model's batches are cut and its losses become those of whole batches.
+    """The ring of one engine, which cuts batches for the engine's model and makes its losses those of whole batches.
 
     loss: "token_mean", one mean over the tokens of all rings, or "mean_of_ranks", each ring's own mean. DeepSpeed
         averages gradients over rings as over data-parallel ranks.
@@ -87,7 +87,7 @@ class Session:
     # ------------------------------------------------------------------------------------------------- batches
 
     def shard_batch(self, batch: Mapping[str, Any], *, pad_token_id: int = 0) -> dict[str, Any]:
-        """See `burst_plugin.batch.shard_batch`."""
+        """Return this rank's shard of a batch of whole sequences; see `burst_plugin.batch.shard_batch`."""
         return shard_batch(batch, self.cp, pad_token_id=pad_token_id)
 
     def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Session:
     def valid_tokens(self, *shards: SequenceShard) -> float:
         """Return the number of labels that count in the loss, in these shards' whole batches; collective.
 
-        It is that of all data-parallel ranks.
+        Labels of all data-parallel ranks count.
         """
         mine = sum(shard.valid_tokens for shard in shards)
         if self.ranks == self.cp.ranks:
@@ -154,7 +154,7 @@ class Session:
         return max(labels_per_rank, 1.0 / self.ranks)
 
     def of_whole_batch(self, loss: Tensor, training: bool) -> Tensor:
-        """Return a model's loss with its gradient, and the value of that of the whole batch; collective."""
+        """Return a model's loss with the gradient it has, and the value for the whole batch; collective."""
         return self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
@@ -166,7 +166,7 @@ class Session:
         return self._with_mean_value(loss * (share * self.cp.ranks), self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
-        """See `burst_plugin.deepspeed.eval_batch`."""
+        """Return the mean loss of a batch of whole sequences; see `burst_plugin.deepspeed.eval_batch`."""
         was_training = engine.module.training  # the engine itself is always in training
         engine.eval()
         try:

@@ -1,4 +1,4 @@
-"""Data loaders whose batches are cut for a rank, and the exchange of batches on a ring."""
+"""Data loaders that cut their batches for a rank, and the exchange of batches on a ring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["ShardedLoader", "exchanged"]
 
 
 class ShardedLoader:
-    """A data loader whose batches are cut for this rank.
+    """A data loader that cuts its batches for this rank.
 
     exchange: whether every rank of the ring draws batches of its own, as with samplers that count all ranks. The ring
         then works on the batch of rank 0, of rank 1, ..., which multiplies the number of batches by the number of
@@ -45,7 +45,7 @@ class ShardedLoader:
                 yield self._found().shard_batch(batch, pad_token_id=self._pad_token_id)
 
     def skip_first(self, batches: int) -> ShardedLoader:
-        """Return this loader, whose next pass leaves out the first batches, to resume in the middle of an epoch."""
+        """Return this loader; its next pass leaves out the first batches, to resume in the middle of an epoch."""
         self._skip = batches
         return self
 

@@ -26,7 +26,7 @@ def one_of(*names: str | None) -> Callable[[Any], bool]:
 
 
 def broken_rules(rules: Mapping[str, Rule], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield the options whose values cannot be honoured: name, value, and what to write instead."""
+    """Yield options with values that cannot be honoured: name, value, and what to write instead."""
     for name, rule in rules.items():
         if name in values and not rule.allowed(values[name]):
             yield name, values[name], rule.instead

@@ -21,7 +21,7 @@ from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 __all__ = ["ATTN_IMPLEMENTATION", "EXAMINED", "forward", "is_on_ring", "register_attention"]
 
 ATTN_IMPLEMENTATION = "burst"  # without flash, sdpa, flex or eager in it, which transformers looks for
-# An attribute of modules in models whose tokens meet in attention only: the number of the module in the model.
+# An attribute of modules, in models where tokens meet in attention only: the number of the module in the model.
 EXAMINED = "_burst_plugin_examined"
 
 _MARK = "_burst_plugin_wrapped"
@@ -47,7 +47,7 @@ _REFUSED = ("position_bias", "head_mask", "cache", "block_mask", "alibi")  # eve
 
 
 def register_attention() -> str:
-    """See `burst_plugin.huggingface.register`."""
+    """Make `attn_implementation="burst"` known to transformers; see `burst_plugin.huggingface.register`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTN_IMPLEMENTATION, forward)
@@ -139,7 +139,7 @@ def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | N
 
 
 def is_on_ring(values: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Return whether what a layer is given, by place or by name, has it attend on the ring."""
+    """Return whether a layer attends on the ring, given its positional and keyword arguments."""
     masks = (each for each in (*values, *options.values()) if isinstance(each, MaskRecipe))
     return options.get(SHARD_KEY) is not None or any(each.shard is not None for each in masks)
 
@@ -159,7 +159,7 @@ def _missing_shard() -> str:
 
 
 def _cast(x: Tensor) -> Tensor:
-    """Cast like autocast does for PyTorch's attention: rotary embeddings widen queries and keys, but not values."""
+    """Cast as autocast does for PyTorch's attention: rotary embeddings widen queries and keys, but not values."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x

@@ -136,7 +136,7 @@ class _ChunkedLoss:
 
 
 def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:
-    """Raise ValueError for a model whose loss is not transformers' own."""
+    """Raise ValueError for a model with a loss that is not transformers' own."""
     if model.loss_function is not LOSS_MAPPING["ForCausalLM"]:
         asked = getattr(model.loss_function, "__name__", model.loss_function)
         raise ValueError(

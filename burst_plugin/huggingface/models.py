@@ -1,4 +1,4 @@
-"""The models of transformers that can run on a ring: those whose tokens meet in attention only, as far as known."""
+"""The models of transformers that can run on a ring: those where tokens meet in attention only, as far as known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MIXING = {  # options by which embeddings depend on more than their own token
 
 
 def prepare_model(model: torch.nn.Module) -> None:
-    """See `burst_plugin.huggingface.prepare`."""
+    """Put `model` on the ring, or raise ValueError with all reasons; see `burst_plugin.huggingface.prepare`."""
     reasons = problems(model)
     if reasons:
         raise ValueError("; ".join(reasons))
@@ -50,7 +50,7 @@ def use_burst(model: torch.nn.Module) -> None:
 
 
 def _watch(pretrained: PreTrainedModel) -> None:
-    """Add hooks that tell a model's masks its shard, and that refuse forwards whose shard did not reach attention.
+    """Add hooks that tell a model's masks its shard, and that refuse a forward with a shard but without the ring.
 
     The hook before a forward comes after those that cut batches, however often a model gets another engine.
     """
@@ -103,7 +103,7 @@ def _check_calls(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str
 
 
 def module_taking_batches(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the module whose arguments are a batch: the model of transformers or PEFT inside a user's module.
+    """Return the module that takes a batch: the model of transformers or PEFT inside a user's module.
 
     If the user's module computes with whole labels itself, shapes do not match and it fails, rather than computing a
     wrong loss.

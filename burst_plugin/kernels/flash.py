@@ -37,7 +37,7 @@ from burst_plugin.types import FULL, Band
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 
 ALIGN_BYTES = 16  # of every row, for vector loads and TMA
-_DQ_DIMS = 64  # to multiples of which flash-attention 2 rounds up, at most, where it sums dq; rows: DQ_ROWS
+_DQ_DIMS = 64  # flash-attention 2 rounds up to multiples of this, at most, where it sums dq; rows: DQ_ROWS
 
 
 class Piece(NamedTuple):
@@ -62,8 +62,8 @@ class Ask(NamedTuple):
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
     """Return a tile as windows counted from the bottom right corner: one, without last keys that have no query.
 
-    Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window that is wider than
-    there are keys for no bound, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
+    Without `tall` no window has more rows than keys: flash-attention 2 takes a side of a window for no bound if
+    it is wider than there are keys, which is wrong there (csrc/flash_attn/flash_api.cpp, v2.8.3).
     """
     step = q_rows if tall or band == FULL else min(q_rows, k_rows)
     windows = []
@@ -91,7 +91,7 @@ class FlashKernel(ABC):
     largest_dq: int | None = None
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`; the library is imported last."""
+        """Return why this kernel cannot do `case`; None if it can. The library is imported last."""
         return self.limits.refuse(case) or self._refuse_library(case)
 
     def _refuse_library(self, case: Case) -> str | None:
@@ -121,7 +121,7 @@ class FlashKernel(ABC):
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return out and lse of a tile, or of the packed sequences of `how.lengths`."""
         if how.lengths is not None:
             if self._can_batch(q, v, how, how.lengths):
                 return self.forward_batched(q, k, v, how, how.lengths)
@@ -137,7 +137,7 @@ class FlashKernel(ABC):
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of a tile, or of the packed sequences of `how.lengths`."""
         if how.lengths is not None:
             if self._can_batch(queries.q, v, how, how.lengths):
                 return self.backward_batched(queries, k, v, how, how.lengths)
@@ -200,7 +200,7 @@ class FlashKernel(ABC):
             return tuple(torch.cat(grads) for grads in self._each_in_slices(each, ask))
         few, kv_heads = max(1, self.largest_dq // head), k.shape[2]
         group = heads // kv_heads
-        if kv_heads == 1:  # its queries one group after another, which all have gradients for it
+        if kv_heads == 1:  # one group of its queries after another, which all have gradients for it
             few = -(-heads // -(-heads // few))  # of even sizes, since what a kernel takes inside follows the largest
             parts = [slice(first, first + few) for first in range(0, heads, few)]
             each_dq, *each_dkv = self._each_in_slices(((_of_heads(queries, part), k, v) for part in parts), ask)

@@ -32,7 +32,7 @@ class ReferenceKernel:
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`; rows without a key get out 0 and lse -inf."""
+        """Return out and lse of a tile, or of packed sequences; rows without a key get out 0 and lse -inf."""
         if how.lengths is not None:
             return forward_looped(self, q, k, v, how)
         dtype = torch.promote_types(q.dtype, torch.float32)
@@ -50,7 +50,10 @@ class ReferenceKernel:
         return out, lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`. Source: flash-attention, arXiv 2205.14135, appendix B.2."""
+        """Return the gradients of a tile, or of packed sequences.
+
+        Source: flash-attention, arXiv 2205.14135, appendix B.2.
+        """
         if how.lengths is not None:
             return backward_looped(self, queries, k, v, how)
         q = queries.q
@@ -100,7 +103,7 @@ def _row_slices(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(how: How, rows: slice) -> How:
-    """Return the same for some query rows; the band is still counted from the tile's first row."""
+    """Return `how` for some query rows; the band is still counted from the tile's first row."""
     return how._replace(
         bias=None if how.bias is None else how.bias[:, :, rows],
         q_positions=None if how.q_positions is None else how.q_positions[rows],
@@ -108,7 +111,7 @@ def _rows_of(how: How, rows: slice) -> How:
 
 
 def _first_keys_of(how: How, keys: int) -> How:
-    """Return the same for the first key rows."""
+    """Return `how` for the first key rows."""
     return how._replace(
         bias=None if how.bias is None else how.bias[..., :keys],
         k_positions=None if how.k_positions is None else how.k_positions[:keys],

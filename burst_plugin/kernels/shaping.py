@@ -15,7 +15,7 @@ __all__ = ["backward_reversed", "expand_heads", "fit", "forward_reversed", "roun
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the next multiple from `number` on."""
+    """Return the first multiple from `number` on."""
     return ceil(number / multiple) * multiple
 
 
@@ -55,7 +55,7 @@ def forward_reversed(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, how: How) 
 
 
 def backward_reversed(kernel: Kernel, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-    """See `forward_reversed`."""
+    """Return `backward` of an anticausal square; see `forward_reversed`."""
     q, dout, out, lse = queries
     flipped = Queries(q.flip(1), dout.flip(1), out.flip(1), lse.flip(2))
     grads = kernel.backward(flipped, k.flip(1), v.flip(1), _reversed(how))

@@ -24,7 +24,7 @@ class TorchCpuKernel:
     """Full and causal tiles on CPUs, in float32 or float64.
 
     16-bit inputs are computed on and returned in float32: no partial result is rounded before it is added up, and
-    CPUs without instructions for 16-bit types are faster so (backward, 2048 tokens, 8 heads of 64: 3.6 times in
+    CPUs without instructions for 16-bit types are faster this way (backward, 2048 tokens, 8 heads of 64: 3.6 times in
     bfloat16; for others see `torch_cpu_bf16`).
     """
 
@@ -33,11 +33,11 @@ class TorchCpuKernel:
     features = frozenset({"head dims", "deterministic"})
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
+        """Return why this kernel cannot do `case`; None if it can."""
         return self.limits.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return out and lse of a full, causal or anticausal tile."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         dtype, v_dim = torch.promote_types(q.dtype, torch.float32), v.shape[-1]
@@ -49,14 +49,14 @@ class TorchCpuKernel:
         return out.transpose(1, 2)[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of a full, causal or anticausal tile."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         return flash_backward(queries, k, v, how, torch.promote_types(k.dtype, torch.float32))
 
 
 def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How) -> None:
-    """Write NaN, or lse -inf, to rows of out [B, H, Sq, D] and lse [B, H, Sq] whose largest score is that.
+    """Write NaN, or lse -inf, to rows of out [B, H, Sq, D] and lse [B, H, Sq] where the largest score is that.
 
     The kernel skips NaN where it looks for the largest of fewer scores than a vector register holds (16 in float32,
     with AVX-512). It takes a row in which it finds none above -inf for one without keys and gives it out 0 and lse 0.

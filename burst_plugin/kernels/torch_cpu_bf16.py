@@ -1,10 +1,10 @@
 """PyTorch's flash-attention kernel for CPUs, with a backward pass that multiplies bfloat16.
 
-On processors with instructions for it that takes 0.6 times as long as in float32 (AMD EPYC with avx512_bf16). The
+On processors with instructions for that, it takes 0.6 times as long as in float32 (AMD EPYC with avx512_bf16). The
 forward pass does not get faster (0.86 to 1.16 times) and stays in float32.
 
 PyTorch's backward kernel adds up a gradient in the type of its inputs, block by block and head by head. In bfloat16
-the error of dk and dv grows so: 0.5 % at 2048 tokens, 1.2 % at 16384. Here it is given squares of 1024 rows at most,
+the error of dk and dv grows: 0.5 % at 2048 tokens, 1.2 % at 16384. Here it is given squares of 1024 rows at most,
 and as many key heads as query heads, and their results are added up in float32: 0.5 % at any length, for no more time
 (squares of 512 rows take 1.4 times as long). Squares of an odd number of keys are computed in float32: in
 bfloat16 a NaN of one query gets into dq of the query before it as well.
@@ -36,13 +36,13 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
     limits = Limits("cpu", (torch.bfloat16,), library="a processor with `avx512_bf16`")
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
+        """Return why this kernel cannot do `case`; None if it can."""
         has: Mapping[str, object] = getattr(torch.cpu, "get_capabilities", dict)()  # PyTorch 2.13 and newer
         lacking = None if has.get("avx512_bf16") else "PyTorch knows of no avx512_bf16 in this processor"
         return self.limits.refuse(case) or lacking
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of a tile, added up in float32 over its squares."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         query_heads, kv_heads = queries.q.shape[2], k.shape[2]

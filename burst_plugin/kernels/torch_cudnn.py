@@ -2,7 +2,7 @@
 
 `aten::_scaled_dot_product_cudnn_attention` and its backward (aten/src/ATen/native/cudnn/MHA.cpp). Causal is counted
 from the top left corner. cuDNN makes a plan for every new shape of a tile, which takes the host a while, and PyTorch
-keeps them all, for every thread (`MHAGraphCache`): where tiles may be new with every batch "auto" takes another.
+keeps them all, for every thread (`MHAGraphCache`): where every batch may bring new tiles, "auto" takes another.
 
 On Hopper backward kernels before 9.26 take what fills up a last half block of 128 keys for keys, and dq becomes NaN
 where the lse is low (NVIDIA/cudnn-frontend#628, pytorch#196678); with a single query dk and dv do so in 9.26, too
@@ -32,7 +32,7 @@ from burst_plugin.types import ANTICAUSAL, CAUSAL
 __all__ = ["TorchCudnnKernel"]
 
 _OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for keys that do not divide by 128 are faulty
-_WHOLE_KEYS = 92600  # the first whose backward kernels on Hopper mask what is behind the last key
+_WHOLE_KEYS = 92600  # the first with backward kernels for Hopper that mask what is behind the last key
 _BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
 _LOG = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class TorchCudnnKernel:
     features = frozenset({"head dims"})
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
+        """Return why this kernel cannot do `case`; None if it can."""
         reason = self.limits.refuse(case)
         if reason is not None:
             return reason
@@ -75,7 +75,7 @@ class TorchCudnnKernel:
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return out and lse of a tile, by PyTorch's flash-attention if it has a single query or key."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         if min(q.shape[1], k.shape[1]) == 1:
@@ -90,7 +90,7 @@ class TorchCudnnKernel:
         return out.transpose(1, 2)[..., :v_dim], lse.reshape(q.shape[0], q.shape[2], q.shape[1])
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of a tile, by PyTorch's flash-attention where cuDNN cannot or may return NaN."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         rows, keys, qk_dim, v_dim = queries.q.shape[1], k.shape[1], k.shape[-1], v.shape[-1]
@@ -159,6 +159,6 @@ def _statistics_have_a_dim() -> bool:
 
 @cache
 def _described_with_a_dim() -> bool:
-    """Return the same from a meta tensor, before any lse was returned."""
+    """Return whether the lse of a meta tensor has that dim, before any lse was returned."""
     x = torch.empty(1, 1, 2, 8, dtype=torch.bfloat16, device="meta")
     return bool(torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].ndim == 4)

@@ -3,7 +3,7 @@
 `aten::_efficient_attention_forward` and `_backward` (aten/src/ATen/native/transformers/cuda/attention.cu and
 attention_backward.cu). Causal is counted from the top left corner. It has no grouped heads: keys are expanded, and
 their gradients summed in float32. Its lse has rows in multiples of 32, infinite at the end, and is 0 for a query
-whose whole bias is -inf (mem_eff_attention/kernel_forward.h), also where it becomes that in base 2.
+with a bias of -inf only (mem_eff_attention/kernel_forward.h), also where it becomes that in base 2.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class TorchEfficientKernel:
     features = frozenset({"head dims", "bias", "deterministic"})
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
+        """Return why this kernel cannot do `case`; None if it can."""
         reason = self.limits.refuse(case)
         if reason is None and case.dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
             return "it takes bfloat16 from compute capability 8.0 on"
         return reason
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return out and lse of a tile."""
         if how.band == ANTICAUSAL:
             return forward_reversed(self, q, k, v, how)
         if parts := _slices(q, k, how):
@@ -74,7 +74,7 @@ class TorchEfficientKernel:
         return out[..., :v_dim], lse
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of a tile, and that of its bias if it is wanted."""
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         (qk_dim, v_dim), kv_heads, dtype = (k.shape[-1], v.shape[-1]), k.shape[2], k.dtype
@@ -111,7 +111,7 @@ def _whole(x: Tensor, query_heads: int) -> Tensor:
 def _addressable(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Return q, k, v and bias for as many heads at a time as the forward pass can address the keys of: mostly all."""
+    """Return q, k, v and bias in parts of as many heads as the forward pass can address: mostly one."""
     if k.shape[1] * max(k.stride(1), v.stride(1)) <= _LARGEST_OFFSET:
         return [(q, k, v, bias)]
     some = max(1, _LARGEST_OFFSET // (k.shape[1] * max(k.shape[3], v.shape[3])))
@@ -148,7 +148,7 @@ def _masked_bias(q: Tensor, how: How) -> Tensor | None:
 
 
 def _of_rows(bias: Tensor, first: int, band: Band, dtype: torch.dtype) -> Tensor:
-    """Return the bias of rows from `first` on, in a type: -inf where causal masks, and where it was.
+    """Return the bias of rows from `first` on, in `dtype`: -inf where the causal mask is, and where it was.
 
     The lowest finite numbers, by which transformers masks, stay finite.
     """

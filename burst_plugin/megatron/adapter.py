@@ -67,7 +67,7 @@ class Adapter:
 
 
 def install_adapter(strategy: Strategy | None) -> Adapter:
-    """See `burst_plugin.megatron.install`."""
+    """Install the adapter once, and return it; see `burst_plugin.megatron.install`."""
     if strategy is not None and strategy.layout != "zigzag":
         raise ValueError(
             f"layout={strategy.layout!r} is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
@@ -124,7 +124,7 @@ def _choose_core_attention(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Build a `TransformerLayer`, whose own cp_comm_type chooses its core attention."""
+    """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
     if spreads_sequences(config) and not _asks_for_burst(config) and burst_is_possible():
         _warn_of_another_kind(config.cp_comm_type)
     if _asks_for_burst(config):
@@ -233,7 +233,7 @@ def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, *
 
 
 def _with_choice(attention: Any, registry: Registry) -> Any:
-    """Return an attention spec whose core attention is chosen when it is built; anything else unchanged."""
+    """Return an attention spec with its core attention to be chosen when built; anything else unchanged."""
     core = getattr(getattr(attention, "submodules", None), "core_attention", None)
     if core is None or getattr(core, "module", None) is ChosenCoreAttention:
         return attention

@@ -149,7 +149,7 @@ def _keep_redirecting_in_backward() -> None:
 
 
 def _tensor_type(tensor: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-    """Replace `Tensor.type`: Megatron's optimizers take only tensors whose type is called torch.cuda.*Tensor."""
+    """Replace `Tensor.type`: Megatron's optimizers take only tensors of a type called torch.cuda.*Tensor."""
     if dtype is None:
         return tensor.type().replace("torch.", "torch.cuda.", 1)
     if isinstance(dtype, str):

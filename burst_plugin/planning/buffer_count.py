@@ -77,7 +77,7 @@ def _counted(schedule: RankSchedule, reduces: bool) -> CountingPool:
 
 
 class _Size(Packing):
-    """A message without tensors, whose size tells operands from partial results."""
+    """A message without tensors; its size tells operands from partial results."""
 
     length = 0
 
@@ -107,14 +107,14 @@ class CountingPool(BufferPool):
         self.held: set[frozenset[tuple[int, int]]] = {frozenset()}
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:
-        """See `BufferPool.lease`."""
+        """Return a buffer of `nbytes`, and count it."""
         self.now[nbytes] += 1
         self.most[nbytes] = max(self.most[nbytes], self.now[nbytes])
         self.held.add(frozenset(self.now.items()))
         return super().lease(nbytes, device)
 
     def release(self, buffer: Buffer) -> None:
-        """See `BufferPool.release`."""
+        """Take a buffer back, and count it no longer."""
         self.now[buffer.data.numel()] -= 1
         super().release(buffer)
 
@@ -130,9 +130,9 @@ class _Empty:
     """A part of the heads without tensors; see `executor.Moving`."""
 
     def outgoing(self, side: Side) -> Tensors:
-        """See `Moving.outgoing`."""
+        """Return (): there is nothing to send."""
         return ()
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """See `Moving.accumulator`."""
+        """Return an accumulator of a side, of no tensors."""
         return Accumulator(SUM, storage, tensors)

@@ -146,7 +146,7 @@ def _add_what_chunks_share(found: dict[str, Moment], model: ModelShape, setting:
 
 
 def _next_from_host(model: ModelShape, setting: Setting) -> float:
-    """Return the bytes of what comes back while a layer is at work: what the layer before it has parked last."""
+    """Return the bytes that come back while a layer is at work: what the layer before it has parked last."""
     w = Widths(*chunk_of_heads(model, setting))
     return setting.kept_share * w.q if setting.keep else w.row
 
@@ -165,7 +165,7 @@ def _chunk_share(setting: Setting, w: Widths) -> float:
 
 
 def _norm_backward(setting: Setting, w: Widths) -> Moment:
-    """Tensors of the backward pass of a norm in single operations, besides what is saved: whole, or of one chunk."""
+    """Return tensors of a norm's backward pass in single operations, besides what is saved: all, or a chunk's."""
     if setting.copying_norms:
         # In float32 d(x / rms), its products with x and 1 / rms, d(x * x) and their sum, while a copy of x is gone
         return {"gradients inside the norm": w.row * (5 * 2 - 1)}
@@ -177,7 +177,7 @@ def _norm_backward(setting: Setting, w: Widths) -> Moment:
 
 
 def _mlp_backward(model: ModelShape, setting: Setting, w: Widths) -> Moment:
-    """Tensors of the MLP's backward pass, besides what is saved: whole, or of one chunk that is computed again."""
+    """Return tensors of the MLP's backward pass, besides what is saved: all, or those of a chunk computed again."""
     share = _chunk_share(setting, w)
     # Of d(product), d(act(gate)) and d(up) two, the third in place of the product; later two gradients of the input
     inside = 2 * w.mlp if setting.mlp_chunk else max(2 * w.mlp, 2 * w.row)
@@ -221,7 +221,7 @@ def _results(setting: Setting, side: float) -> float:
 
 
 def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
-    """Tensors of attention's backward pass, besides q, k, v, out and lse."""
+    """Return tensors of attention's backward pass, besides q, k, v, out and lse."""
     w = Widths(model, setting)
     moving = choose_moving_side(Strategy(), "backward", ring_shapes(model, setting))
     stays, moves = (w.q, w.kv_inside) if moving == "kv" else (w.kv_inside, w.q)
@@ -246,7 +246,7 @@ def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
 
 
 def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
-    """Tensors of a forward pass of attention that runs again: up to it, and its own."""
+    """Return tensors of a forward pass of attention that runs again: those up to it, and its own."""
     w = Widths(model, setting)
     saved = saved_by_layer(model, setting, whole_mlp=False)
     found = _without(_before_mlp(saved), ("out and lse",)) if setting.recompute == "full" else {"q": w.q}
@@ -265,7 +265,7 @@ def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
 
 
 def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
-    """Tensors of the backward pass from dq, dk and dv to the layer's input; q, k, v and out are gone by then."""
+    """Return tensors of the backward pass from dq, dk and dv to the layer's input; q, k, v and out are gone."""
     # Of rotary embedding: products with cos and sin. Of the projections: gradients of their input, one added to the
     # other; with tensor parallelism their input, gathered again, and its gradient before it is scattered.
     w = Widths(model, setting)
@@ -277,7 +277,7 @@ def _projections_backward(model: ModelShape, setting: Setting) -> Moment:
 
 
 def _head(model: ModelShape, setting: Setting, w: Widths) -> Moment:
-    """Tensors of the last norm, the head and the loss, forward and backward together."""
+    """Return tensors of the last norm, the head and the loss, forward and backward together."""
     vocab, code = model.vocab / setting.tensor, setting.code
     found = {"last norm": w.row * (4 if setting.copying_norms else 2)}  # copies, or its input; and its output
     if w.gathered:

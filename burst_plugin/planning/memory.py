@@ -88,7 +88,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
 
 
 def _states(model: ModelShape, setting: Setting) -> Moment:
-    """Weights in bf16; gradients in float32; the optimizer's: weights and two moments in float32."""
+    """Return bytes of weights in bf16, of gradients and the optimizer's weights and two moments in float32."""
     own = model.parameters / (setting.tensor * setting.pipeline)
     shard = own / (setting.context * setting.data)
     is_sharded = setting.zero == 3
@@ -111,7 +111,7 @@ def _gathered_weights(model: ModelShape, setting: Setting, of_head: bool) -> flo
 
 
 def _kept(model: ModelShape, setting: Setting) -> tuple[float, float]:
-    """Return the bytes of a rank's inputs of layers, and of what else is kept of layers: that of attention or all."""
+    """Return the bytes of a rank's inputs of layers, and of what else layers keep: attention's results, or all."""
     w = Widths(model, setting)
     layers = _layers_that_wait(model, setting)
     if setting.recompute == "full":
@@ -144,7 +144,7 @@ def _host(model: ModelShape, setting: Setting, cluster: Cluster) -> Moment:
 
 
 def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
-    """Bytes of what is sent to and received from the others of a Ulysses group: at most q, k and v, or gradients."""
+    """Return the bytes of messages to and from the others of a Ulysses group: at most q, k and v, or gradients."""
     (of_heads, _), degree = chunk_of_heads(model, setting), setting.ulysses
     w = Widths(of_heads, setting)
     # Where several ranks have a key head, their dk and dv are added up, in float32.
@@ -154,7 +154,7 @@ def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
 
 @lru_cache(maxsize=4096)
 def _ring_buffers(topology: Topology, shapes: Shapes, parts: int) -> float:
-    """Bytes of the ring's communication buffers, which both passes and all layers share."""
+    """Return the bytes of the ring's communication buffers, which both passes and all layers share."""
     if topology.ranks == 1:
         return 0.0
     strategy = Strategy(parts=parts, ranks_per_node=topology.ranks_per_node)

@@ -108,7 +108,7 @@ MODELS: Mapping[str, ModelShape] = MappingProxyType({each.name: each for each in
 
 
 def model_shape(name: str) -> ModelShape:
-    """Return the sizes of a built-in model, or of the model whose config.json, or its folder, is at the path `name`.
+    """Return the sizes of a built-in model, or of the model with its config.json, or its folder, at the path `name`.
 
     Raises ValueError for a name that is not known, a file that cannot be read, and a model that cannot be planned.
     """

@@ -1,4 +1,4 @@
-"""The time of a training step, part by part: what computing takes, and what of moving data nothing hides.
+"""The time of a training step, part by part: that of computing, and that of moving data which nothing hides.
 
 Rates come from the `Cluster`. Attention and its ring are priced by simulating the schedule that would run
 (`planning.price`); all else is operations or bytes over a rate, as the comments say.
@@ -92,7 +92,7 @@ def _matmul_seconds(flops: float, setting: Setting, cluster: Cluster) -> float:
 
 
 def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one layer: 2 operations per token and weight forward, 4 backward, and 2 each time that it runs again."""
+    """Return the seconds of one layer: 2 operations per token and weight forward, 4 backward, 2 if run again."""
     full, chunked = setting.recompute == "full", setting.mlp_chunk > 0
     mlp_again = full + chunked + (setting.recompute == "mlp" and not chunked)  # chunks inside of layers: both
     mlp = 2 * setting.tokens * model.active_mlp_parameters
@@ -104,34 +104,38 @@ def _linear_layers(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
 
 
 def _head(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of the head: as a linear layer; in chunks it runs twice."""
+    """Return the seconds of the head, a linear layer too; in chunks its forward pass runs twice."""
     forward = 2 * setting.tokens * model.embedding_parameters
     return _matmul_seconds((4 if setting.loss_chunk else 3) * forward, setting, cluster)
 
 
 def _tensor_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one layer: 4 gathers or scatters of hidden states forward, 6 backward, 4 more where it runs again."""
+    """Return the seconds of a layer's gathers and scatters of hidden states.
+
+    They are 4 forward, 6 backward, 4 more where it runs again, and 2 for an MLP that runs again by itself.
+    """
     if setting.tensor == 1:
         return 0.0
     others = (setting.tensor - 1) / setting.tensor
+    mlp_again = setting.mlp_chunk > 0 or setting.recompute == "mlp"
     each_s = Widths(model, setting).gathered * others / cluster.intra_bytes_per_s
-    return (10 + 4 * (setting.recompute == "full") + 2 * (setting.mlp_chunk > 0)) * each_s
+    return (10 + 4 * (setting.recompute == "full") + 2 * mlp_again) * each_s
 
 
 def _offload(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one layer: its input, and what is kept of attention, go to the host and come back."""
+    """Return the seconds in which a layer's input, and what is kept of attention, go to the host and come back."""
     w = Widths(model, setting)
     kept = w.kept_attention * setting.kept_share if setting.keep else 0.0
     return 2 * (w.row + kept) / cluster.pcie_bytes_per_s if setting.offload else 0.0
 
 
 def _bytes_per_s(setting: Setting, cluster: Cluster) -> float:
-    """Return at what rate data- and context-parallel ranks exchange gradients and weights."""
+    """Return the rate at which data- and context-parallel ranks exchange gradients and weights."""
     return cluster.inter_bytes_per_s if setting.gpus > cluster.gpus_per_node else cluster.intra_bytes_per_s
 
 
 def _gathered_weights(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one sequence: sharded weights are gathered forward and backward, and gradients scattered, in 16 bits."""
+    """Return the seconds per sequence to gather sharded weights twice, and scatter gradients, all in 16 bits."""
     if setting.zero != 3:
         return 0.0
     ranks = setting.context * setting.data
@@ -139,7 +143,10 @@ def _gathered_weights(model: ModelShape, setting: Setting, cluster: Cluster) -> 
 
 
 def _data_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one step: float32 gradients are reduced and scattered, bf16 weights gathered; if sharded, see above."""
+    """Return the seconds per step to reduce and scatter gradients in float32, and gather weights in bf16.
+
+    For sharded weights see `_gathered_weights`.
+    """
     if setting.zero == 3:
         return 0.0
     ranks = setting.context * setting.data
@@ -148,7 +155,10 @@ def _data_parallel(model: ModelShape, setting: Setting, cluster: Cluster) -> flo
 
 
 def _optimizer(model: ModelShape, setting: Setting, cluster: Cluster) -> float:
-    """Of one step, on the host: gradients come and weights go over PCIe, Adam runs at the rate of its memory."""
+    """Return the seconds of a step on the host.
+
+    Gradients come and weights go over PCIe; Adam runs at the rate of the host's memory.
+    """
     if not setting.offload_optimizer:
         return 0.0
     own = model.parameters / setting.gpus  # all are cut over all GPUs, one way or another

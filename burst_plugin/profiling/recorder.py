@@ -75,7 +75,7 @@ class _StreamClock:
 
 
 class _Interval(NamedTuple):
-    """An event whose start and stop are still marks of a clock, not seconds."""
+    """An event with a start and a stop that are still marks of a clock, not seconds."""
 
     blank: Event
     fields: dict[str, Any]
@@ -98,7 +98,7 @@ class PassLog:
         self._intervals.append(_Interval(self._blank, what, self.clock, start, self.clock.now()))
 
     def timed(self, kind: str, inside: AbstractContextManager[None] | None = None) -> AbstractContextManager[None]:
-        """Return a context whose duration is noted, around `inside`."""
+        """Return a context around `inside`, of which the duration is noted."""
         return _Timed(self, kind, inside or nullcontext())
 
     def watch(self, transport: Transport) -> Transport:

@@ -122,7 +122,7 @@ class Summary:
                 f"rank {self.rank} of {self.topology.ranks} in {self.topology}: {runs} passes took "
                 f"{_ms(attention_s)} of {_ms(self.wall_s)} ms",
                 *_aligned(rows),
-                f"waited for: {peers or 'nobody'}",
+                f"waited for: {peers or 'no rank'}",
             ]
         )
 
@@ -162,7 +162,7 @@ class RingProfile:
             f"rank {slowest.rank} kept the others waiting most: {_ms(self.caused_s[slowest.rank])} ms; "
             f"it computed for {_ms(slowest.compute_s)} ms (median {_ms(middle_s)})"
         )
-        return "\n".join([*_aligned(rows), verdict if len(self.summaries) > 1 else "one rank waits for nobody"])
+        return "\n".join([*_aligned(rows), verdict if len(self.summaries) > 1 else "one rank waits for no other"])
 
 
 def _row(cost: StepCost, kinds: Iterable[tuple[str, str]]) -> list[str]:
@@ -192,7 +192,7 @@ class Timeline(Protocol):
 
     @property
     def events(self) -> list[Event]:
-        """See `Profile.events`."""
+        """All events: see `Profile.events`."""
         ...
 
 

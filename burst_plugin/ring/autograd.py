@@ -64,15 +64,15 @@ class RingAttention(torch.autograd.Function):
 
 
 def _dense(inputs: Inputs) -> Inputs:
-    """Return inputs whose q, k and v have a dense last dim, as kernels expect and as other ranks' blocks have."""
+    """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
 
 def _cut_loose(inputs: Inputs) -> Inputs:
-    """Return inputs whose q, k and v do not keep alive the rest of what they are views of until the backward pass.
+    """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
 
-    Values out of one projection for all three are such views, whose queries and keys rotary embedding replaces.
+    Values are such views where one projection makes all three and rotary embedding replaces queries and keys.
     """
     storages = [x.untyped_storage() for x in inputs[:3]]
     used_bytes: Counter[int] = Counter()

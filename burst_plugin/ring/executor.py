@@ -50,7 +50,7 @@ class Moving(Protocol):
 
 
 class _Leased:
-    """See `accumulators.Storage`: `buffer`, leased when it is asked for, if there is none yet."""
+    """A `Storage`: `buffer`, leased when it is asked for, if there is none yet."""
 
     def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
         self._packing, self._lease = packing, lease
@@ -58,7 +58,7 @@ class _Leased:
         self.length = packing.length
 
     def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """See `Storage.take`."""
+        """Return views of a buffer, leased now, with the values of the contribution `kept` if there is one."""
         self.buffer = self._lease(self._packing.nbytes)
         views = self.buffer.views(self._packing)
         for tensor, part in zip(views, kept or (), strict=False):
@@ -144,7 +144,7 @@ class RingPass:
         return self._step
 
     def visits(self) -> Iterator[Visit | None]:
-        """Yield the blocks as they come by; None at a step at which there is none to work on."""
+        """Yield the blocks as they come by; None at a step without one to work on."""
         for step in range(self._schedule.visit_steps):
             self._advance(step)
             block = self._schedule.steps[step].visit

@@ -88,15 +88,15 @@ class RankState:
         self.calls_made += 1
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """See `ContextParallel.traffic`."""
+        """Return the bytes that this rank has sent; see `ContextParallel.traffic`."""
         return _by_name(self.transport.sent_bytes + self.ulysses_transport.sent_bytes)
 
     def expected_traffic(self) -> dict[str, dict[str, int]]:
-        """See `ContextParallel.expected_traffic`."""
+        """Return what `traffic` should be; see `ContextParallel.expected_traffic`."""
         return _by_name(self.expected_bytes)
 
     def reset_traffic(self) -> None:
-        """See `ContextParallel.reset_traffic`."""
+        """Set the counts of `traffic` and `expected_traffic` to zero."""
         for counter in (self.transport.sent_bytes, self.ulysses_transport.sent_bytes, self.expected_bytes):
             counter.clear()
 
@@ -104,8 +104,8 @@ class RankState:
     def exclusive(self, device: torch.device) -> Iterator[None]:
         """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
 
-        A pass that raises leaves messages under way that a later one would take for its own: RuntimeError from then
-        on. The other ranks are told why when they miss this one.
+        A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
+        RuntimeError. The other ranks are told why when they miss this one.
         """
         self.check_usable(device)
         with self.alone():
@@ -121,7 +121,7 @@ class RankState:
     def alone(self) -> Iterator[None]:
         """Keep other threads of this process from sending messages of this ring meanwhile.
 
-        RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
+        Raises RuntimeError if one does already, which ends the ring: other ranks know nothing of it.
         """
         if not self._busy.acquire(blocking=False):
             error = RuntimeError(
@@ -137,7 +137,7 @@ class RankState:
             self._busy.release()
 
     def compare(self, at: str, signature: Mapping[str, object], problem: str = "") -> None:
-        """Compare with the other ranks where this one is, and `signature`, what has to be equal, by name; collective.
+        """Check that all ranks are at one place, with one `signature`: what has to be equal, by name; collective.
 
         Raises ValueError on every rank if any has a `problem`, is at another place, or differs.
         """
@@ -145,7 +145,7 @@ class RankState:
             if problem:
                 raise ValueError(problem)
             return
-        passes = f"{self.passes_digest:x}"  # which backward passes may come in another order
+        passes = f"{self.passes_digest:x}"  # backward passes may come in another order
         options = {"topology": self.topology, **self.strategy.compared()}
         compared = {
             "ring": self.consistency.ring_name(self.ring_id),
@@ -159,7 +159,7 @@ class RankState:
 
     @contextmanager
     def _noted(self, consistency: ConsistencyCheck) -> Iterator[None]:
-        """Note a comparison, and whom it waits for, in the profile, if there is one."""
+        """Note a comparison, and the ranks that it waits for, in the profile, if there is one."""
         if self.profile is None:
             yield
             return
@@ -172,7 +172,7 @@ class RankState:
             consistency.watched = before
 
     def compare_backward(self, call: CallId) -> None:
-        """Compare with the other ranks that all are about to run the backward pass of `call`, if they compared it.
+        """Check that all ranks are about to run the backward pass of `call`, if they compared it; collective.
 
         A rank that left one out would meet them with its next call instead.
         """
@@ -183,7 +183,7 @@ class RankState:
     def begin_pass(self, direction: Direction, call: CallId) -> None:
         """Remember that this pass of that call is the next one of this rank.
 
-        Ranks that make passes in unlike orders may send messages of the same sizes. On CPUs the labels of messages
+        Ranks that make passes in different orders may send messages of the same sizes. On CPUs the labels of messages
         show it; on GPUs, where there are none, only the digest of this order does, which ranks compare.
         """
         self.passes_digest = hash((self.passes_digest, call.number, direction == "backward"))
@@ -206,7 +206,7 @@ class RankState:
             )
 
     def close(self) -> None:
-        """End this ring: no pass comes any more. RuntimeError in the middle of one."""
+        """End this ring: no pass comes any more. Raise RuntimeError in the middle of one."""
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(
                 "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
@@ -231,7 +231,7 @@ class RankState:
 
     @contextmanager
     def profiled(self, profile: Profile) -> Iterator[Profile]:
-        """Passes are noted in `profile` until the end of the block. RuntimeError if they are already."""
+        """Note passes in `profile` until the end of the block. Raise RuntimeError if they are noted already."""
         if self.profile is not None:
             raise RuntimeError("this ring is being profiled already; leave that `with` block before entering another")
         self.profile = profile

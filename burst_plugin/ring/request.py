@@ -1,4 +1,4 @@
-"""What is asked for, a rank's tensors and the options of a call, and checks of each by itself."""
+"""What is asked for: a rank's tensors and the options of a call, with checks of each by itself."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Request(NamedTuple):
 
 
 def check_kinds(inputs: Inputs, request: Request) -> None:
-    """Raise ValueError for an argument that is of another kind altogether, of which nothing else can be asked."""
+    """Raise ValueError for an argument of a wrong type, of which nothing else can be asked."""
     for name, x in zip(Inputs._fields, inputs, strict=True):
         if x is None and name in Inputs._field_defaults:
             continue
@@ -87,7 +87,7 @@ def check_kinds(inputs: Inputs, request: Request) -> None:
 
 
 def check_mask(mask: object) -> None:
-    """Raise ValueError for what is no mask."""
+    """Raise ValueError for anything but a mask."""
     if isinstance(mask, Mask):
         return
     if isinstance(mask, type) and issubclass(mask, Mask):
@@ -102,7 +102,7 @@ def check_mask(mask: object) -> None:
 
 
 def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
-    """Return a sequence that is given whole or, if that is allowed, by its length. ValueError for anything else."""
+    """Return a sequence given whole or, if that is allowed, by its length. Raise ValueError for anything else."""
     if isinstance(tokens, Tokens):
         return tokens
     if or_length:
@@ -113,7 +113,7 @@ def as_tokens(tokens: Tokens | int, or_length: bool = False) -> Tokens:
 
 
 def token_dim(name: str, x: object, dim: object) -> int:
-    """Return which dimension of `x` is meant, from 0. ValueError for one that it does not have, or for no tensor."""
+    """Return which dimension of `x` is meant, from 0. Raise ValueError for one that it lacks, or for no tensor."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is {shown(x)}, not a tensor; pass a torch.Tensor")
     if unreadable(x) and not x.is_meta:
@@ -127,7 +127,7 @@ def token_dim(name: str, x: object, dim: object) -> int:
 
 
 def scaled(request: Request) -> Request:
-    """`request` with the scale that is given by itself in its scores. ValueError if they have one of their own."""
+    """Return `request` with its `scale` moved into its scores. Raise ValueError if these have one of their own."""
     if request.scale is None:
         return request
     if request.scores.scale is not None:
@@ -166,7 +166,7 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
 
 
 def check_local(name: str, x: Tensor) -> None:
-    """Raise ValueError for a DTensor, whose shape is not that of what a rank holds."""
+    """Raise ValueError for a DTensor: its shape is not that of what a rank holds."""
     if hasattr(x, "to_local"):
         raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
 

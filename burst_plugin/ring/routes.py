@@ -131,7 +131,7 @@ class RouteTable:
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
-        """Return the layout of these tokens; ValueError if nothing says which it is, or if it is for other ranks."""
+        """Return the layout of these tokens. Raise ValueError if nothing says which, or if it is for other ranks."""
         if tokens.holders is not None:
             ranks = len(set(tokens.holders))
             if ranks != self.cp_ranks:

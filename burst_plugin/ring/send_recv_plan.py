@@ -71,7 +71,7 @@ class SendRecvPlan:
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
-        """See `RankSchedule.rows`."""
+        """The rows that this rank receives, by block: see `RankSchedule.rows`."""
         return self.schedule.rows
 
     @cached_property

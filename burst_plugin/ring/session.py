@@ -42,7 +42,7 @@ class Session:
     Args:
         group: that of all ranks; None for a single rank.
         levels: groups that a framework has made for the levels of a topology.
-        rank, global_ranks: this rank within the group, and the global ranks of its rank_states.
+        rank, global_ranks: this rank within the group, and the global rank of each rank of the group.
         strategy: the options of the run.
     """
 
@@ -57,7 +57,7 @@ class Session:
         strategy: Strategy,
     ) -> None:
         self.strategy, self.rank, self._global_ranks = strategy, rank, list(global_ranks)
-        self.group = group if self.ranks > 1 else None  # one rank has nobody to talk to
+        self.group = group if self.ranks > 1 else None  # one rank has no others to talk to
         self._consistency = (
             None if self.group is None else ConsistencyCheck(self.group, self.rank, self._global_ranks)
         )
@@ -70,7 +70,7 @@ class Session:
         self._comparison_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
-        self._devices: set[torch.device] = set()  # whose tensors the group is known to move
+        self._devices: set[torch.device] = set()  # the group is known to move their tensors
         self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
 
     @property
@@ -96,15 +96,15 @@ class Session:
     def connect(self, by_link: Collection[bool] | None = None) -> None:
         """Create the communicators that are still missing; collective, and harmless when repeated.
 
-        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls whose
-        mask leaves most of the work.
+        `by_link`: which sets of them, one for both links (False), one for each (True); by default that of calls
+        with a mask that leaves most of the work.
         """
         self.rank_state.check_open()
         if self._consistency is None or self.group is None:
             return
         if not self.rank_state.ring_id:
             self._meet(self._consistency)
-        if self.rank_state.route_table.ring_ranks == 1:  # heads are exchanged by all ranks: nobody to go around with
+        if self.rank_state.route_table.ring_ranks == 1:  # all ranks exchange heads: none to go around with
             return
         if by_link is None:
             by_link = {self.rank_state.route_table.dense(True).by_link}
@@ -120,7 +120,7 @@ class Session:
         ring_id, hosts = said[0][0], [each[1] for each in said]
         names = [f"global rank {g} on {host}" for g, host in zip(self._global_ranks, hosts, strict=True)]
         shared = dist.distributed_c10d._get_default_store()
-        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on that of others one may wait for long
+        own = shared.clone()  # type: ignore[attr-defined]  # a connection: on a shared one this rank may wait for long
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
         board = Board(store, self.rank, names, self.rank_state.progress, self.strategy.late_after)
         consistency.board = board
@@ -129,12 +129,12 @@ class Session:
             channels = {Channel(traffic, link): self._communicators.whole for traffic in Traffic for link in Link}
             self.rank_state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         self._watch = FailureWatch(board)
-        self.rank_state.ring_id = ring_id  # the last, as `connect` takes it for a sign that ranks have met
+        self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
 
-        NCCL connects two ranks at their first message, and would wait for one that is lost by then for ever.
+        NCCL connects two ranks at their first message, and would wait for ever for one that is lost by then.
         """
         transport = DistributedTransport(self._communicators, self._global_ranks)  # counts for itself
         sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self._communicators.whole))
@@ -154,7 +154,7 @@ class Session:
         RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
         nothing is left to destroy. All ranks wait for each other first, but not while an exception is handled, as in
         `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
-        could wait. RuntimeError in the middle of a pass.
+        could wait. Raises RuntimeError in the middle of a pass.
         """
         some_gave_up = self.rank_state.is_broken or (self._watch is not None and self._watch.some_gave_up())
         self.release()
@@ -202,7 +202,7 @@ class Session:
         return number
 
     def meet(self, at: str) -> None:
-        """Compare with the other ranks that all are `at` the same place, as often as calls are compared; collective.
+        """Check that all ranks are `at` the same place, as often as calls are compared; collective.
 
         For places after which a rank that left something out would wait elsewhere, for ranks that wait here.
         """
@@ -213,7 +213,7 @@ class Session:
             self.rank_state.compare(at, {})
 
     def name_of_next_call(self, tag: object) -> str:
-        """Return the name of the next attention call; a tag, which may lie on a GPU, is read only where ranks do."""
+        """Return the name of the next attention call; a tag, maybe on a GPU, is read only where ranks compare it."""
         consistency = self._consistency
         reads = consistency is not None and (
             consistency.is_on_cpu or self.strategy.check_is_due(self._attention_count + 1, consistency.is_on_cpu)
@@ -221,7 +221,7 @@ class Session:
         return call_name(self.rank_state.training_step, tag if reads else None)
 
     def agree_on_attention(self, signature: Mapping[str, object], problem: str = "", name: str = "") -> CallId:
-        """`agree` before an attention call, if it is one of those that `Strategy.check` has ranks compare.
+        """Compare as `agree` does, before an attention call that `Strategy.check` has ranks compare.
 
         At others only this rank knows of its problem, and the other ranks may be sending already: so the ring ends.
         `name` is that of `name_of_next_call`.

@@ -12,7 +12,7 @@ afterwards outputs take the way back. Rank j of every group goes around a ring w
     group 1  rank 2   2 5   a b       2 3 4 5   a        whole group's is the sequence: one ring of one rank
              rank 3   3 4   a b       2 3 4 5   b
 
-What goes to where it is read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
+What is sent to be read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
 it is (degree - 1) / degree of q, k, v and out, once, whatever the number of ranks, but not hidden behind work.
 
 Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719) and LoongTrain's 2D attention
@@ -62,7 +62,7 @@ class _Piece(ABC):
         return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
 
     def spec(self, member: int) -> Spec:
-        """Shape and type of a message with the rows of a member."""
+        """Return shape and type of a message with the rows of a member."""
         batch, _, heads, dim = self.joint.shape
         return (batch, self.block.counts[member], heads, dim), self.joint.dtype
 
@@ -73,7 +73,7 @@ class _Piece(ABC):
 
     @abstractmethod
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return which of the two has its rows in the message."""
+        """Return the one of the two that the rows in the message belong to."""
 
     @abstractmethod
     def leave(self, receiver: int, message: Tensor) -> None:
@@ -81,11 +81,11 @@ class _Piece(ABC):
 
     @abstractmethod
     def arrive(self, sender: int, message: Tensor) -> None:
-        """Put a member's message in its place."""
+        """Put a member's message where it belongs."""
 
     @abstractmethod
     def stay(self, place: int) -> None:
-        """Put what this rank, the member at `place`, has for itself in its place."""
+        """Put what this rank, the member at `place`, has for itself where it belongs."""
 
 
 class _ToHeads(_Piece):
@@ -95,24 +95,24 @@ class _ToHeads(_Piece):
 
     @property
     def result(self) -> Tensor:
-        """See `_Piece.result`."""
+        """The rows of the whole group, of this rank's heads."""
         return self.joint
 
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """See `_Piece.whose_rows`."""
+        """Return the sender."""
         return sender
 
     def leave(self, receiver: int, message: Tensor) -> None:
-        """See `_Piece.leave`."""
+        """Fill the message with this rank's rows of the receiver's heads."""
         message.copy_(self.local_heads(receiver))
 
     def arrive(self, sender: int, message: Tensor) -> None:
-        """See `_Piece.arrive`."""
+        """Put the sender's rows among those of the group."""
         for local, joint, length in self.block.spans[sender]:
             self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
 
     def stay(self, place: int) -> None:
-        """See `_Piece.stay`."""
+        """Put this rank's own rows among those of the group."""
         self.arrive(place, self.local_heads(place))
 
 
@@ -123,20 +123,20 @@ class _ToTokens(_Piece):
 
     @property
     def result(self) -> Tensor:
-        """See `_Piece.result`."""
+        """This rank's rows, of all heads."""
         return self.local
 
     def whose_rows(self, sender: int, receiver: int) -> int:
-        """See `_Piece.whose_rows`."""
+        """Return the receiver."""
         return receiver
 
     def leave(self, receiver: int, message: Tensor) -> None:
-        """See `_Piece.leave`."""
+        """Fill the message with the receiver's rows of this rank's heads."""
         for local, joint, length in self.block.spans[receiver]:
             message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
 
     def arrive(self, sender: int, message: Tensor) -> None:
-        """See `_Piece.arrive`."""
+        """Put this rank's rows of the sender's heads in place, or add them up where members share a head."""
         mine = self.local_heads(sender)
         if self.ranks_per_head > 1:
             mine.add_(message)
@@ -144,7 +144,7 @@ class _ToTokens(_Piece):
             mine.copy_(message)
 
     def stay(self, place: int) -> None:
-        """See `_Piece.stay`."""
+        """Put this rank's rows of its own heads in place."""
         self.leave(place, self.local_heads(place))
 
 
@@ -261,7 +261,7 @@ class HeadExchange:
     def _begin(
         self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
-        """Post what goes to and comes from every other member; what stays with this rank goes over meanwhile.
+        """Post what goes to and comes from every other member; what stays with this rank is copied meanwhile.
 
         `packings` are those of messages with the rows of each member.
         """
@@ -295,7 +295,7 @@ class HeadExchange:
         packings: Sequence[Packing],
         leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:
-        """Put what arrived in its place."""
+        """Put what arrived where it belongs."""
         for member, (leaving, arrived) in zip(self.ulysses_group.others, leased, strict=True):
             if not arrived.has_label(self.label):
                 raise PeerLostError(self.ulysses_group.peers[member], "what it sent belongs to another call")

@@ -55,7 +55,7 @@ class Step(NamedTuple):
     visit: int | None
     due: tuple[Transfer, ...]
     issue: tuple[Transfer, ...]
-    drop: tuple[int, ...]  # blocks whose operands this rank no longer reads or sends from this step on
+    drop: tuple[int, ...]  # blocks: from this step on this rank neither reads nor sends their operands
     is_tail: bool = False  # whether the visit is the tail of the rank's work on its own block
 
 
@@ -238,7 +238,7 @@ class Schedule:
             return start + part * length + offset
 
         def moved(t: Transfer, part: int, behind: int) -> Transfer:
-            """Operands arrive before the work of a step; partial results leave and arrive after it (`behind` 1)."""
+            """Return the transfer of one part; partial results, `behind` 1, leave and arrive after a step's work."""
             issue, due = (new_step(step - behind, part) + behind for step in (t.issue, t.due))
             return t._replace(block=self.block(t.block, part), issue=issue, due=due)
 

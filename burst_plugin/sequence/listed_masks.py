@@ -180,7 +180,7 @@ def _true_ranges(flags: Sequence[bool], unit: int, length: int) -> Iterator[tupl
 
 
 def _check_flags(expected: str, flags: object) -> None:
-    """Raise ValueError unless `flags` is a bool tensor of two dimensions whose values can be read."""
+    """Raise ValueError unless `flags` is a bool tensor of two dimensions with values that can be read."""
     if not isinstance(flags, Tensor):
         raise ValueError(f"{expected}, got {shown(flags)}; make it one with torch.tensor(..., dtype=torch.bool)")
     if flags.dtype is not torch.bool or flags.dim() != 2:

@@ -202,7 +202,7 @@ def banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
 
 
 def _banded(tile: Tile, lower: int | None, upper: int | None) -> Iterator[Tile]:
-    """See `banded`; for all batch rows."""
+    """Yield what `banded` yields, for all batch rows."""
     q, q_stop, k, k_stop = tile[:4]
     if lower is not None and upper is not None and lower > upper:  # strides step over a narrow band
         return

@@ -62,6 +62,8 @@ def test_time_follows_the_formulas() -> None:
     chunked = step_seconds(model, replace(setting, mlp_chunk=512, loss_chunk=512), cluster)
     assert chunked["linear layers"] == pytest.approx(2 * 4 * (5 * mlp + 4 * projections) / 8 / 1e9)
     assert chunked["head and loss"] == pytest.approx(spent["head and loss"] * 4 / 3)
+    mlp_again = step_seconds(model, replace(setting, recompute="mlp"), cluster)
+    assert mlp_again["tensor parallelism"] == pytest.approx(spent["tensor parallelism"] * 12 / 14)
     assert bound_by(spent).startswith("attention, ")
     assert tokens_per_second(setting, 2.0) == 2 * 4096 / 2.0 / 8
 

@@ -165,9 +165,9 @@ def test_one_rank_alone() -> None:
     assert str(profile) == "rank 0 of 1: no attention was called"
     with cp.profile() as profile:
         _train_step(cp, Problem.draw(16, (2, 2)))
-    assert "waited for: nobody" in str(profile)
+    assert "waited for: no rank" in str(profile)
     assert "1 forward and 1 backward passes" in str(profile)
-    assert "one rank waits for nobody" in str(profile.gather())
+    assert "one rank waits for no other" in str(profile.gather())
 
 
 def test_profiles_end_and_do_not_overlap() -> None:
