@@ -34,6 +34,7 @@ def main(device: torch.device) -> None:
     if dist.get_rank() == 0:
         print("relative errors of out, dq, dk, dv:", *(f"{error:.1e}" for error in errors))
         print(cp.describe(), cp.traffic(), sep="\n")
+    cp.close()
 
 
 gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])

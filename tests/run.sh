@@ -6,7 +6,6 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 PY=$(bash examples/environment.sh test) || exit 1
-export OMP_NUM_THREADS=1
 
 failed=""
 check() {
@@ -22,12 +21,19 @@ check "mypy" mypy
 [ -z "$failed" ] || echo "== failed so far: $failed"
 
 # The tensors are small: threads would wait for each other rather than work.
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" "$PY" -m pytest "$@"
-status=$?
-
-# GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.
-if [ $# -eq 0 ] && "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    "$PY" -m pytest -m gpu || status=1
+export OMP_NUM_THREADS=1
+status=0
+if [ $# -gt 0 ]; then
+    "$PY" -m pytest "$@"
+    status=$?
+else
+    # Most tests start ranks, which are processes of their own, so two at a time are enough.
+    "$PY" -m pytest -n 2 --dist worksteal -m "not alone" || status=1
+    "$PY" -m pytest -m alone || status=1
+    # GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.
+    if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        "$PY" -m pytest -m gpu || status=1
+    fi
 fi
 
 if [ -n "$failed" ]; then

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 _PROBE = """
 import os, sys
 import torch
@@ -29,6 +31,7 @@ def test_import_loads_no_framework_and_reads_no_environment() -> None:
     assert done.stdout.strip() == "[] []"
 
 
+@pytest.mark.alone
 def test_import_takes_less_than_a_twenty_fifth_of_torchs_own() -> None:
     """With compiled bytecode at hand, as after the first import. That is 40 ms where torch takes a second.
 

@@ -21,6 +21,7 @@ from burst_plugin.planning.planner import Links
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
 
+pytestmark = pytest.mark.alone
 SLEPT = Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
 BASE = {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 100.0, "nic": "rank", "latency_ms": 0.0, "contender": "burst"}

@@ -108,6 +108,7 @@ def test_what_a_visit_takes_is_told_from_calls_with_more_of_them() -> None:
     assert found["call_s"] == pytest.approx(600e-6)
 
 
+@pytest.mark.alone
 def test_overhead_is_small_and_does_not_grow() -> None:
     """Ten times the goal, of the fastest step: what a busy machine does not reach, and a sleep in the ring does."""
     rows = rows_of_overhead()

@@ -18,6 +18,7 @@ from burst_plugin import ContextParallel, RingError, burst_attention
 from burst_plugin.comm import failure_watch as watch
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 
+pytestmark = pytest.mark.alone
 STEPS, LAYERS, AT_FAULT = 4, 3, 3
 FAULTS = ("step", "call", "doubled call", "backward")
 

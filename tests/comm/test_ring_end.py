@@ -29,6 +29,7 @@ from burst_plugin.ring import autograd, session
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 
+pytestmark = pytest.mark.alone
 X = torch.randn(1, 16, 4, 8, generator=torch.Generator().manual_seed(0))
 
 

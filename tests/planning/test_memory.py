@@ -131,7 +131,7 @@ def test_every_length_takes_what_the_plan_says(recompute: str, loss_chunk: int, 
 def test_in_chunks_a_token_takes_no_more_where_vocabulary_or_width_are_larger() -> None:
     def per_token(shape: ModelShape) -> float:
         """The bytes that a longer sequence takes more, by token."""
-        setting = Setting(tokens=8192, code=measured_code(), loss_chunk=512, mlp_chunk=512)
+        setting = Setting(tokens=6144, code=measured_code(), loss_chunk=512, mlp_chunk=512)
         longer = replace(setting, tokens=2 * setting.tokens)
         peaks = [activation_bytes(shape, each, prepare=in_chunks).peak for each in (setting, longer)]
         return (peaks[1] - peaks[0]) / setting.tokens

@@ -17,6 +17,7 @@ from tests.support.ranks import as_on_gpus
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.alone,
     pytest.mark.skipif(
         EmulatedCluster.unavailable() is not None, reason=f"no namespaces: {EmulatedCluster.unavailable()}"
     ),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import delay_bridge
 
+pytestmark = pytest.mark.alone
 LATENCY_S = 0.03
 HEADER = bytes(10)
 EVERYBODY = b"\xff" * 6

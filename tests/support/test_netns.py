@@ -21,6 +21,7 @@ from tests.support.ranks import RankError, run_ranks
 
 pytestmark = [
     pytest.mark.netns,
+    pytest.mark.alone,
     pytest.mark.skipif(
         EmulatedCluster.unavailable() is not None, reason=f"no namespaces: {EmulatedCluster.unavailable()}"
     ),

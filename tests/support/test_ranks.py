@@ -21,6 +21,8 @@ import torch.distributed as dist
 from tests.support.processes import LINGER_S
 from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
