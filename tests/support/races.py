@@ -1,0 +1,406 @@
+"""Races on GPUs that are not there: every access to memory has to be ordered after the accesses that it depends on.
+
+    with recorded_gpus() as gpus, gpus.rank(0):
+        x = torch.empty(4, device=GPU)                          # on the compute stream of rank 0
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            x.fill_(1)
+        x.add_(1)                                               # raises Race: nothing waits for the other stream
+
+Each rank of a ring has a GPU of its own, with a compute stream and those that are made for it. Tensors are fake ones
+(`fake_gpu`). A stream has a vector clock: how far into every stream it is known to be; events carry clocks, and
+waiting for one merges them. So an order that holds by chance on some machine does not count, only one that events
+make. Memory is looked at as a whole: two accesses to unlike parts of one allocation are taken for the same.
+(The method is that of PyTorch's CUDA sanitizer, `torch.cuda._sanitizer`, which needs a GPU and sees no frees.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import burst_plugin
+from burst_plugin.comm import torch_distributed
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from burst_plugin.comm.transport import Channel
+from burst_plugin.ring import autograd
+from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.plan import Plan
+from tests.support.fake_gpu import Launches, fake_gpu
+
+__all__ = ["Gpus", "NcclNetwork", "Race", "Stream", "recorded_gpus"]
+
+T = TypeVar("T")
+_PACKAGE = str(Path(burst_plugin.__file__).parent)
+_SUPPORT = str(Path(__file__).parent)
+_TESTS = str(Path(__file__).parent.parent)
+_FUSED = {"merge_": 2, "add_": 1, "row_delta": 0, "row_factor": 0}  # how many arguments are written to
+
+
+class Race(AssertionError):
+    """Two accesses to the same memory, at least one of which writes or frees, and nothing that orders them."""
+
+
+class Stream:
+    """A stream: `clock` says how many accesses of every stream are before the next one of this."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: Counter[Stream] = Counter()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.clock = self.clock.copy()
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.clock |= event.clock
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.clock |= stream.clock
+
+
+class Event:
+    """Waiting for an event that was not recorded waits for nothing, as in CUDA."""
+
+    def __init__(self, **_: object) -> None:
+        self.clock: Counter[Stream] = Counter()
+
+    def record(self, stream: Stream) -> None:
+        stream.record_event(self)
+
+
+class _Access(NamedTuple):
+    stream: Stream
+    tick: int
+    what: str
+    place: str
+    moment: str
+
+    def is_before(self, clock: Mapping[Stream, int]) -> bool:
+        return self.tick <= clock[self.stream]
+
+    def __str__(self) -> str:
+        return f"{self.what} at {self.place} {self.moment}, on {self.stream.name}"
+
+
+@dataclass
+class _Memory:
+    """An allocation: where it was made, and the accesses that the next one may have to follow."""
+
+    storage: StorageWeakRef
+    home: Stream
+    made: str
+    nbytes: int
+    write: _Access | None = None
+    reads: dict[Stream, _Access] = field(default_factory=dict)  # since that write, the last one of each stream
+
+    def before_reading(self) -> list[_Access]:
+        return [] if self.write is None else [self.write]
+
+    def before_writing(self) -> list[_Access]:
+        return [*self.before_reading(), *self.reads.values()]
+
+
+class Gpus:
+    """The GPUs of all ranks of this process, and what happened on them.
+
+    accesses: how many reads and writes were checked, by the name of the stream. frees: how many allocations that
+    several streams had used were checked when they were given back. thread: names the thread whose compute streams are current.
+    """
+
+    def __init__(self) -> None:
+        self.accesses: Counter[str] = Counter()
+        self.frees = 0
+        self.thread = ""
+        self.memos: dict[int, Memo] = {}  # of ranks that compute a call again
+        self._streams: dict[tuple[int | None, str], Stream] = {}
+        self._rank: int | None = None
+        self._inside: list[Stream] = []
+        self._made = 0
+        self._moment: Callable[[], str] = str
+        self._memory: dict[int, _Memory] = {}
+        self._lent: dict[int, _Memory] = {}  # what streams have used that it was not made on
+
+    def current_stream(self, *_: object) -> Stream:
+        """Return what `torch.cuda.current_stream` returns: the compute stream of this rank and thread, or another."""
+        if self._inside:
+            return self._inside[-1]
+        whose = "the caller" if self._rank is None else f"rank {self._rank}"
+        name = f"the compute stream of {whose}{self.thread and f' in {self.thread}'}"
+        return self._streams.setdefault((self._rank, self.thread), Stream(name))
+
+    def new_stream(self, *_: object, **__: object) -> Stream:
+        """Return what `torch.cuda.Stream` returns."""
+        self._made += 1
+        return Stream(f"side stream {self._made}, made at {_place()}")
+
+    @contextmanager
+    def rank(self, rank: int) -> Iterator[None]:
+        """Be on the GPU of that rank."""
+        before, self._rank = self._rank, rank
+        try:
+            yield
+        finally:
+            self._rank = before
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Do what `torch.cuda.stream` does."""
+        self._inside.append(stream)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+
+    def launch(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Check the accesses of a kernel, or of a copy, on the current stream. Raise Race."""
+        self.check_frees()
+        stream = self.current_stream()
+        tick = stream.clock[stream] = stream.clock[stream] + 1
+        here = _Access(stream, tick, what, _place(), self._moment())
+        for x in reads:
+            memory = self._of(x)
+            self._check(memory, memory.before_reading(), here, f"read by {here}", stream)
+            memory.reads[stream] = here
+            self._note_use(x, memory, stream)
+        for x in writes:
+            memory = self._of(x)
+            self._check(memory, memory.before_writing(), here, f"written by {here}", stream)
+            memory.write, memory.reads = here, {}
+            self._note_use(x, memory, stream)
+        self.accesses[stream.name] += len(reads) + len(writes)
+
+    def check_frees(self) -> None:
+        """Check memory that is gone: the next allocation of the stream that it was made on may have it. Raise Race."""
+        for key in [key for key, memory in self._lent.items() if memory.storage.expired()]:
+            memory = self._lent.pop(key)
+            self.frees += 1
+            self._check(memory, memory.before_writing(), None, "given back to it", memory.home)
+
+    def _check(
+        self, memory: _Memory, before: Sequence[_Access], here: _Access | None, what: str, stream: Stream
+    ) -> None:
+        for access in before:
+            if access is not here and not access.is_before(stream.clock):
+                did = "written" if access is memory.write else "read"
+                raise Race(
+                    f"{memory.nbytes} bytes, made at {memory.made} for {memory.home.name}, were {did} by {access}; "
+                    f"they are {what}, and nothing orders this after that"
+                )
+
+    def _note_use(self, x: Tensor, memory: _Memory, stream: Stream) -> None:
+        if stream is not memory.home:
+            self._lent[x.untyped_storage()._cdata] = memory
+
+    def _of(self, x: Tensor) -> _Memory:
+        storage = x.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:  # a weak reference keeps another storage from having the same number
+            home = self.current_stream()
+            memory = _Memory(StorageWeakRef(storage), home, _place(), storage.nbytes())
+            self._memory[storage._cdata] = memory
+        return memory
+
+    def allocate(self, x: Tensor) -> None:
+        """Note memory that is new, and belongs to the current stream."""
+        self.check_frees()
+        self._of(x)
+
+    def follow(self, program: Callable[..., Generator[None, None, T]]) -> Callable[..., Generator[None, None, T]]:
+        """Return a rank's program, of which every step runs on the GPU of that rank."""
+
+        def followed(plan: Plan, which: object, *rest: Any) -> Generator[None, None, T]:
+            state = plan.rank_state
+            if state.rank in self.memos and len(rest) == 2:  # inputs and memo of a forward pass
+                rest = rest[0], self.memos[state.rank]
+            steps = program(plan, which, *rest)
+            while True:
+                self._moment = state.progress.__str__
+                try:
+                    with self.rank(state.rank):
+                        next(steps)
+                except StopIteration as stop:
+                    return stop.value  # type: ignore[no-any-return]
+                finally:
+                    self._moment = str
+                yield
+
+        return followed
+
+
+def _place() -> str:
+    """Return the innermost line of the package, or of what calls this file, that is at work."""
+    frame, outside = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_PACKAGE):
+            return f"{name[len(_PACKAGE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        if outside is None and name.startswith(_TESTS) and not name.startswith(_SUPPORT):
+            outside = f"{name[len(_TESTS) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return outside or "?"
+
+
+class _Kernels(TorchDispatchMode):
+    """Launches what PyTorch's operators read and write, by their schemas."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        super().__init__()
+        self._gpus = gpus
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        out = func(*args, **kwargs)
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for argument in func._schema.arguments:
+            tensors = _on_gpus(given.get(argument.name))
+            if argument.alias_info is None:
+                reads += [] if name.startswith("new_") or name.endswith("_like") else tensors
+            elif argument.alias_info.is_write:
+                writes += tensors
+        returned = zip(func._schema.returns, out if isinstance(out, tuple) else (out,), strict=False)
+        new = [x for result, value in returned if result.alias_info is None for x in _on_gpus(value)]
+        if func.namespace != "aten":
+            return out  # such as `prim::device`
+        if "empty" in name:
+            for x in new:
+                self._gpus.allocate(x)
+        elif reads or writes or new:
+            self._gpus.launch(name, reads, writes + new)
+        return out
+
+
+class _Copies(TorchFunctionMode):
+    """Launches copies, which fake tensors do not show to operators."""
+
+    def __init__(self, gpus: Gpus) -> None:
+        super().__init__()
+        self._gpus = gpus
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (Tensor.copy_, Tensor.__setitem__):
+            return func(*args, **(kwargs or {}))
+        target, source = args[0], args[-1] if func is Tensor.__setitem__ else args[1]
+        if not isinstance(source, Tensor) or _on_gpus((target, source)):
+            self._gpus.launch("copy_", [source] if isinstance(source, Tensor) else [], [target])
+        asynchronous = (kwargs or {}).get("non_blocking") and target.device != source.device
+        return target if asynchronous else func(*args, **(kwargs or {}))
+
+
+def _on_gpus(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.device.type == "cuda"]
+
+
+class _Op(NamedTuple):
+    """In the place of `dist.P2POp`."""
+
+    op: Callable[..., Any]
+    tensor: Tensor
+    peer: int
+    group: Stream
+
+
+class _Work(NamedTuple):
+    """In the place of `dist.Work`, of a batch."""
+
+    gpus: Gpus
+    end: Event
+
+    def wait(self, *_: object) -> None:
+        self.gpus.current_stream().wait_event(self.end)
+
+
+class NcclNetwork:
+    """Ranks with the transport of process groups, over what NCCL does to memory, for `VirtualRing(network=...)`.
+
+    A communicator has a stream on each rank. A batch on it waits for the current stream, reads what is sent, writes
+    what is received, and the current stream waits for it when it is told to. What the other end has done by then is
+    not taken to order anything here.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def transports(self) -> list[DistributedTransport]:
+        """Return the transport of every rank."""
+        everyone = range(self._ranks)
+        return [DistributedTransport(_Communicators(rank), everyone) for rank in everyone]  # type: ignore[arg-type]
+
+
+class _Communicators(dict[Channel, Stream]):
+    """The streams of one rank's communicators, which are those of `process_groups.Communicators`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._streams: dict[str, Stream] = {}
+
+    def __missing__(self, channel: Channel) -> Stream:
+        link = f" over {channel.link.value}" if channel.by_link else ""
+        name = f"rank {self._rank}'s NCCL stream of {channel.traffic.value}{link}"
+        return self._streams.setdefault(name, Stream(name))
+
+
+def _batch(gpus: Gpus, ops: Sequence[_Op]) -> list[_Work]:
+    """Do what `dist.batch_isend_irecv` does."""
+    stream = ops[0].group
+    stream.wait_stream(gpus.current_stream())
+    with gpus.on(stream):
+        sent = [each.tensor for each in ops if each.op is dist.isend]
+        gpus.launch("send and receive", sent, [each.tensor for each in ops if each.op is dist.irecv])
+    return [_Work(gpus, stream.record_event())]
+
+
+def _fused(gpus: Gpus, name: str, written: int) -> Callable[..., Any]:
+    """Return a method of `Launches` that launches what its kernel reads and writes."""
+    original = getattr(Launches, name)
+
+    def launched(self: Launches, *args: Any) -> Any:
+        found = original(self, *args)
+        gpus.launch(name, _on_gpus(args), [*args[:written], *_on_gpus(found)])
+        return found
+
+    return launched
+
+
+@contextmanager
+def recorded_gpus() -> Iterator[Gpus]:
+    """Until the end of the block tensors may be on `GPU`, without autograd; what is done to them is checked."""
+    gpus = Gpus()
+    answers: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "Stream", gpus.new_stream),
+        (torch.cuda, "Event", Event),
+        (torch.cuda, "current_stream", gpus.current_stream),
+        (torch.cuda, "stream", gpus.on),
+        (torch.cuda, "_sleep", lambda cycles: gpus.launch("_sleep", [], [])),
+        (dist, "P2POp", _Op),
+        (dist, "batch_isend_irecv", partial(_batch, gpus)),
+        (torch_distributed, "launches_batches", lambda group: True),
+        (autograd, "forward_program", gpus.follow(autograd.forward_program)),
+        (autograd, "backward_program", gpus.follow(autograd.backward_program)),
+        *((Launches, name, _fused(gpus, name, written)) for name, written in _FUSED.items()),
+    ]
+    modes: list[AbstractContextManager[Any]] = [_Kernels(gpus), _Copies(gpus)]
+    with ExitStack() as stack:
+        stack.enter_context(fake_gpu())
+        for where, name, answer in answers:
+            stack.enter_context(mock.patch.object(where, name, answer))
+        for mode in modes:
+            stack.enter_context(mode)
+        yield gpus
