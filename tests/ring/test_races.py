@@ -37,7 +37,8 @@ from burst_plugin.topology import Traffic
 from tests.support.fake_gpu import GPU
 from tests.support.late_copies import LateNetwork
 from tests.support.pretended_gpu import kept_rows
-from tests.support.races import Gpus, NcclNetwork, Race, recorded_gpus
+from tests.support.races import Gpus, Race
+from tests.support.recorded_gpu import NcclNetwork, PlainKernel, recorded_gpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
@@ -71,7 +72,7 @@ class _Layers:
 
     def __init__(self, gpus: Gpus, network: str, topology: Topology, mask: Mask, keeps: float | None, **options: Any):
         self.gpus, self.keeps, self.ranks = gpus, keeps, range(topology.ranks)
-        strategy = Strategy(kernel="torch_flash", **options)
+        strategy = Strategy(**{"kernel": PlainKernel(gpus), **options})
         self.ring = VirtualRing(topology, strategy, network=NETWORKS[network](topology.ranks))
         self.request = Request(mask, Scores(), (Tokens(SEQ), Tokens(SEQ)), lse=True)
         self.hosts = self.on_each(lambda rank: HostMemory(GPU))

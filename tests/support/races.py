@@ -1,16 +1,12 @@
-"""Races on GPUs that are not there: every access to memory has to be ordered after the accesses that it depends on.
+"""Races on GPUs that are not there: every access to memory has to be ordered after those that it depends on.
 
-    with recorded_gpus() as gpus, gpus.rank(0):
-        x = torch.empty(4, device=GPU)                          # on the compute stream of rank 0
-        with torch.cuda.stream(torch.cuda.Stream(GPU)):
-            x.fill_(1)
-        x.add_(1)                                               # raises Race: nothing waits for the other stream
+Each rank of a ring has a GPU of its own, with a compute stream and those that are made for it. A stream has a vector
+clock: how far into every stream it is known to be. Events carry clocks, and waiting for one merges them. So an order
+that holds by chance on some machine does not count, only one that events make. Memory is looked at as a whole: two
+accesses to different parts of one allocation are taken for accesses to the same.
 
-Each rank of a ring has a GPU of its own, with a compute stream and those that are made for it. Tensors are fake ones
-(`fake_gpu`). A stream has a vector clock: how far into every stream it is known to be; events carry clocks, and
-waiting for one merges them. So an order that holds by chance on some machine does not count, only one that events
-make. Memory is looked at as a whole: two accesses to unlike parts of one allocation are taken for the same.
-(The method is that of PyTorch's CUDA sanitizer, `torch.cuda._sanitizer`, which needs a GPU and sees no frees.)
+`recorded_gpu` tells of what happens. The method is that of PyTorch's CUDA sanitizer, `torch.cuda._sanitizer`, which
+needs a GPU, and does not check when memory is given back.
 """
 
 from __future__ import annotations
@@ -18,37 +14,24 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from unittest import mock
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import burst_plugin
-from burst_plugin.comm import torch_distributed
-from burst_plugin.comm.torch_distributed import DistributedTransport
-from burst_plugin.comm.transport import Channel
-from burst_plugin.ring import autograd
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from tests.support.fake_gpu import Launches, fake_gpu
 
-__all__ = ["Gpus", "NcclNetwork", "Race", "Stream", "recorded_gpus"]
+__all__ = ["Event", "Gpus", "Race", "Stream"]
 
 T = TypeVar("T")
 _PACKAGE = str(Path(burst_plugin.__file__).parent)
 _SUPPORT = str(Path(__file__).parent)
 _TESTS = str(Path(__file__).parent.parent)
-_FUSED = {"merge_": 2, "add_": 1, "row_delta": 0, "row_factor": 0}  # how many arguments are written to
 
 
 class Race(AssertionError):
@@ -119,15 +102,17 @@ class _Memory:
 class Gpus:
     """The GPUs of all ranks of this process, and what happened on them.
 
-    accesses: how many reads and writes were checked, by the name of the stream. frees: how many allocations that
-    several streams had used were checked when they were given back. thread: names the thread whose compute streams are current.
+    accesses: how many reads and writes were checked, by the name of the stream.
+    frees: how many allocations were checked when they were given back, of those that several streams had used.
+    thread: of the host; each has compute streams of its own. "" is the one that trains.
+    memos: what a forward pass is given of earlier runs, by rank.
     """
 
     def __init__(self) -> None:
         self.accesses: Counter[str] = Counter()
         self.frees = 0
         self.thread = ""
-        self.memos: dict[int, Memo] = {}  # of ranks that compute a call again
+        self.memos: dict[int, Memo] = {}
         self._streams: dict[tuple[int | None, str], Stream] = {}
         self._rank: int | None = None
         self._inside: list[Stream] = []
@@ -254,153 +239,3 @@ def _place() -> str:
             outside = f"{name[len(_TESTS) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return outside or "?"
-
-
-class _Kernels(TorchDispatchMode):
-    """Launches what PyTorch's operators read and write, by their schemas."""
-
-    def __init__(self, gpus: Gpus) -> None:
-        super().__init__()
-        self._gpus = gpus
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        out = func(*args, **kwargs)
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        for argument in func._schema.arguments:
-            tensors = _on_gpus(given.get(argument.name))
-            if argument.alias_info is None:
-                reads += [] if name.startswith("new_") or name.endswith("_like") else tensors
-            elif argument.alias_info.is_write:
-                writes += tensors
-        returned = zip(func._schema.returns, out if isinstance(out, tuple) else (out,), strict=False)
-        new = [x for result, value in returned if result.alias_info is None for x in _on_gpus(value)]
-        if func.namespace != "aten":
-            return out  # such as `prim::device`
-        if "empty" in name:
-            for x in new:
-                self._gpus.allocate(x)
-        elif reads or writes or new:
-            self._gpus.launch(name, reads, writes + new)
-        return out
-
-
-class _Copies(TorchFunctionMode):
-    """Launches copies, which fake tensors do not show to operators."""
-
-    def __init__(self, gpus: Gpus) -> None:
-        super().__init__()
-        self._gpus = gpus
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in (Tensor.copy_, Tensor.__setitem__):
-            return func(*args, **(kwargs or {}))
-        target, source = args[0], args[-1] if func is Tensor.__setitem__ else args[1]
-        if not isinstance(source, Tensor) or _on_gpus((target, source)):
-            self._gpus.launch("copy_", [source] if isinstance(source, Tensor) else [], [target])
-        asynchronous = (kwargs or {}).get("non_blocking") and target.device != source.device
-        return target if asynchronous else func(*args, **(kwargs or {}))
-
-
-def _on_gpus(values: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.device.type == "cuda"]
-
-
-class _Op(NamedTuple):
-    """In the place of `dist.P2POp`."""
-
-    op: Callable[..., Any]
-    tensor: Tensor
-    peer: int
-    group: Stream
-
-
-class _Work(NamedTuple):
-    """In the place of `dist.Work`, of a batch."""
-
-    gpus: Gpus
-    end: Event
-
-    def wait(self, *_: object) -> None:
-        self.gpus.current_stream().wait_event(self.end)
-
-
-class NcclNetwork:
-    """Ranks with the transport of process groups, over what NCCL does to memory, for `VirtualRing(network=...)`.
-
-    A communicator has a stream on each rank. A batch on it waits for the current stream, reads what is sent, writes
-    what is received, and the current stream waits for it when it is told to. What the other end has done by then is
-    not taken to order anything here.
-    """
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def transports(self) -> list[DistributedTransport]:
-        """Return the transport of every rank."""
-        everyone = range(self._ranks)
-        return [DistributedTransport(_Communicators(rank), everyone) for rank in everyone]  # type: ignore[arg-type]
-
-
-class _Communicators(dict[Channel, Stream]):
-    """The streams of one rank's communicators, which are those of `process_groups.Communicators`."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._streams: dict[str, Stream] = {}
-
-    def __missing__(self, channel: Channel) -> Stream:
-        link = f" over {channel.link.value}" if channel.by_link else ""
-        name = f"rank {self._rank}'s NCCL stream of {channel.traffic.value}{link}"
-        return self._streams.setdefault(name, Stream(name))
-
-
-def _batch(gpus: Gpus, ops: Sequence[_Op]) -> list[_Work]:
-    """Do what `dist.batch_isend_irecv` does."""
-    stream = ops[0].group
-    stream.wait_stream(gpus.current_stream())
-    with gpus.on(stream):
-        sent = [each.tensor for each in ops if each.op is dist.isend]
-        gpus.launch("send and receive", sent, [each.tensor for each in ops if each.op is dist.irecv])
-    return [_Work(gpus, stream.record_event())]
-
-
-def _fused(gpus: Gpus, name: str, written: int) -> Callable[..., Any]:
-    """Return a method of `Launches` that launches what its kernel reads and writes."""
-    original = getattr(Launches, name)
-
-    def launched(self: Launches, *args: Any) -> Any:
-        found = original(self, *args)
-        gpus.launch(name, _on_gpus(args), [*args[:written], *_on_gpus(found)])
-        return found
-
-    return launched
-
-
-@contextmanager
-def recorded_gpus() -> Iterator[Gpus]:
-    """Until the end of the block tensors may be on `GPU`, without autograd; what is done to them is checked."""
-    gpus = Gpus()
-    answers: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "Stream", gpus.new_stream),
-        (torch.cuda, "Event", Event),
-        (torch.cuda, "current_stream", gpus.current_stream),
-        (torch.cuda, "stream", gpus.on),
-        (torch.cuda, "_sleep", lambda cycles: gpus.launch("_sleep", [], [])),
-        (dist, "P2POp", _Op),
-        (dist, "batch_isend_irecv", partial(_batch, gpus)),
-        (torch_distributed, "launches_batches", lambda group: True),
-        (autograd, "forward_program", gpus.follow(autograd.forward_program)),
-        (autograd, "backward_program", gpus.follow(autograd.backward_program)),
-        *((Launches, name, _fused(gpus, name, written)) for name, written in _FUSED.items()),
-    ]
-    modes: list[AbstractContextManager[Any]] = [_Kernels(gpus), _Copies(gpus)]
-    with ExitStack() as stack:
-        stack.enter_context(fake_gpu())
-        for where, name, answer in answers:
-            stack.enter_context(mock.patch.object(where, name, answer))
-        for mode in modes:
-            stack.enter_context(mode)
-        yield gpus
