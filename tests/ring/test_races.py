@@ -1,187 +1,224 @@
-"""No two accesses to the same memory of a GPU are left unordered, in both passes: see `tests.support.races`.
+"""No two accesses to the same memory of a GPU are left without an order, in both passes: see `tests.support.races`.
 
-Two layers on every rank, so that the second finds the buffers of the first, over the transport of process groups on
-what NCCL does, and over copies on streams of the ranks. The faults are planted in the package's own functions.
+Over the transport of process groups, on what NCCL does to memory, and over copies on streams of the ranks. Faults are
+planted in the package's own functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from burst_plugin import Causal, Documents, Mask, Scores, SlidingWindow, Strategy, Tokens, Topology, VirtualRing
+from burst_plugin import Causal, Documents, SlidingWindow, Topology
 from burst_plugin.activations import pages
-from burst_plugin.activations.host_memory import HostMemory, Parked
-from burst_plugin.comm import copies, in_process, torch_distributed
+from burst_plugin.activations.host_memory import HostMemory
+from burst_plugin.comm import in_process, torch_distributed
 from burst_plugin.comm.buffers import Buffer, BufferPool
-from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.in_process import Parcel
-from burst_plugin.ring import memo as memos
-from burst_plugin.ring.autograd import RingAttention, by_rank
-from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring import memo
 from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.memo import Memo
-from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.send_recv_plan import Post
-from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.sequence.listed_masks import QueriesBefore
 from burst_plugin.topology import Traffic
-from tests.support.fake_gpu import GPU
-from tests.support.late_copies import LateNetwork
+from burst_plugin.types import SIDES
 from tests.support.pretended_gpu import kept_rows
-from tests.support.races import Gpus, Race
-from tests.support.recorded_gpu import NcclNetwork, PlainKernel, recorded_gpus
+from tests.support.races import RaceError
+from tests.support.recorded_layers import SEQ, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 
-SEQ, LAYERS = 240, 2
-NETWORKS: dict[str, Callable[[int], Any]] = {
-    "nccl": NcclNetwork,
-    "copies": lambda ranks: CopyNetwork(ranks, GPU),
-    "late copies": lambda ranks: LateNetwork(ranks, GPU),
-}
+BOTH = NCCL, COPIES = "nccl", "copies"
+LATE = "late copies"
+DOCUMENTS = Causal() & Documents((0, 100, 104, SEQ))
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((network, {"schedule": name, "backward": side}) for network in BOTH for name in SCHEDULES for side in SIDES),
+    (LATE, {"topology": Topology(1, 4), "backward": "kv"}),
+    (LATE, {"schedule": "two_level_ring", "backward": "q"}),
+    *((NCCL, {"parts": 2, "backward": side}) for side in SIDES),
+    *((NCCL, {"ulysses_degree": 2, "backward": side}) for side in SIDES),
+    *((NCCL, {"keeps": 0.0, "backward": side}) for side in SIDES),
+    (NCCL, {"topology": Topology(1, 4), "backward": "q"}),
+    (NCCL, {"topology": Topology(1, 4), "backward": "kv", "parts": 2, "ulysses_degree": 2}),
+    (NCCL, {"topology": Topology(3, 2), "backward": "q"}),
+    (NCCL, {"forward": "q", "backward": "q"}),
+    (NCCL, {"mask": SlidingWindow(40), "backward": "kv"}),
+    (NCCL, {"mask": DOCUMENTS, "schedule": "direct", "backward": "q"}),
+    (NCCL, {"keeps": 1.0, "backward": "kv"}),
+    (NCCL, {"keeps": 0.5, "backward": "q", "ulysses_degree": 2}),
+    (NCCL, {"kernel": "torch_flash", "backward": "q"}),
+    (COPIES, {"parts": 2, "backward": "q"}),
+    (COPIES, {"ulysses_degree": 2, "backward": "kv"}),
+    (COPIES, {"mask": DOCUMENTS, "schedule": "direct", "backward": "kv"}),
+    (COPIES, {"keeps": 0.5, "backward": "kv"}),
+]
 
 
-class _Node:
-    """An autograd function's context, without autograd."""
-
-    def __init__(self, ranks: int) -> None:
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-        self.needs_input_grad = (*[False] * 3, *[True, True, True, False, False] * ranks)
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        pass
+@pytest.fixture(autouse=True)
+def _small_pages_and_kept_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "PAGE_BYTES", 1 << 12)  # several of each tensor
+    monkeypatch.setattr(memo, "_rows_from", kept_rows)
 
 
-class _Layers:
-    """Layers of attention on all ranks, and what training does around them.
-
-    keeps: computes every layer again in the backward pass, of which checkpoints keep this share; None for not at all.
-    """
-
-    def __init__(self, gpus: Gpus, network: str, topology: Topology, mask: Mask, keeps: float | None, **options: Any):
-        self.gpus, self.keeps, self.ranks = gpus, keeps, range(topology.ranks)
-        strategy = Strategy(**{"kernel": PlainKernel(gpus), **options})
-        self.ring = VirtualRing(topology, strategy, network=NETWORKS[network](topology.ranks))
-        self.request = Request(mask, Scores(), (Tokens(SEQ), Tokens(SEQ)), lse=True)
-        self.hosts = self.on_each(lambda rank: HostMemory(GPU))
-        self.calls = 0
-
-    def on_each(self, function: Callable[[int], Any]) -> list[Any]:
-        """Call a function for every rank, on its GPU."""
-        found = []
-        for rank in self.ranks:
-            with self.gpus.rank(rank):
-                found.append(function(rank))
-        return found
-
-    def forward(self) -> list[tuple[_Node, list[Any], dict[int, Memo]]]:
-        """Return what is saved of every layer: a node, its inputs if they are needed again, and what is kept."""
-        rows, saved = SEQ // len(self.ranks), []
-        x = self.on_each(lambda _: Inputs(_full(rows, 8), _full(rows, 4), _full(rows, 4)))
-        for _ in range(LAYERS):
-            kept: dict[int, Memo] = {}
-            if self.keeps is not None:
-                kept = {rank: Memo(self.keeps, self.hosts[rank]) for rank in self.ranks}
-            node, outs = self._attend(x, kept)
-            parked = self.on_each(lambda rank: [self.hosts[rank].park(y) for y in x[rank][:3]]) if kept else []
-            saved.append((node, parked, kept))
-            x = self.on_each(lambda rank: Inputs(outs[rank] * 2, *(y * 2 for y in x[rank][1:3])))
-        return saved
-
-    def backward(self, saved: list[tuple[_Node, list[Any], dict[int, Memo]]]) -> None:
-        """Run every layer's backward pass, the last one first."""
-        douts = self.on_each(lambda _: _full(SEQ // len(self.ranks), 8))
-        while saved:
-            node, parked, kept = saved.pop()
-            if parked:
-                x = self.on_each(lambda rank: Inputs(*self._fetched(rank, parked[rank])))
-                node, _ = self._attend(x, kept)
-                del x
-            grads = RingAttention.backward(node, *(y for dout in douts for y in (dout, None, None)))
-            of_ranks = by_rank(grads[3:], len(self.ranks))
-            douts = self.on_each(lambda rank: of_ranks[rank][0] * 2)
-            del node, grads, of_ranks
-
-    def _fetched(self, rank: int, parked: list[Parked]) -> list[Tensor]:
-        return [self.hosts[rank].fetch(each) for each in reversed(parked)][::-1]
-
-    def _attend(self, x: Sequence[Inputs], kept: dict[int, Memo]) -> tuple[_Node, list[Tensor]]:
-        self.calls += 1
-        plans = [self._plan(rank, x[rank], self.request) for rank in self.ranks]
-        for rank, memo in kept.items():
-            first = memo.first_kept(plans[rank])
-            if memo.is_filled and first:
-                rest = self.request._replace(mask=self.request.mask & QueriesBefore(first))
-                memo.rest = self._plan(rank, x[rank], rest)
-        self.gpus.memos = kept
-        node = _Node(len(self.ranks))
-        flat = RingAttention.forward(node, plans, CallId(self.calls), None, *(y for each in x for y in each))
-        return node, [out for out, *_ in by_rank(flat, len(self.ranks))]
-
-    def _plan(self, rank: int, x: Inputs, request: Request) -> Plan:
-        return make_plan(self.ring.rank_states[rank], x, request, self.ring._known[rank])
+def _name(case: object) -> str:
+    named = case.items() if isinstance(case, dict) else [(case, "")]
+    return " ".join(f"{key} {value}".strip() for key, value in named)
 
 
-def _full(rows: int, heads: int) -> Tensor:
-    return torch.full((1, rows, heads, 64), 0.5, dtype=torch.bfloat16, device=GPU)
+@pytest.mark.parametrize(("network", "case"), CASES, ids=_name)
+def test_every_access_is_ordered(network: str, case: dict[str, Any]) -> None:
+    """And every message is seen: other streams than those that compute read it once, and write it once."""
+    gpus, sent = train(network, **case)
+    elsewhere = ("compute stream", "host_memory")
+    seen = sum(nbytes for name, nbytes in gpus.accessed_bytes.items() if not any(each in name for each in elsewhere))
+    assert seen == 2 * sent > 0
+    assert gpus.frees > 0
 
 
-def _train(
+def test_a_stream_of_another_thread_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="run all passes of one context-parallel group on one CUDA stream"):
+        train(NCCL, thread=THREAD)
+
+
+# -------------------------------------------------------------------------------------------------- planted faults
+
+
+def _nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def _no_wait(patch: pytest.MonkeyPatch) -> None:
+    """What was received is read at once."""
+    patch.setattr(torch_distributed._DistributedPending, "wait", _nothing)
+    patch.setattr(CopyNetwork, "collect", _nothing)
+
+
+def _operands_released_early(patch: pytest.MonkeyPatch) -> None:
+    """A block that arrives gives its buffer back before the visit."""
+    arrive, release = RingPass._arrive, BufferPool.release
+
+    def arrived(ring: RingPass, post: Post, buffer: Buffer) -> None:
+        arrive(ring, post, buffer)
+        if post.transfer.traffic is Traffic.GATHER:
+            ring._transport.pool.release(buffer)
+
+    def released(pool: BufferPool, buffer: Buffer) -> None:
+        if buffer in pool._leased:
+            release(pool, buffer)
+
+    patch.setattr(RingPass, "_arrive", arrived)
+    patch.setattr(BufferPool, "release", released)
+
+
+def _results_released_early(patch: pytest.MonkeyPatch) -> None:
+    """Partial results that leave give their buffer back when they are posted."""
+
+    def released(ring: RingPass, step: int, buffer: Buffer) -> Buffer:
+        ring._transport.pool.release(buffer)
+        return buffer
+
+    patch.setattr(RingPass, "_released_at", released)
+
+
+def _other_stream(patch: pytest.MonkeyPatch) -> None:
+    """The thread that runs the backward pass has a stream of its own, and nothing looks at it."""
+    patch.setattr(RankState, "_check_stream", _nothing)
+
+
+def _last_sends_left_alone(patch: pytest.MonkeyPatch) -> None:
+    """Once a pass has posted its last messages, only what is received is waited for."""
+    move, wait = RingPass._move, in_process._InProcessPending.wait
+
+    def received(pending: in_process._InProcessPending, _: object = None) -> None:
+        both = zip(pending.messages, pending.parcels, strict=True)
+        pending.network.collect([parcel for message, parcel in both if parcel.target is message.data])
+
+    def moved(ring: RingPass) -> None:
+        is_last = not any(ring._send_recv.batches[ring.step :])
+        patch.setattr(in_process._InProcessPending, "wait", received if is_last else wait)
+        move(ring)
+
+    patch.setattr(RingPass, "_move", moved)
+
+
+def _no_event(patch: pytest.MonkeyPatch, of: Callable[[Parcel], bool]) -> None:
+    """An end of a message is posted without an event on the current stream."""
+    posted = CopyNetwork._posted
+
+    def forgotten(network: CopyNetwork, parcel: Parcel) -> None:
+        posted(network, parcel)
+        if of(parcel):
+            parcel.events.pop()
+
+    patch.setattr(CopyNetwork, "_posted", forgotten)
+
+
+def _no_event_of_sender(patch: pytest.MonkeyPatch) -> None:
+    _no_event(patch, lambda parcel: parcel.target is None)
+
+
+def _no_event_of_receiver(patch: pytest.MonkeyPatch) -> None:
+    _no_event(patch, lambda parcel: parcel.source is None)
+
+
+def _no_event_of_copy(patch: pytest.MonkeyPatch) -> None:
+    _no_event(patch, lambda parcel: parcel.is_whole)
+
+
+def _parked_freed_early(patch: pytest.MonkeyPatch) -> None:
+    """A tensor that is parked gives its memory back while it is copied to the host."""
+    patch.setattr(HostMemory, "_end_copy", lambda host, parked: parked.let_go())
+
+
+def _fetched_early(patch: pytest.MonkeyPatch) -> None:
+    """A tensor that comes back from the host is read at once."""
+    start = HostMemory._start_back
+    patch.setattr(HostMemory, "_start_back", lambda host, parked: (start(host, parked)[0], None))
+
+
+OPTIONS = {"backward": "kv", "topology": Topology(1, 4)}
+THREAD = "autograd's thread"
+DIRECT = {**OPTIONS, "schedule": "direct"}
+FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], str]] = [
+    (_no_wait, NCCL, OPTIONS, "written by receive .* NCCL stream of gather; they are read by attention"),
+    (_no_wait, NCCL, {"ulysses_degree": 2}, "written by receive .*; they are read by copy_ at ring/ulysses.* arrive"),
+    (_no_wait, COPIES, OPTIONS, "written by copy_ .* side stream .*; they are read by attention"),
+    (_operands_released_early, NCCL, OPTIONS, "written by receive .*; they are read by send"),
+    (
+        _operands_released_early,
+        NCCL,
+        DIRECT,
+        "written by receive .* step 1, .*; they are read by attention .* step 1,",
+    ),
+    (
+        _operands_released_early,
+        LATE,
+        DIRECT,
+        "read by attention .* step 1, .*; they are written by .* deliver .* step 1,",
+    ),
+    (_results_released_early, NCCL, OPTIONS, "written by receive .*; they are read by send .* of reduce"),
+    (_results_released_early, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by copy_ .* deliver"),
+    (_other_stream, NCCL, {"thread": THREAD}, f"written by .* rank 0; they are read by .* rank 0 in {THREAD}"),
+    (_last_sends_left_alone, COPIES, OPTIONS, "read by copy_ .* call 1, .*; they are written by .* _pack .* call 2,"),
+    (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* _pack .*; they are read by copy_ .* deliver"),
+    (_no_event_of_receiver, COPIES, OPTIONS, "step 0, on the compute .*; they are written by .* deliver .* step 1,"),
+    (_no_event_of_copy, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by attention"),
+    (_parked_freed_early, NCCL, {"keeps": 1.0}, "read by .* copy_to_pages .*; they are given back"),
+    (_fetched_early, NCCL, {"keeps": 1.0}, "written by .* copy_from_pages .*; they are read by .* of rank 0,"),
+]
+
+
+@pytest.mark.parametrize(("plant", "network", "options", "found"), FAULTS)
+def test_a_planted_fault_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
     network: str,
-    topology: Topology = Topology(2, 2),
-    *,
-    mask: Mask = Causal(),
-    keeps: float | None = None,
-    thread: str = "",
-    **options: Any,
-) -> tuple[Gpus, int]:
-    """Return the GPUs after both passes, and how many messages there were. `thread` runs the backward pass."""
-    with recorded_gpus() as gpus:
-        layers = _Layers(gpus, network, topology, mask, keeps, **options)
-        saved = layers.forward()
-        gpus.thread = thread
-        layers.backward(saved)
-        states = layers.ring.rank_states
-        sent = sum((state.transport.sent_bytes + state.ulysses_transport.sent_bytes).total() for state in states)
-        del layers, states
-        gpus.check_frees()
-    return gpus, sent
-
-
-CASES: dict[str, dict[str, Any]] = {
-    **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
-    "one node": {"topology": Topology(1, 4)},
-    "six ranks": {"topology": Topology(3, 2)},
-    "parts": {"parts": 2},
-    "parts of a flat ring": {"parts": 4, "topology": Topology(1, 3)},
-    "heads exchanged": {"ulysses_degree": 2},
-    "heads exchanged, parts": {"ulysses_degree": 2, "parts": 2, "topology": Topology(2, 4)},
-    "queries travel forward": {"forward": "q"},
-    "window": {"mask": SlidingWindow(40)},
-    "documents": {"mask": Causal() & Documents((0, 100, 104, SEQ)), "schedule": "direct"},
-    "computed again": {"keeps": 0.0},
-    "computed again, kept": {"keeps": 1.0},
-    "computed again, half kept": {"keeps": 0.5, "ulysses_degree": 2},
-}
-
-
-@pytest.mark.parametrize("moving", ["q", "kv"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("network", ["nccl", "copies"])
-def test_every_access_is_ordered(network: str, case: str, moving: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memos, "_rows_from", kept_rows)
-    monkeypatch.setattr(pages, "PAGE_BYTES", 1 << 12)
-    gpus, sent = _train(network, backward=moving, **CASES[case])
-    print(case, sum(gpus.accesses.values()), gpus.accesses, gpus.frees, sent)
+    options: dict[str, Any],
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(RaceError, match=found):
+        train(network, **options)

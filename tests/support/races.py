@@ -26,7 +26,7 @@ import burst_plugin
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 
-__all__ = ["Event", "Gpus", "Race", "Stream"]
+__all__ = ["Event", "Gpus", "RaceError", "Stream"]
 
 T = TypeVar("T")
 _PACKAGE = str(Path(burst_plugin.__file__).parent)
@@ -34,7 +34,7 @@ _SUPPORT = str(Path(__file__).parent)
 _TESTS = str(Path(__file__).parent.parent)
 
 
-class Race(AssertionError):
+class RaceError(AssertionError):
     """Two accesses to the same memory, at least one of which writes or frees, and nothing that orders them."""
 
 
@@ -102,7 +102,8 @@ class _Memory:
 class Gpus:
     """The GPUs of all ranks of this process, and what happened on them.
 
-    accesses: how many reads and writes were checked, by the name of the stream.
+    accesses, accessed_bytes: how many reads and writes were checked, by the name of the stream.
+    slept: how often the host had a stream sleep, by its name.
     frees: how many allocations were checked when they were given back, of those that several streams had used.
     thread: of the host; each has compute streams of its own. "" is the one that trains.
     memos: what a forward pass is given of earlier runs, by rank.
@@ -110,6 +111,8 @@ class Gpus:
 
     def __init__(self) -> None:
         self.accesses: Counter[str] = Counter()
+        self.accessed_bytes: Counter[str] = Counter()
+        self.slept: Counter[str] = Counter()
         self.frees = 0
         self.thread = ""
         self.memos: dict[int, Memo] = {}
@@ -153,7 +156,7 @@ class Gpus:
             self._inside.pop()
 
     def launch(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """Check the accesses of a kernel, or of a copy, on the current stream. Raise Race."""
+        """Check the accesses of a kernel, or of a copy, on the current stream. Raise RaceError."""
         self.check_frees()
         stream = self.current_stream()
         tick = stream.clock[stream] = stream.clock[stream] + 1
@@ -168,10 +171,16 @@ class Gpus:
             self._check(memory, memory.before_writing(), here, f"written by {here}", stream)
             memory.write, memory.reads = here, {}
             self._note_use(x, memory, stream)
-        self.accesses[stream.name] += len(reads) + len(writes)
+        for x in (*reads, *writes):
+            self.accesses[stream.name] += 1
+            self.accessed_bytes[stream.name] += x.nbytes
+
+    def sleep(self, cycles: int) -> None:
+        """Do what `torch.cuda._sleep` does."""
+        self.slept[self.current_stream().name] += 1
 
     def check_frees(self) -> None:
-        """Check memory that is gone: the next allocation of the stream that it was made on may have it. Raise Race."""
+        """Check memory that is gone: what its stream does next may allocate it again. Raise RaceError."""
         for key in [key for key, memory in self._lent.items() if memory.storage.expired()]:
             memory = self._lent.pop(key)
             self.frees += 1
@@ -183,7 +192,7 @@ class Gpus:
         for access in before:
             if access is not here and not access.is_before(stream.clock):
                 did = "written" if access is memory.write else "read"
-                raise Race(
+                raise RaceError(
                     f"{memory.nbytes} bytes, made at {memory.made} for {memory.home.name}, were {did} by {access}; "
                     f"they are {what}, and nothing orders this after that"
                 )

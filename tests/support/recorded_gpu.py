@@ -4,7 +4,7 @@
         x = torch.empty(4, device=GPU)                          # on the compute stream of rank 0
         with torch.cuda.stream(torch.cuda.Stream(GPU)):
             x.fill_(1)
-        x.add_(1)                                               # raises Race: nothing waits for the other stream
+        x.add_(1)                                               # raises RaceError: nothing waits for the other stream
 
 Tensors are those of `fake_gpu`. What PyTorch's operators read and write their schemas say; what other kernels do is
 said here.
@@ -116,7 +116,7 @@ class _Op(NamedTuple):
     op: Callable[..., Any]
     tensor: Tensor
     peer: int
-    group: Stream
+    group: _Communicator
 
 
 class _Work(NamedTuple):
@@ -146,17 +146,25 @@ class NcclNetwork:
         return [DistributedTransport(_Communicators(rank), everyone) for rank in everyone]  # type: ignore[arg-type]
 
 
-class _Communicators(dict[Channel, Stream]):
-    """The streams of one rank's communicators, which are those of `process_groups.Communicators`."""
+class _Communicator(Stream):
+    """The stream of a rank's communicator; messages of a batch are on `lanes`, which have no order."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.lanes: list[Stream] = []
+
+
+class _Communicators(dict[Channel, _Communicator]):
+    """The communicators of a rank, which are those of `process_groups.Communicators`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._streams: dict[str, Stream] = {}
+        self._named: dict[str, _Communicator] = {}
 
-    def __missing__(self, channel: Channel) -> Stream:
+    def __missing__(self, channel: Channel) -> _Communicator:
         link = f" over {channel.link.value}" if channel.by_link else ""
         name = f"rank {self._rank}'s NCCL stream of {channel.traffic.value}{link}"
-        return self._streams.setdefault(name, Stream(name))
+        return self._named.setdefault(name, _Communicator(name))
 
 
 class PlainKernel:
@@ -190,12 +198,18 @@ def _of_rows(q: Tensor) -> tuple[int, int, int]:
 
 
 def _batch(gpus: Gpus, ops: Sequence[_Op]) -> list[_Work]:
-    """Do what `dist.batch_isend_irecv` does."""
+    """Do what `dist.batch_isend_irecv` does: all messages at the same time."""
     stream = ops[0].group
     stream.wait_stream(gpus.current_stream())
-    with gpus.on(stream):
-        sent = [each.tensor for each in ops if each.op is dist.isend]
-        gpus.launch("send and receive", sent, [each.tensor for each in ops if each.op is dist.irecv])
+    for number, each in enumerate(ops):
+        if number == len(stream.lanes):
+            stream.lanes.append(Stream(stream.name))
+        stream.lanes[number].wait_stream(stream)
+        with gpus.on(stream.lanes[number]):
+            sent, received = ([each.tensor], []) if each.op is dist.isend else ([], [each.tensor])
+            gpus.launch("send" if sent else "receive", sent, received)
+    for lane in stream.lanes[: len(ops)]:
+        stream.wait_stream(lane)
     return [_Work(gpus, stream.record_event())]
 
 
@@ -220,7 +234,7 @@ def recorded_gpus() -> Iterator[Gpus]:
         (torch.cuda, "Event", Event),
         (torch.cuda, "current_stream", gpus.current_stream),
         (torch.cuda, "stream", gpus.on),
-        (torch.cuda, "_sleep", lambda cycles: gpus.launch("_sleep", [], [])),
+        (torch.cuda, "_sleep", gpus.sleep),
         (dist, "P2POp", _Op),
         (dist, "batch_isend_irecv", partial(_batch, gpus)),
         (torch_distributed, "launches_batches", lambda group: True),
