@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -179,6 +180,25 @@ def _fetched_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostMemory, "_start_back", lambda host, parked: (start(host, parked)[0], None))
 
 
+def _copied_at_once(patch: pytest.MonkeyPatch, method: str) -> None:
+    """The stream of copies to and from the host does not wait for the one that computes."""
+    original = getattr(HostMemory, method)
+
+    def early(host: HostMemory, of: object) -> object:
+        with mock.patch.object(host._stream, "wait_stream", _nothing):
+            return original(host, of)
+
+    patch.setattr(HostMemory, method, early)
+
+
+def _parked_at_once(patch: pytest.MonkeyPatch) -> None:
+    _copied_at_once(patch, "park")
+
+
+def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
+    _copied_at_once(patch, "_start_back")
+
+
 OPTIONS = {"backward": "kv", "topology": Topology(1, 4)}
 THREAD = "autograd's thread"
 DIRECT = {**OPTIONS, "schedule": "direct"}
@@ -204,10 +224,17 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], st
     (_other_stream, NCCL, {"thread": THREAD}, f"written by .* rank 0; they are read by .* rank 0 in {THREAD}"),
     (_last_sends_left_alone, COPIES, OPTIONS, "read by copy_ .* call 1, .*; they are written by .* _pack .* call 2,"),
     (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* _pack .*; they are read by copy_ .* deliver"),
-    (_no_event_of_receiver, COPIES, OPTIONS, "step 0, on the compute .*; they are written by .* deliver .* step 1,"),
+    (_no_event_of_receiver, COPIES, OPTIONS, "written by what had them before, .*; they are written by .* deliver"),
     (_no_event_of_copy, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by attention"),
     (_parked_freed_early, NCCL, {"keeps": 1.0}, "read by .* copy_to_pages .*; they are given back"),
-    (_fetched_early, NCCL, {"keeps": 1.0}, "written by .* copy_from_pages .*; they are read by .* of rank 0,"),
+    (_parked_at_once, NCCL, {"keeps": 1.0}, "written by .* rank 0; they are read by .* copy_to_pages"),
+    (
+        _fetched_at_once,
+        NCCL,
+        {"keeps": 1.0},
+        "written by what had them before, .*; they are written by .* copy_from_pages",
+    ),
+    (_fetched_early, NCCL, {"keeps": 1.0}, "written by .* copy_from_pages.*; they are read by .* of rank 0,"),
 ]
 
 

@@ -78,7 +78,7 @@ class _Access(NamedTuple):
         return self.tick <= clock[self.stream]
 
     def __str__(self) -> str:
-        return f"{self.what} at {self.place} {self.moment}, on {self.stream.name}"
+        return f"{self.what} at {self.place}{self.moment and ' '}{self.moment}, on {self.stream.name}"
 
 
 @dataclass
@@ -211,9 +211,11 @@ class Gpus:
         return memory
 
     def allocate(self, x: Tensor) -> None:
-        """Note memory that is new, and belongs to the current stream."""
+        """Note memory that is new on the current stream, on which something else may have had it until now."""
         self.check_frees()
-        self._of(x)
+        memory, stream = self._of(x), self.current_stream()
+        tick = stream.clock[stream] = stream.clock[stream] + 1
+        memory.write = _Access(stream, tick, "what had them before, until they were allocated", _place(), "")
 
     def follow(self, program: Callable[..., Generator[None, None, T]]) -> Callable[..., Generator[None, None, T]]:
         """Return a rank's program, of which every step runs on the GPU of that rank."""

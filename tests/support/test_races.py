@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ def test_memory_is_not_given_back_while_another_stream_uses_it() -> None:
                 assert gpus.frees == 1
         with pytest.raises(RaceError, match=r"16 bytes, .* were read by add .*; they are given back"):
             gpus.check_frees()
+
+
+def test_new_memory_may_still_be_used_by_what_had_it_before() -> None:
+    with recorded_gpus():
+        x, stream = torch.empty(4, device=GPU), torch.cuda.Stream(GPU)
+        for waits in (False, True):
+            if waits:
+                stream.wait_stream(torch.cuda.current_stream(GPU))
+            with torch.cuda.stream(stream), nullcontext() if waits else pytest.raises(RaceError, match="allocated"):
+                x.fill_(1)
 
 
 def test_ranks_have_compute_streams_of_their_own() -> None:
