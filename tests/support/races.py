@@ -30,7 +30,7 @@ __all__ = ["Event", "Gpus", "RaceError", "Stream"]
 
 T = TypeVar("T")
 _PACKAGE = str(Path(burst_plugin.__file__).parent)
-_SUPPORT = str(Path(__file__).parent)
+_OWN = {str(Path(__file__).with_name(f"{name}.py")) for name in ("races", "recorded_gpu", "fake_gpu")}
 _TESTS = str(Path(__file__).parent.parent)
 
 
@@ -240,13 +240,13 @@ class Gpus:
 
 
 def _place() -> str:
-    """Return the innermost line of the package, or of what calls this file, that is at work."""
+    """Return the line of the package that is at work, the innermost; where there is none, that of the tests."""
     frame, outside = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_PACKAGE):
             return f"{name[len(_PACKAGE) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
-        if outside is None and name.startswith(_TESTS) and not name.startswith(_SUPPORT):
+        if outside is None and name.startswith(_TESTS) and name not in _OWN:
             outside = f"{name[len(_TESTS) + 1 :]}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back  # type: ignore[assignment]
     return outside or "?"
