@@ -18,7 +18,7 @@ from torch import Tensor
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.transport import Channel, Message, Pending, Transport, Waited
 
-__all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel"]
+__all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel", "PoolOfNaN"]
 
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
 
@@ -138,10 +138,10 @@ class HostileNetwork(InProcessNetwork):
         self._under_way.remove(parcel)
 
     def _pool(self) -> BufferPool:
-        return _PoolOfNaN()
+        return PoolOfNaN()
 
 
-class _PoolOfNaN(BufferPool):
+class PoolOfNaN(BufferPool):
     """A pool that fills buffers with NaN when they are leased, and again when they are released."""
 
     def lease(self, nbytes: int, device: torch.device) -> Buffer:

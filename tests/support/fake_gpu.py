@@ -109,7 +109,7 @@ class _Bindings(TorchFunctionMode):
 
 
 def _item(x: Tensor, index: Any) -> Tensor:
-    """x[index] of numbers, slices, None and Ellipsis."""
+    """x[index] of numbers, slices, tensors, None and Ellipsis."""
     each = list(index) if isinstance(index, tuple) else [index]
     if any(entry is Ellipsis for entry in each):
         at = next(number for number, entry in enumerate(each) if entry is Ellipsis)
@@ -122,6 +122,8 @@ def _item(x: Tensor, index: Any) -> Tensor:
             continue
         if entry is None:
             x = x.unsqueeze(dim)
+        elif isinstance(entry, Tensor):
+            x = x.index_select(dim, entry)
         else:
             assert isinstance(entry, slice), entry
             x = torch.ops.aten.slice.Tensor(x, dim, entry.start, entry.stop, entry.step or 1)

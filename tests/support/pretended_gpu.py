@@ -39,7 +39,7 @@ from burst_plugin.sequence.layout import positions
 from burst_plugin.topology import Topology
 from tests.support.fake_gpu import GPU, fake_driver
 
-__all__ = ["pretended_gpus", "values"]
+__all__ = ["kept_rows", "pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _OF_VALUES = (torch.tensor, torch.as_tensor)
@@ -154,7 +154,7 @@ def _with_workspace(queries: Queries, k: Tensor, *others: Any) -> Any:
     return grads
 
 
-def _rows_from(first: int, plan: Plan) -> Tensor:
+def kept_rows(first: int, plan: Plan) -> Tensor:
     """Do what `memo._rows_from` does, which looks at positions."""
     with values():
         held = positions(plan.forward.route.runs["q"][plan.rank_state.ring_rank])
@@ -190,7 +190,7 @@ def _of_tensors() -> list[tuple[Any, str, Any]]:
         (FakeTensor, "is_meta", False),
         (FakeTensor, "data_ptr", lambda x: x.untyped_storage()._cdata),
         (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
-        (memo, "_rows_from", _rows_from),
+        (memo, "_rows_from", kept_rows),
         (TorchFlashKernel, "_run_backward", staticmethod(_with_workspace)),
     ]
 
