@@ -1,13 +1,13 @@
-"""The command `burst`: `doctor` says what is installed, changed and refused; `plan`, what suits a cluster."""
+"""The command `burst`: `check` proves and measures a cluster, `doctor` says what is installed, `plan` what suits."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from burst_plugin.cli import doctor, plan, plan_model
+from burst_plugin.cli import check, doctor, plan, plan_model
 
 __all__ = ["main"]
 
@@ -34,6 +34,7 @@ def _parser(for_a_model: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
+        ("check", check, "prove that a cluster is right, safe and fast, and find the strategy that suits it"),
         ("doctor", doctor, "say what is installed, what is changed in frameworks, what is refused"),
         (
             "plan",
@@ -50,12 +51,19 @@ def _parser(for_a_model: bool) -> argparse.ArgumentParser:
 def _print(options: argparse.Namespace) -> int:
     """Print what a command has to say, line by line as it comes; return the exit status."""
     try:
-        for line in options.lines(options):
-            print(line)
+        return _print_all(iter(options.lines(options)))
     except ValueError as error:
         print(f"burst {options.command}: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _print_all(lines: Iterator[str]) -> int:
+    """Print lines; return what a generator of them returns, an exit status, or 0."""
+    while True:
+        try:
+            print(next(lines), flush=True)
+        except StopIteration as end:
+            return end.value or 0
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from burst_plugin.planning.planner import (
     least_seconds,
     left_out,
     plans,
+    reason,
     visit_seconds,
 )
 from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Link, Topology
+from burst_plugin.topology import Topology
 
-__all__ = ["add_arguments", "lines"]
+__all__ = ["add_arguments", "heads", "lines", "whole"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BAR_WIDTH = 30
@@ -62,7 +63,7 @@ Rows: without an exchange, each schedule with 1 part and with its best number of
   number of ranks that exchange heads. The fastest are on top; of plans equally far from the bound, the simplest."""
 
 
-def _whole(unit: str, most: int) -> Callable[[str], int]:
+def whole(unit: str, most: int) -> Callable[[str], int]:
     """Return a parser of whole numbers of `unit`, 1 to `most`."""
 
     def parse(text: str) -> int:
@@ -89,7 +90,7 @@ def _rate(unit: str) -> Callable[[str], float]:
     return parse
 
 
-def _heads(text: str) -> tuple[int, int]:
+def heads(text: str) -> tuple[int, int]:
     """Parse numbers of query heads and key/value heads, such as 32/8."""
     numbers = text.split("/")
     if len(numbers) != 2 or not all(_is_whole(each, _MOST_HEADS) for each in numbers):
@@ -115,26 +116,26 @@ def _short(text: str) -> str:
 # Options by name; those without a default have to be given.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "--nodes": {"metavar": "N", "type": _whole("nodes", _MOST_NODES), "help": "number of nodes"},
+        "--nodes": {"metavar": "N", "type": whole("nodes", _MOST_NODES), "help": "number of nodes"},
         "--ranks-per-node": {
             "metavar": "N",
-            "type": _whole("ranks", _MOST_RANKS_PER_NODE),
+            "type": whole("ranks", _MOST_RANKS_PER_NODE),
             "help": "ranks of the context-parallel group on each node",
         },
         "--seq": {
             "metavar": "TOKENS",
-            "type": _whole("tokens", _MOST_TOKENS),
+            "type": whole("tokens", _MOST_TOKENS),
             "help": "length of the whole sequence",
         },
         "--heads": {
             "metavar": "Q/KV",
-            "type": _heads,
+            "type": heads,
             "help": "query and key/value heads that a rank has, such as 32/8; with tensor parallelism, "
             "its share of them",
         },
         "--head-dim": {
             "metavar": "DIM",
-            "type": _whole("elements", _MOST_HEAD_DIM),
+            "type": whole("elements", _MOST_HEAD_DIM),
             "default": 128,
             "help": "size of a head (default: %(default)s)",
         },
@@ -251,20 +252,9 @@ def _advice(best: Plan, nbytes: float) -> str:
         if value != each.default and each.name != "ranks_per_node":  # which the cluster says by itself
             options.setdefault(each.name, value)
     return (
-        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {_why(best)}. "
+        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {reason(best)}. "
         f"Its communication buffers take about {nbytes / 2**30:.2f} GiB per rank, shared by all layers."
     )
-
-
-def _why(best: Plan) -> str:
-    """Return what takes the time of a plan: computing, or which links."""
-    compute_s = best.forward.compute_s + best.backward.compute_s
-    if best.step_s <= 1.02 * compute_s:
-        return "computing hides all communication"
-    busy_s = {link: best.forward.link_s[link] + best.backward.link_s[link] for link in Link}
-    link = max(Link, key=busy_s.__getitem__)
-    where = "between nodes" if link is Link.INTER else "inside nodes"
-    return f"ranks wait for the links {where}, {100 * (1 - compute_s / best.step_s):.0f} % of the time"
 
 
 def _progress_bar(done: int, total: int) -> None:
