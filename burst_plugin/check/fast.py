@@ -59,7 +59,7 @@ def fast(world: World, settings: Settings) -> Iterator[Finding]:
     topology, links = links_of(world, settings)
     for link in Link:
         if link in links:
-            yield _of_link(links[link], time.perf_counter() - start)
+            yield _of_link(world, links[link], time.perf_counter() - start)
             start = time.perf_counter()
         else:
             reason = f"{topology} has no links {_WHERE[link]}"
@@ -83,11 +83,11 @@ def _of_kernel(rates: Rates, world: World, start: float) -> Finding:
     text, verdict = f"TFLOP/s forward/backward: {shown}", OK
     if world.device.type == "cuda" and slowest < 0.8 * usual:  # ranks on CPUs compete for processors
         rank = rates.by_rank.index(slowest)
-        text, verdict = f"rank {rank} is slow: {slowest / usual:.0%} of the median rate; {text}", FAILED
+        text, verdict = f"{world.name(rank)} is slow: {slowest / usual:.0%} of the median rate; {text}", FAILED
     return Finding("fast", verdict, f"kernel {rates.kernel}", text, figures, time.perf_counter() - start)
 
 
-def _of_link(found: Measured, seconds: float) -> Finding:
+def _of_link(world: World, found: Measured, seconds: float) -> Finding:
     sizes = ", ".join(f"{_bytes(nbytes)} {shown_time(took_s)}" for nbytes, took_s in found.by_size)
     shared = "; the ranks of a node share a NIC" if found.is_shared else ""
     text = (
@@ -103,7 +103,8 @@ def _of_link(found: Measured, seconds: float) -> Finding:
     }
     slow, usual = slow_edges(found.edges), median(edge.bytes_per_s for edge in found.edges)
     if slow:
-        named = ", ".join(f"rank {e.src} -> rank {e.dst} {e.bytes_per_s / 1e9:.4g} GB/s" for e in slow[:4])
+        ends = [(world.name(edge.src), world.name(edge.dst), edge.bytes_per_s / 1e9) for edge in slow[:4]]
+        named = ", ".join(f"{src} -> {dst} {rate:.4g} GB/s" for src, dst, rate in ends)
         text = f"slow: {named}; the median is {usual / 1e9:.4g} (slow is under {SLOW:.0%} of it); {text}"
     what = f"transfers {_WHERE[found.link]}"
     return Finding("fast", FAILED if slow else OK, what, text, figures, seconds)

@@ -6,10 +6,10 @@ at once. One at a time, each link is judged by itself, and a slow one is named.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import time
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -72,6 +72,13 @@ def _peers(topology: Topology, rank: int, link: Link) -> tuple[int, ...]:
     return topology.node_peers(rank) if link is Link.INTRA else topology.counterparts(rank)
 
 
+class _Part(NamedTuple):
+    """What a rank does in a transfer."""
+
+    sends: bool
+    receives: bool
+
+
 class _Wire:
     """One rank's end of one kind of link."""
 
@@ -88,59 +95,74 @@ class _Wire:
 
     def measured(self) -> Measured:
         """Return what the links of this kind carry; collective."""
-        self._exchange(_SMALL, 3)  # opens connections
-        latency_s = self._best(partial(self._exchange, _SMALL, 20)) / 20
-        middle_s = self._best(partial(self._exchange, _MIDDLE, 1))
+        both = _Part(sends=True, receives=True)
+        latency_s = max(self._best(_SMALL, both, 20))
+        middle_s = max(self._best(_MIDDLE, both))
         nbytes = int(min(self._sizes.most_bytes, max(_MIDDLE, _MIDDLE * self._sizes.transfer_s / middle_s)))
-        large_s = self._best(partial(self._exchange, nbytes, 1))
-        edges = self._edges(nbytes)
-        rate, width = nbytes / large_s, self._topology.ranks_per_node
-        is_shared = False
-        if self._link is Link.INTER and width > 1:
-            alone_s = self._best(partial(self._exchange, nbytes, 1, self._topology.local_rank(self._world.rank) == 0))
-            is_shared = large_s > _SHARED * alone_s
+        by_rank_s = self._best(nbytes, both)
+        is_shared, large_s = self._is_shared(nbytes, by_rank_s), max(by_rank_s)
         by_size = ((_SMALL, latency_s), (_MIDDLE, middle_s), (nbytes, large_s))
-        rate_of_nic = rate * width if is_shared else rate
-        return Measured(self._link, LinkRate(rate_of_nic, latency_s), by_size, edges, is_shared)
+        sharing = self._topology.ranks_per_node if is_shared else 1
+        rate = LinkRate(sharing * nbytes / large_s, latency_s)
+        return Measured(self._link, rate, by_size, self._edges(nbytes), is_shared)
 
-    def _exchange(self, nbytes: int, count: int, takes_part: bool = True) -> None:
-        """Send to the next rank and receive from the previous one, so many times."""
-        for _ in range(count if takes_part else 0):
-            self._transfer(nbytes, sends=True, receives=True)
+    def _is_shared(self, nbytes: int, together_s: list[float]) -> bool:
+        """Return whether the first ranks of all nodes are faster when the other ones do not send; collective."""
+        if self._link is Link.INTRA or self._topology.ranks_per_node == 1:
+            return False
+        first = range(0, self._topology.ranks, self._topology.ranks_per_node)
+        takes_part = self._world.rank in first
+        alone_s = self._best(nbytes, _Part(takes_part, takes_part))
+        return max(together_s[rank] for rank in first) > _SHARED * max(alone_s[rank] for rank in first)
 
-    def _transfer(self, nbytes: int, *, sends: bool, receives: bool) -> None:
-        out = [Message(self._next, self._channel, self._out[:nbytes])] if sends else []
-        into = [Message(self._previous, self._channel, self._in[:nbytes])] if receives else []
+    def _best(self, nbytes: int, part: _Part, count: int = 1) -> list[float]:
+        """Return the seconds of a message on every rank, in the round with the least slow rank; collective."""
+        seconds = [self._seconds(nbytes, part, count) for _ in range(self._sizes.rounds)]
+        every = self._world.exchange(f"transfers {self._link.value}", seconds)
+        return list(min(zip(*every, strict=True), key=max))
+
+    def _seconds(self, nbytes: int, part: _Part, count: int = 1) -> float:
+        """Return the mean seconds of so many messages, one after the other, to the next and from the previous rank.
+
+        Ranks leave a barrier as late as its slowest message. So a small message goes first, and the clock starts when
+        it is there: the neighbour is ready then.
+        """
+        self._world.together()
+        self._transfer(_SMALL, part)
+        self._world.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            self._transfer(nbytes, part)
+        self._world.synchronize()
+        return (time.perf_counter() - start) / count
+
+    def _transfer(self, nbytes: int, part: _Part) -> None:
+        out = [Message(self._next, self._channel, self._out[:nbytes])] if part.sends else []
+        into = [Message(self._previous, self._channel, self._in[:nbytes])] if part.receives else []
         for pending in self._transport.post(out, into) if out or into else ():
             pending.wait()
 
-    def _best(self, work: Callable[[], Any]) -> float:
-        """Return the seconds of the slowest rank, in the best of some rounds; collective."""
-        seconds = [self._world.timed(work) for _ in range(self._sizes.rounds)]
-        every = self._world.exchange(f"transfers {self._link.value}", seconds)
-        return min(max(float(each) for each in turn) for turn in zip(*every, strict=True))
-
     def _edges(self, nbytes: int) -> tuple[Edge, ...]:
-        """Return every link by itself; those that look slow are timed again, since a busy machine is late."""
+        """Return every link by itself, timed twice; again if one looks slow, since a busy machine is late."""
         best: dict[tuple[int, int], float] = {}
-        for _ in range(1 + _RETRIES):
+        for turn in range(2 + _RETRIES):
             for each in self._edges_once(nbytes):
                 key = each.src, each.dst
                 best[key] = max(each.bytes_per_s, best.get(key, 0.0))
             edges = [Edge(*key, rate) for key, rate in sorted(best.items())]
-            if not slow_edges(edges):
+            if turn and not slow_edges(edges):
                 break
         return tuple(edges)
 
     def _edges_once(self, nbytes: int) -> list[Edge]:
-        """Time each link while no rank has a second one to serve; the receiver's time counts."""
-        members, seconds = len(self._peers), 0.0
+        """Time each link, at its receiving end, while no rank has a second one to serve."""
+        members, received_s = len(self._peers), 0.0
         for turn in range(3 if members % 2 else 2):
             sends = _turn_of(self._place, members) == turn
             receives = _turn_of((self._place - 1) % members, members) == turn
-            took_s = self._world.timed(partial(self._transfer, nbytes, sends=sends, receives=receives))
-            seconds = took_s if receives else seconds
-        every = self._world.exchange(f"links {self._link.value} one by one", [self._previous, seconds])
+            took_s = self._seconds(nbytes, _Part(sends, receives))
+            received_s = took_s if receives else received_s
+        every = self._world.exchange(f"links {self._link.value} one by one", [self._previous, received_s])
         return [Edge(src, dst, nbytes / took_s) for dst, (src, took_s) in enumerate(every)]
 
 

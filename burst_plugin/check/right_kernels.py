@@ -169,7 +169,7 @@ def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
             continue
         mine = able if world.device.type == "cuda" else able[world.rank :: world.size]
         found = world.exchange(f"kernel {kernel.name} alone", _wrong(kernel, mine, world.device))
-        yield _finding(kernel, found, len(able), time.perf_counter() - start)
+        yield _finding(world, kernel, found, len(able), time.perf_counter() - start)
 
 
 def _wrong(kernel: Kernel, trials: list[Trial], device: torch.device) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _wrong(kernel: Kernel, trials: list[Trial], device: torch.device) -> dict[st
     return wrong
 
 
-def _finding(kernel: Kernel, found: list[dict[str, str]], asked: int, seconds: float) -> Finding:
+def _finding(world: World, kernel: Kernel, found: list[dict[str, str]], asked: int, seconds: float) -> Finding:
     what = f"kernel {kernel.name}"
     bad = [(rank, trial, text) for rank, wrong in enumerate(found) for trial, text in wrong.items()]
     figures = {"trials": asked, "wrong": {trial: text for _, trial, text in bad}}
@@ -197,4 +197,4 @@ def _finding(kernel: Kernel, found: list[dict[str, str]], asked: int, seconds: f
         return Finding("right", OK, what, text, figures, seconds)
     rank, trial, text = bad[0]
     more = f"; and {len(bad) - 1} trials more" if len(bad) > 1 else ""
-    return Finding("right", FAILED, what, f"{trial}: {text}, on rank {rank}{more}", figures, seconds)
+    return Finding("right", FAILED, what, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)

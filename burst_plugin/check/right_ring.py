@@ -120,7 +120,7 @@ def check_rings(world: World, settings: Settings) -> Iterator[Finding]:
     for ring in rings(world, tokens):
         start = time.perf_counter()
         found = world.attempt(ring.name, lambda ring=ring: _run(world, ring, kernel, dtype, sizes.steps))  # type: ignore[misc]
-        finding = _finding(ring, found, BOUNDS[dtype], time.perf_counter() - start)
+        finding = _finding(world, ring, found, BOUNDS[dtype], time.perf_counter() - start)
         yield finding
         if any(each.error and not each.error.startswith("ValueError") for each in found):
             yield Finding("right", NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
@@ -163,7 +163,7 @@ def _own_part(cp: ContextParallel, whole: tuple[Tensor, ...], tokens: Tokens) ->
     return [cp.shard(x, 2 if x.dim() == 3 else 1, tokens) for x in whole]
 
 
-def _finding(ring: Ring, found: list[Outcome], bound: float, seconds: float) -> Finding:
+def _finding(world: World, ring: Ring, found: list[Outcome], bound: float, seconds: float) -> Finding:
     """Return the finding of a ring: which rank met an error, is off, or sent other bytes than the schedule counts."""
     error = first_error(found)
     if error:
@@ -176,13 +176,13 @@ def _finding(ring: Ring, found: list[Outcome], bound: float, seconds: float) -> 
     figures = {"largest_error": error_, "rank": rank, "kernel": kernel, "sent_bytes": values[rank]["sent"]}
     if not error_ <= bound:
         off = [each for each, (_, value) in enumerate(errors) if not value <= bound]
-        where = "on every rank" if len(off) == len(errors) else f"on rank {', '.join(map(str, off))}"
+        where = "on every rank" if len(off) == len(errors) else f"on {', '.join(map(world.name, off))}"
         bad = ", ".join(each for each, value in values[rank]["errors"].items() if not value <= bound)
         text = f"{bad} off by up to {error_:.1e} (bound {bound:.0e}), {where}; kernel {kernel}"
         return Finding("right", FAILED, ring.name, text, figures, seconds)
     for other, value in enumerate(values):
         if value["traffic"]:
-            text = f"rank {other} sent other bytes than the schedule counts: {value['traffic']}"
+            text = f"{world.name(other)} sent other bytes than the schedule counts: {value['traffic']}"
             return Finding("right", FAILED, ring.name, text, figures, seconds)
     text = f"largest error {error_:.1e} ({name}, rank {rank}), kernel {kernel}, bytes as scheduled"
     return Finding("right", OK, ring.name, text, figures, seconds)

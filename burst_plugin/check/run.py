@@ -87,10 +87,11 @@ def _kind() -> torch.device:
 
 
 def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
-    start, section = time.monotonic(), settings.sections[0]
+    start, section, last = time.monotonic(), settings.sections[0], ""
     with Crew(ranks, spawned_rank, settings, limit_s=_LIMIT_S) as crew:
         for rank, said in crew.heard():
             if isinstance(said, Finding):
+                last = f", after {said.what}"
                 yield said
             elif rank == 0:
                 section = said
@@ -98,7 +99,7 @@ def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
             ended = crew.ended.get(rank)
             text = f"it still runs after {_LIMIT_S:.0f} s" if ended is None else ended.error
             if text:
-                yield Finding(section, FAILED, f"rank {rank}", text, {}, time.monotonic() - start)
+                yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
 
 
 def spawned_rank(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings) -> None:

@@ -54,11 +54,18 @@ class World:
     ranks_per_node: int | None = None
     _meetings: int = 0
     measured: dict[str, Any] = field(default_factory=dict)  # what sections hand on to later ones
+    _hosts: list[str] = field(default_factory=list)
 
     @property
     def backend(self) -> str:
         """Name of the backend of torch.distributed."""
         return str(dist.get_backend())
+
+    def name(self, rank: int) -> str:
+        """Return the number of a rank, with its host where there are several; collective when first called."""
+        if not self._hosts:
+            self._hosts = self.exchange("host names", socket.gethostname())
+        return f"rank {rank} on {self._hosts[rank]}" if len(set(self._hosts)) > 1 else f"rank {rank}"
 
     def ring(self, **options: Any) -> ContextParallel:
         """Return a ring of all ranks; collective."""

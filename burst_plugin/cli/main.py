@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
-from burst_plugin.cli import check, doctor, plan, plan_model
+from burst_plugin.cli import check, doctor, plan, plan_measured, plan_model
 
 __all__ = ["main"]
 
@@ -15,7 +16,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(_is_for_a_model(given)).parse_args(given)
+    options = _parser(_plan_for(given)).parse_args(given)
     try:
         status = _print(options)
         sys.stdout.flush()
@@ -25,12 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _is_for_a_model(given: Sequence[str]) -> bool:
-    """Return whether a plan is asked for a model, which takes other options than one for an attention layer."""
-    return any(word.split("=")[0] == "--model" for word in given)
+def _plan_for(given: Sequence[str]) -> ModuleType:
+    """Return the plan that is asked for: of a model, on a measured cluster, or on one that is described.
+
+    Each takes other options.
+    """
+    asked = {word.split("=")[0] for word in given}
+    return plan_model if "--model" in asked else plan_measured if "--profile" in asked else plan
 
 
-def _parser(for_a_model: bool) -> argparse.ArgumentParser:
+def _parser(plan_for: ModuleType) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
@@ -38,8 +43,9 @@ def _parser(for_a_model: bool) -> argparse.ArgumentParser:
         ("doctor", doctor, "say what is installed, what is changed in frameworks, what is refused"),
         (
             "plan",
-            plan_model if for_a_model else plan,
-            "say what fits for a model (--model), or what each schedule takes on a cluster that you describe",
+            plan_for,
+            "say what fits for a model (--model), or what each schedule takes on a cluster, measured (--profile) or "
+            "described",
         ),
     ):
         subparser = commands.add_parser(name, help=text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from burst_plugin.planning.planner import (
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 
-__all__ = ["add_arguments", "heads", "lines", "whole"]
+__all__ = ["add_arguments", "add_options", "heads", "lines", "report", "whole"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BAR_WIDTH = 30
@@ -53,6 +53,9 @@ example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GP
 
 for a whole model (its options: burst plan --model x --help):
   burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
+
+on links and kernels that burst check has measured (burst plan --profile x --help):
+  burst plan --profile burst-profile.json --seq 1000000
 """
 _LEGEND = """\
 over the bound: the time of both passes over {bound_ms} ms, the same for all rows. No plan is faster than that: every
@@ -177,8 +180,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, keywords in _OPTIONS.items():
-        parser.add_argument(name, required="default" not in keywords, **keywords)
+    add_options(parser, _OPTIONS)
+
+
+def add_options(parser: argparse.ArgumentParser, names: Iterable[str], *, may_lack: bool = False) -> None:
+    """Add some options of the command; with `may_lack` all of them may be left out, and are None then."""
+    for name in names:
+        keywords = _OPTIONS[name]
+        if may_lack:
+            text = keywords["help"].split(" (default")[0]
+            parser.add_argument(name, **{**keywords, "default": None, "help": f"{text} (default: the profile's)"})
+        else:
+            parser.add_argument(name, required="default" not in keywords, **keywords)
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -195,12 +208,17 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, _DTYPES[options.dtype])
     links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
-    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
-    bound_s = least_seconds(topology, shapes, visit_s, links)
     yield (
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
         f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
     )
+    yield from report(topology, shapes, visit_s, links)
+
+
+def report(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> Iterator[str]:
+    """Yield the table of plans, the best of them, and what the columns mean. See `planner.plans`."""
+    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
+    bound_s = least_seconds(topology, shapes, visit_s, links)
     yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (
