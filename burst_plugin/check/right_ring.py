@@ -30,6 +30,7 @@ from burst_plugin.types import SIDES
 __all__ = ["check_rings"]
 
 _DIM = 64
+_MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores at once, in float64
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def check_rings(world: World, settings: Settings) -> Iterator[Finding]:
         return
     sizes = settings.sizes(world.device)
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-    rows = max(16, sizes.tile // 3)
+    rows = max(16, min(sizes.tile // 3, _MOST_TOKENS // world.size))
     tokens = even_length(rows * world.size, world.size)
     kernel = load_kernel(settings.kernel)
     for ring in rings(world, tokens):

@@ -54,24 +54,24 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
     if settings.ranks_per_node is not None:
         Topology.from_sizes(asked, ranks_per_node=settings.ranks_per_node)
     if place is not None:
-        yield from _of_machine(asked, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
+        yield from _of_machine(settings.sections, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
         yield from _in_launcher(settings, place, gpus)
         return
-    yield from _of_machine(asked, asked, gpus)
+    yield from _of_machine(settings.sections, asked, gpus)
     yield from _spawned(settings, min(asked, gpus) if gpus else asked)
 
 
-def _of_machine(ranks: int, local: int, gpus: int) -> Iterator[Finding]:
+def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Finding]:
     """Yield what this machine cannot show."""
     if not gpus:
-        yield Finding("right", NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
+        yield Finding(sections[0], NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        if local > cores:
+        if local > cores and "fast" in sections:
             text = f"{local} ranks share {cores} processors, so that times are no measure of either"
             yield Finding("fast", NOT_SHOWN, "ranks of their own speed", text)
     elif local > gpus:
         text = f"{local} were asked for, and NCCL takes one per GPU, of which there are {gpus}; the rest is left out"
-        yield Finding("right", NOT_SHOWN, "ranks", text)
+        yield Finding(sections[0], NOT_SHOWN, "ranks", text)
 
 
 def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:

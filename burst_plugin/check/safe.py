@@ -28,7 +28,7 @@ __all__ = ["safe", "ways_to_fail"]
 
 _REASON = "planted by burst check"
 _START_S = 120.0  # that processes may take to start
-_TIMEOUT_S = 8.0  # of messages: a rank that stops is missed after it
+_TIMEOUT_S = 5.0  # of messages: a rank that stops is missed after it
 _HEADS, _DIM = 4, 64
 
 
@@ -123,7 +123,7 @@ def _outcome(way: str, crew: Crew, ranks: int, limit_s: float) -> Finding:
     if left:
         text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {left} still run"
         return Finding("safe", FAILED, what, text, {"still_run": left})
-    after_s = max(crew.ended[rank].after_s for rank in others) - failed_at
+    after_s = max(0.0, max(crew.ended[rank].after_s for rank in others) - failed_at)
     silent = [rank for rank in others if not _names(crew.ended[rank], victim)]
     if silent:
         said = crew.ended[silent[0]].error or "nothing"

@@ -82,9 +82,9 @@ def load_kernel(text: str) -> str | Kernel:
         )
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        kernel = found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, TypeError) as error:  # the last one of a class that wants arguments
         raise ValueError(f"kernel={text!r} cannot be loaded ({error}); use module:attribute of your kernel") from None
-    kernel = found() if isinstance(found, type) else found
     if not isinstance(kernel, Kernel):
         raise ValueError(f"kernel={text!r} is not a kernel; see burst_plugin.kernels.Kernel for what one has")
     return kernel
