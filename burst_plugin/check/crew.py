@@ -44,12 +44,12 @@ class Crew:
         self.limit_s = limit_s
         self.ended: dict[int, Ended] = {}
         self._ranks, self._work, self._arguments = ranks, work, arguments
-        self._directory = Path(tempfile.mkdtemp(prefix="burst-check-"))
         self._processes: dict[int, Any] = {}
         self._pipes: dict[Connection, int] = {}
         self._start = 0.0
 
     def __enter__(self) -> Crew:
+        self._directory = Path(tempfile.mkdtemp(prefix="burst-check-"))
         self._start = time.monotonic()
         context = multiprocessing.get_context("spawn")
         for rank in range(self._ranks):

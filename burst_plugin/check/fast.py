@@ -186,12 +186,15 @@ class _Stub:
     features = frozenset({"windows"})
 
     def refuse(self, case: Case) -> str | None:
+        """See `Kernel.refuse`."""
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         return _constants(q.shape, k.shape, q.device)[:2]
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
         return _constants(queries.q.shape, k.shape, k.device)[2]
 
 

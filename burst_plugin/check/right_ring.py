@@ -72,8 +72,8 @@ class Ring:
 
 
 def heads_for(ranks: int) -> tuple[int, int]:
-    """Return query and key heads that all of `ranks` can exchange, grouped in pairs."""
-    q_heads = 8 if 8 % ranks == 0 else 2 * ranks
+    """Return query and key heads that all of `ranks` can exchange, grouped in pairs; both are even."""
+    q_heads = 8 if 8 % ranks == 0 else (4 if ranks % 2 else 2) * ranks
     return q_heads, q_heads // 2
 
 

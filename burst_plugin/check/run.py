@@ -26,6 +26,7 @@ __all__ = ["check", "is_first", "run_sections"]
 _LIMIT_S = 1800.0  # of all sections together
 _SAFE_S = 600.0  # of the section "safe", while the ranks of a launcher wait for the first one
 _RANKS_ON_CPUS = 4
+_GRACE_S = 15.0  # between the ends of the first and of the last rank
 
 Section = Callable[[World, Settings], Iterator[Finding]]
 _TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned})
@@ -89,39 +90,45 @@ def _kind() -> torch.device:
 def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
     start, section, last = time.monotonic(), settings.sections[0], ""
     with Crew(ranks, spawned_rank, settings, limit_s=_LIMIT_S) as crew:
-        for rank, said in crew.heard():
-            if isinstance(said, Finding):
-                last = f", after {said.what}"
-                yield said
-            elif rank == 0:
-                section = said
-        for rank in range(ranks):
-            ended = crew.ended.get(rank)
-            text = f"it still runs after {_LIMIT_S:.0f} s" if ended is None else ended.error
-            if text:
-                yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
+
+        def enough() -> bool:
+            """Return whether a rank has ended for so long that the others will not."""
+            ends = [ended.after_s for ended in crew.ended.values()]
+            return bool(ends) and crew.elapsed_s > min(ends) + _GRACE_S
+
+        for _, said in crew.heard(enough):
+            section, last = said.section, f", after {said.what}"
+            yield said
+        wrong = {rank: ended.error for rank, ended in sorted(crew.ended.items()) if ended.error}
+        running = {rank: "it still runs" for rank in range(ranks) if rank not in crew.ended}
+        for rank, text in (wrong or running).items():
+            yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
 
 
 def spawned_rank(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings) -> None:
-    """Run the sections on one rank; rank 0 says what is found, and each section as it begins."""
+    """Run the sections on one rank; rank 0 says what is found."""
     timeout_s = settings.sizes(_kind()).timeout_s
     with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node) as world:
-        for section in settings.sections:
-            if section in _TOGETHER:
-                say(section)
-                for finding in _TOGETHER[section](world, settings):
-                    if rank == 0:
-                        say(finding)
+        for finding in run_sections(world, settings):
+            if rank == 0:
+                say(finding)
+        _part(world)
+
+
+def _part(world: World) -> None:
+    """Wait for all ranks, so that none sees a connection end; not where a rank was late already."""
+    if not world.is_late:
         world.exchange("the end", None)
 
 
 def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield the findings of the sections that all ranks run together; collective."""
+    """Yield the findings of the sections that all ranks run together; collective. A rank that is late ends them."""
     for section in settings.sections:
         if section in _TOGETHER:
             try:
                 yield from _TOGETHER[section](world, settings)
             except LateError as error:
+                world.is_late = True
                 yield Finding(section, FAILED, str(error).split(" did not")[0], str(error))
                 return
 
@@ -131,7 +138,7 @@ def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> 
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
     with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
         yield from run_sections(world, settings)
-        if "safe" in settings.sections:
+        if "safe" in settings.sections and not world.is_late:
             ranks = min(local, gpus) if gpus else local
             mine = list(safe(settings, ranks, world.device)) if world.rank == 0 else []
             found = world.exchange("safe", [each.as_dict() for each in mine], _SAFE_S)[0]
@@ -139,4 +146,4 @@ def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> 
             if local < world.size:
                 text = "processes of the first node took part, and those of other nodes did not"
                 yield Finding("safe", NOT_SHOWN, "a rank that fails on another node", text)
-        world.exchange("the end", None)
+        _part(world)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
 
-__all__ = ["safe", "ways_to_fail"]
+__all__ = ["WAYS_TO_FAIL", "safe"]
 
 _REASON = "planted by burst check"
 _START_S = 120.0  # that processes may take to start
@@ -44,7 +45,9 @@ def _stop() -> None:
     time.sleep(3600.0)
 
 
-ways_to_fail: dict[str, Callable[[], None]] = {"raises": _raise, "is killed": _die, "stops": _stop}
+WAYS_TO_FAIL: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"raises": _raise, "is killed": _die, "stops": _stop}
+)
 
 
 class _Failing:
@@ -55,15 +58,18 @@ class _Failing:
         self._kernel, self._fail, self._left = kernel, fail, 10
 
     def refuse(self, case: Case) -> str | None:
+        """See `Kernel.refuse`."""
         return self._kernel.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
         self._left -= 1
         if self._fail is not None and self._left < 0:
             self._fail()
         return self._kernel.forward(q, k, v, how)
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
         return self._kernel.backward(queries, k, v, how)
 
 
@@ -76,7 +82,7 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
 
         def fail() -> None:
             say("fails")
-            ways_to_fail[way]()
+            WAYS_TO_FAIL[way]()
 
         cp = world.ring(kernel=_Failing(choose_kernel("auto", case), fail if is_victim else None))
         x = torch.ones(1, 32, _HEADS, _DIM, dtype=dtype, device=world.device, requires_grad=True)
@@ -92,17 +98,14 @@ def safe(settings: Settings, ranks: int, device: torch.device) -> Iterator[Findi
         return
     ranks = min(ranks, 2) if settings.quick else min(ranks, 4)
     start = time.monotonic()
+    crews = {way: Crew(ranks, fail_together, way, limit_s=_START_S) for way in WAYS_TO_FAIL}
+    at_once = device.type == "cpu"  # on GPUs all of them together may not find room
     with ExitStack() as stack:
-        at_once = device.type == "cpu"  # where they do not wait for each other's memory
-        crews = {way: Crew(ranks, fail_together, way, limit_s=_START_S) for way in ways_to_fail}
         for crew in crews.values() if at_once else ():
             stack.enter_context(crew)
         for way, crew in crews.items():
-            if not at_once:
-                crew.__enter__()
-            finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s)
-            if not at_once:
-                crew.__exit__()
+            with nullcontext() if at_once else crew:
+                finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s)
             yield replace(finding, seconds=time.monotonic() - start)
             start = time.monotonic()
 

@@ -54,6 +54,7 @@ class World:
     ranks_per_node: int | None = None
     _meetings: int = 0
     measured: dict[str, Any] = field(default_factory=dict)  # what sections hand on to later ones
+    is_late: bool = False  # whether a rank did not come, and is not to be waited for again
     _hosts: list[str] = field(default_factory=list)
 
     @property

@@ -64,7 +64,26 @@ def test_quick_under_a_launcher(tmp_path: Path) -> None:
     assert "culprit: kernel wrong_sign: " in wrong.stdout
 
 
-def _links(rank: int, profile: str) -> list[Finding]:
+def _links(rank: int, profile: str, slow_rank: int | None) -> list[Finding]:
+    if rank == slow_rank:
+        subprocess.run(
+            [
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                "nic",
+                "root",
+                "tbf",
+                "rate",
+                "25mbit",
+                "burst",
+                "128kb",
+                "limit",
+                "64mb",
+            ],
+            check=True,
+        )
     with joined((rank, 8, rank % 4), 60.0, ranks_per_node=4) as world:
         settings = Settings(quick=True, sections=("fast", "tuned"), profile=profile)
         return list(run_sections(world, settings))
@@ -76,7 +95,8 @@ def _links(rank: int, profile: str) -> list[Finding]:
 def test_a_profile_has_the_rates_that_links_were_shaped_to(tmp_path: Path) -> None:
     path, shaped = tmp_path / "profile.json", 100e6 / 8 * PAYLOAD
     with EmulatedCluster(2, 4, rate_mbit=100) as cluster:
-        found = cluster.run(_links, str(path), timeout_s=240.0)
+        found = cluster.run(_links, str(path), None, timeout_s=240.0)
+        with_slow = cluster.run(_links, "", 5, timeout_s=240.0)[0]
     assert all([each.text for each in other] == [each.text for each in found[0]] for other in found)
     measured = ClusterProfile.read(path)
     assert measured.inter is not None
@@ -84,6 +104,10 @@ def test_a_profile_has_the_rates_that_links_were_shaped_to(tmp_path: Path) -> No
     assert measured.nic == "rank"
     (between,) = (each for each in found[0] if each.what == "transfers between nodes")
     assert between.verdict == "ok", between.text
+    (between,) = (each for each in with_slow if each.what == "transfers between nodes")
+    assert between.verdict == FAILED
+    assert between.text.startswith("slow: rank 5 -> rank 1 0.003"), between.text
+    assert not between.figures["is_shared"], "one link is slow, not the NIC of all"
 
 
 def test_the_table_names_culprits_and_what_is_not_shown() -> None:
