@@ -98,9 +98,12 @@ def choose(profile: ClusterProfile, model: Model | None = None) -> ClusterProfil
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:
-    """Return what a strategy says besides defaults, always with its schedule, as JSON holds it."""
+    """Return what a strategy says besides defaults, always with its schedule, as JSON holds it.
+
+    Not how many ranks a node has: a smaller group on the same cluster may have fewer, and its ranks know it.
+    """
     default = Strategy()
-    names = [each.name for each in fields(Strategy)]
+    names = [each.name for each in fields(Strategy) if each.name != "ranks_per_node"]
     said = {name: getattr(strategy, name) for name in names if getattr(strategy, name) != getattr(default, name)}
     return {"schedule": strategy.schedule, **{k: list(v) if isinstance(v, tuple) else v for k, v in said.items()}}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 from dataclasses import replace
@@ -14,6 +15,8 @@ import torch
 from burst_plugin import Strategy, Topology
 from burst_plugin.cli import main
 from burst_plugin.compute.shapes import Shapes
+from burst_plugin.deepspeed.config import BLOCK, Block
+from burst_plugin.megatron import arguments
 from burst_plugin.planning.measured import measured_links, measured_visit_seconds
 from burst_plugin.planning.planner import Links, visit_seconds
 from burst_plugin.profiling.cluster_profile import (
@@ -175,3 +178,19 @@ def test_plan_refuses_what_a_profile_does_not_know(tmp_path: Path, capsys: pytes
     ):
         assert main(["plan", "--profile", str(path), *words]) == 1
         assert said in capsys.readouterr().err
+
+
+def test_frameworks_take_a_profile_with_options_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    PROFILE.save(path)
+    block = Block.of({BLOCK: {"profile": str(path), "backward": "q"}})
+    assert block is not None
+    assert block.strategy == Strategy.from_profile(path, backward="q")
+    with pytest.raises(ValueError, match=r'^"burst_attention": the profile .* cannot be read'):
+        Block.of({BLOCK: {"profile": str(tmp_path / "none")}})
+    parser = arguments.add_arguments(argparse.ArgumentParser())
+    words = ["--burst-profile", str(path), "--burst-backward", "q"]
+    monkeypatch.setattr(arguments, "parsed_arguments", lambda: parser.parse_args(words))
+    assert arguments.parsed_strategy() == Strategy.from_profile(path, backward="q")
+    monkeypatch.setattr(arguments, "parsed_arguments", lambda: parser.parse_args([]))
+    assert arguments.parsed_strategy() == Strategy()
