@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.attention import burst_attention
@@ -23,13 +25,15 @@ from burst_plugin.check.crew import Crew, Ended
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
+from burst_plugin.context import ContextParallel
 from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
 
 __all__ = ["WAYS_TO_FAIL", "safe"]
 
 _REASON = "planted by burst check"
 _START_S = 120.0  # that processes may take to start
-_TIMEOUT_S = 5.0  # of messages: a rank that stops is missed after it
+_TIMEOUT_S = 5.0  # of messages of the ring: a rank that stops is missed after it
+_MEET_S = 60.0  # that ranks may be apart when they start
 _HEADS, _DIM = 4, 64
 
 
@@ -76,7 +80,7 @@ class _Failing:
 def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], way: str) -> None:
     """Run steps on a ring until the last rank fails in that way. Raise what this rank meets."""
     is_victim = rank == ranks - 1
-    with joined((rank, ranks, rank), _TIMEOUT_S, directory) as world:
+    with joined((rank, ranks, rank), _MEET_S, directory) as world:
         dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         case = Case(world.device.type, dtype, _HEADS, _HEADS, _DIM, _DIM)
 
@@ -84,7 +88,10 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
             say("fails")
             WAYS_TO_FAIL[way]()
 
-        cp = world.ring(kernel=_Failing(choose_kernel("auto", case), fail if is_victim else None))
+        kernel = _Failing(choose_kernel("auto", case), fail if is_victim else None)
+        group = dist.new_group(timeout=timedelta(seconds=_TIMEOUT_S))
+        world.together()
+        cp = ContextParallel(group, kernel=kernel)
         x = torch.ones(1, 32, _HEADS, _DIM, dtype=dtype, device=world.device, requires_grad=True)
         while True:
             torch.autograd.grad(burst_attention(x, x, x, cp), x, x.detach())

@@ -20,6 +20,7 @@ from burst_plugin.profiling.cluster_profile import Model, device_name
 __all__ = ["add_arguments", "lines"]
 
 _BAR_WIDTH = 20
+_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1}  # findings of each section
 _ERASE = f"\r{' ' * 60}\r"
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started
@@ -112,15 +113,14 @@ def _write(path: Path, found: list[Finding]) -> None:
 
 
 def _shown(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield the findings; meanwhile draw a bar of the sections on standard error, if that is a terminal."""
-    draws = is_first() and sys.stderr.isatty()
+    """Yield the findings; meanwhile draw a bar on standard error, if that is a terminal."""
+    draws, total = is_first() and sys.stderr.isatty(), sum(_USUAL[section] for section in sections)
     for count, finding in enumerate(findings, start=1):
         if draws:
             print(_ERASE, end="", file=sys.stderr, flush=True)
         yield finding
         if draws:
-            done = sections.index(finding.section) if finding.section in sections else 0
-            filled = _BAR_WIDTH * done // len(sections)
+            filled = _BAR_WIDTH * min(count, total) // total
             bar = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {finding.section}, {count} findings"
             print(bar, end="", file=sys.stderr, flush=True)
     if draws:

@@ -9,7 +9,7 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.simulator import Links
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate
 
-__all__ = ["measured_links", "measured_visit_seconds"]
+__all__ = ["measured_links", "measured_visit_seconds", "rate_at"]
 
 
 def measured_links(profile: ClusterProfile) -> Links:
@@ -23,16 +23,16 @@ def measured_links(profile: ClusterProfile) -> Links:
 def measured_visit_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
     """Return the seconds of work on a whole block, forward and backward, at the measured rates of the kernel.
 
-    As `planner.visit_seconds`, but each pass has its own rate, that of tiles as long as the block's; between two
-    measured lengths the rate is interpolated on a logarithmic scale, beyond them it is that of the nearest.
+    As `planner.visit_seconds`, but each pass has its own rate, that of tiles as long as the block.
     """
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
     flops = 2 * pairs * (shapes.qk_dim + shapes.v_dim)
-    rate = _rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
+    rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
     return flops / rate.forward_flops_per_s, 2.5 * flops / rate.backward_flops_per_s
 
 
-def _rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
+def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
+    """Return the rate on tiles of so many rows: interpolated on a logarithmic scale, beyond the ends the nearest."""
     if rows <= rates[0].rows:
         return rates[0]
     for below, above in pairwise(rates):
