@@ -18,7 +18,7 @@ from burst_plugin.check.right import right
 from burst_plugin.check.safe import safe
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.tuned import tuned
-from burst_plugin.check.world import LateError, World, joined, launcher_environment
+from burst_plugin.check.world import LateError, MissedError, World, joined, launcher_environment
 from burst_plugin.topology import Topology
 
 __all__ = ["check", "is_first", "run_sections"]
@@ -99,9 +99,10 @@ def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
         for _, said in crew.heard(enough):
             section, last = said.section, f", after {said.what}"
             yield said
-        wrong = {rank: ended.error for rank, ended in sorted(crew.ended.items()) if ended.error}
+        errors = {rank: ended.error for rank, ended in sorted(crew.ended.items()) if ended.error}
+        wrong = {rank: text for rank, text in errors.items() if not text.startswith(MissedError.__name__)}
         running = {rank: "it still runs" for rank in range(ranks) if rank not in crew.ended}
-        for rank, text in (wrong or running).items():
+        for rank, text in (wrong or errors or running).items():
             yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
 
 
@@ -109,10 +110,16 @@ def spawned_rank(rank: int, ranks: int, directory: Path, say: Callable[[Any], No
     """Run the sections on one rank; rank 0 says what is found."""
     timeout_s = settings.sizes(_kind()).timeout_s
     with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node) as world:
-        for finding in run_sections(world, settings):
-            if rank == 0:
-                say(finding)
-        _part(world)
+        try:
+            for finding in run_sections(world, settings):
+                if rank == 0:
+                    say(finding)
+            _part(world)
+        except Exception as error:
+            first = world.first_error(error)
+            if first.startswith(f"rank {rank}: "):
+                raise
+            raise MissedError(first) from error
 
 
 def _part(world: World) -> None:
@@ -137,7 +144,12 @@ def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> 
     """Run the sections in the ranks of a launcher; "safe" in processes beside those of the first node."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
     with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
-        yield from run_sections(world, settings)
+        try:
+            yield from run_sections(world, settings)
+        except Exception as error:  # of this rank, or of one that it missed; the others meet theirs
+            world.is_late = True
+            culprit, _, text = world.first_error(error).partition(": ")
+            yield Finding(settings.sections[0], FAILED, culprit, text)
         if "safe" in settings.sections and not world.is_late:
             ranks = min(local, gpus) if gpus else local
             mine = list(safe(settings, ranks, world.device)) if world.rank == 0 else []

@@ -22,16 +22,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from burst_plugin.comm.process_groups import barrier
+from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
 from burst_plugin.strategy import Strategy
 
-__all__ = ["LateError", "Outcome", "World", "joined", "launcher_environment"]
+__all__ = ["LateError", "MissedError", "Outcome", "World", "joined", "launcher_environment"]
 
 _LATE_S = 30.0  # that a rank may be behind the others, besides the time-out of messages
 
 
 class LateError(RuntimeError):
     """A rank did not say what it found."""
+
+
+class MissedError(RuntimeError):
+    """This rank met an error only because another one had ended."""
 
 
 class Outcome(NamedTuple):
@@ -82,9 +87,17 @@ class World:
         try:
             mine = Outcome(work())
         except Exception as error:  # whatever the backend or a kernel raises
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
-            mine = Outcome(None, text, was_lost=type(error).__name__ == "RingError")
+            mine = Outcome(None, _said(error), was_lost=isinstance(error, RingError))
         return [Outcome(*each) for each in self.exchange(what, mine)]
+
+    def first_error(self, error: Exception) -> str:
+        """Record why this rank gives up. Return the number of the first that did, and why: others only missed it."""
+        mine = f"rank {self.rank}: {_said(error)}"
+        try:
+            first: bytes = self.store.compare_set("first error", "", mine)
+        except RuntimeError:  # the store went with the rank that hosted it
+            return mine
+        return first.decode()
 
     def exchange(self, what: str, value: Any, late_s: float = _LATE_S) -> list[Any]:
         """Return every rank's value, in rank order; collective. Raises LateError if a rank did not come.
@@ -123,6 +136,10 @@ class World:
         work()
         self.synchronize()
         return time.perf_counter() - start
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
 def launcher_environment() -> tuple[int, int, int] | None:

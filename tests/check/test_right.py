@@ -112,6 +112,14 @@ def test_a_kernel_that_ends_its_process_is_an_end_with_a_reason(capsys: pytest.C
     assert "rank 0: killed by SIGKILL" in capsys.readouterr().out
 
 
+def test_the_rank_that_raises_is_the_only_culprit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--sections", "fast", "--ranks", "2", "--kernel", f"{PLANTED}:LateOnRankOne"]
+    assert main(["check", *words]) == 1
+    out = capsys.readouterr().out
+    assert out.count("culprit: ") == 1
+    assert "culprit: rank 1: RuntimeError: no such instruction" in out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.kernels import Grads, How, Queries
@@ -61,3 +62,14 @@ class Deadly(TorchCpuKernel):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
+
+
+class LateOnRankOne(TorchCpuKernel):
+    """It raises on rank 1, in the tiles on which it is timed."""
+
+    name = "late_on_rank_one"
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        if dist.get_rank() == 1:
+            raise RuntimeError("no such instruction")
+        return super().forward(q, k, v, how)
