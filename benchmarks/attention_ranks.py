@@ -24,8 +24,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import PeakMemory
-from benchmarks.stubs import InProcessRing, NullTransport, without_transfers
+from benchmarks.stubs import InProcessRing, without_transfers
 from burst_plugin import Topology
+from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel

@@ -1,4 +1,4 @@
-"""Parts of a ring replaced to time the rest: a stub kernel, a null transport, and passes without autograd.
+"""Parts of a ring replaced to time the rest: a stub kernel, no transfers, and passes without autograd.
 
 This is the one place of the benchmarks that uses private parts of the package's ring.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,10 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from burst_plugin import Mask, Strategy, Topology, VirtualRing
-from burst_plugin.comm.buffers import LABEL_BYTES, BufferPool
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.transport import Message, Pending, Transport
+from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.ring.attention_pass import backward_program, forward_program
 from burst_plugin.ring.choices import make_plan
@@ -29,7 +27,6 @@ from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.topology import Traffic
 
 
 class StubKernel:
@@ -72,34 +69,6 @@ class CountedTensors(TorchDispatchMode):
 
 def _memory(tree: Any) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-class NullTransport(Transport):
-    """A transport that carries nothing: every message has arrived when it is posted. Results are wrong.
-
-    A received message holds this rank's own first one of the same size and kind, or 0: bits of another type would be
-    full of numbers that take a CPU ten times as long. On CPUs it gets the label of this rank's last one, which is
-    that of the pass in every schedule in which a rank sends before it receives.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(BufferPool())
-        self._sent: dict[tuple[Traffic, int], Tensor] = {}
-        self._label: Tensor | None = None
-
-    def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
-        if sends and sends[0].data.device.type == "cpu":
-            self._label = sends[0].data[-LABEL_BYTES:].clone()
-        for sent in sends:
-            key = (sent.channel.traffic, sent.data.numel())
-            if key not in self._sent:
-                self._sent[key] = sent.data.clone()
-        for message in recvs:
-            same = self._sent.get((message.channel.traffic, message.data.numel()))
-            message.data.zero_() if same is None else message.data.copy_(same)
-            if self._label is not None:
-                message.data[-LABEL_BYTES:] = self._label
-        return [SimpleNamespace(wait=lambda waited=None: waited and waited((*recvs, *sends)))]
 
 
 @contextmanager

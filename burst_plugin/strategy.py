@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -239,6 +240,38 @@ class Strategy:
                 f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
             )
         return strategy if strategy is not None else cls(**options)
+
+    @classmethod
+    def from_profile(
+        cls,
+        profile: str | os.PathLike[str] | Mapping[str, Any],
+        *,
+        topology: Topology | None = None,
+        **options: Any,
+    ) -> Strategy:
+        """Return the strategy that `burst check` chose on this cluster.
+
+            cp = ContextParallel(group, strategy=Strategy.from_profile("burst-profile.json"))
+
+        Args:
+            profile: the path of the file that it wrote, or what the file holds.
+            topology: that of the ring, to be compared with the one that was measured.
+            options: other fields, and values in place of the profile's.
+
+        Raises:
+            ValueError: the profile cannot be read, is damaged, has another version, or is of another device or
+                topology; it says what differs. Or an option is not valid.
+        """
+        from burst_plugin.profiling.cluster_profile import ClusterProfile, device_name
+
+        measured = ClusterProfile.read(profile)
+        measured.check_cluster(topology, device_name())
+        chosen = {name: tuple(x) if isinstance(x, list) else x for name, x in measured.strategy.items()}
+        try:
+            cls.of(None, **chosen)
+        except ValueError as error:
+            raise ValueError(f"the profile is damaged: strategy: {error}; run burst check again") from None
+        return cls.of(None, **{**chosen, **options})
 
     def compared(self) -> dict[str, object]:
         """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""

@@ -28,6 +28,7 @@ FLOORS = (
     ("attention", "batch"),
     ("virtual",),
     ("__init__",),
+    ("check",),
     ("frameworks",),
     ("huggingface",),
     ("megatron", "deepspeed"),

@@ -1,13 +1,14 @@
-"""The command `burst`: `doctor` says what is installed, changed and refused; `plan`, what suits a cluster."""
+"""The command `burst`: `check` proves and measures a cluster, `doctor` says what is installed, `plan` what suits."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
-from burst_plugin.cli import doctor, plan, plan_model
+from burst_plugin.cli import check, doctor, plan, plan_measured, plan_model
 
 __all__ = ["main"]
 
@@ -15,7 +16,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, by default the program's own, and return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser(_is_for_a_model(given)).parse_args(given)
+    options = _parser(_plan_for(given)).parse_args(given)
     try:
         status = _print(options)
         sys.stdout.flush()
@@ -25,20 +26,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _is_for_a_model(given: Sequence[str]) -> bool:
-    """Return whether a plan is asked for a model, which takes other options than one for an attention layer."""
-    return any(word.split("=")[0] == "--model" for word in given)
+def _plan_for(given: Sequence[str]) -> ModuleType:
+    """Return the plan that is asked for: of a model, on a measured cluster, or on one that is described.
+
+    Each takes other options.
+    """
+    asked = {word.split("=")[0] for word in given}
+    return plan_model if "--model" in asked else plan_measured if "--profile" in asked else plan
 
 
-def _parser(for_a_model: bool) -> argparse.ArgumentParser:
+def _parser(plan_for: ModuleType) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="burst", description="Ring attention for long sequences.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command, text in (
+        ("check", check, "prove that a cluster is right, safe and fast, and find the strategy that suits it"),
         ("doctor", doctor, "say what is installed, what is changed in frameworks, what is refused"),
         (
             "plan",
-            plan_model if for_a_model else plan,
-            "say what fits for a model (--model), or what each schedule takes on a cluster that you describe",
+            plan_for,
+            "say what fits for a model (--model), or what each schedule takes on a cluster, measured (--profile) or "
+            "described",
         ),
     ):
         subparser = commands.add_parser(name, help=text)
@@ -50,12 +57,19 @@ def _parser(for_a_model: bool) -> argparse.ArgumentParser:
 def _print(options: argparse.Namespace) -> int:
     """Print what a command has to say, line by line as it comes; return the exit status."""
     try:
-        for line in options.lines(options):
-            print(line)
+        return _print_all(iter(options.lines(options)))
     except ValueError as error:
         print(f"burst {options.command}: {error}", file=sys.stderr)
         return 1
-    return 0
+
+
+def _print_all(lines: Iterator[str]) -> int:
+    """Print lines; return what a generator of them returns, an exit status, or 0."""
+    while True:
+        try:
+            print(next(lines), flush=True)
+        except StopIteration as end:
+            return end.value or 0
 
 
 if __name__ == "__main__":

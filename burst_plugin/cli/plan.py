@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
@@ -21,12 +21,13 @@ from burst_plugin.planning.planner import (
     least_seconds,
     left_out,
     plans,
+    reason,
     visit_seconds,
 )
 from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Link, Topology
+from burst_plugin.topology import Topology
 
-__all__ = ["add_arguments", "lines"]
+__all__ = ["add_arguments", "add_options", "heads", "lines", "report", "whole"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _BAR_WIDTH = 30
@@ -52,6 +53,9 @@ example: 2 nodes of 8 GPUs, NVLink of 400 GB/s, and a NIC of 40 GB/s for each GP
 
 for a whole model (its options: burst plan --model x --help):
   burst plan --model llama3_8b --seq 1m --gpus 8 --gpu-gib 80
+
+on links and kernels that burst check has measured (burst plan --profile x --help):
+  burst plan --profile burst-profile.json --seq 1000000
 """
 _LEGEND = """\
 over the bound: the time of both passes over {bound_ms} ms, the same for all rows. No plan is faster than that: every
@@ -62,7 +66,7 @@ Rows: without an exchange, each schedule with 1 part and with its best number of
   number of ranks that exchange heads. The fastest are on top; of plans equally far from the bound, the simplest."""
 
 
-def _whole(unit: str, most: int) -> Callable[[str], int]:
+def whole(unit: str, most: int) -> Callable[[str], int]:
     """Return a parser of whole numbers of `unit`, 1 to `most`."""
 
     def parse(text: str) -> int:
@@ -89,7 +93,7 @@ def _rate(unit: str) -> Callable[[str], float]:
     return parse
 
 
-def _heads(text: str) -> tuple[int, int]:
+def heads(text: str) -> tuple[int, int]:
     """Parse numbers of query heads and key/value heads, such as 32/8."""
     numbers = text.split("/")
     if len(numbers) != 2 or not all(_is_whole(each, _MOST_HEADS) for each in numbers):
@@ -115,26 +119,26 @@ def _short(text: str) -> str:
 # Options by name; those without a default have to be given.
 _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "--nodes": {"metavar": "N", "type": _whole("nodes", _MOST_NODES), "help": "number of nodes"},
+        "--nodes": {"metavar": "N", "type": whole("nodes", _MOST_NODES), "help": "number of nodes"},
         "--ranks-per-node": {
             "metavar": "N",
-            "type": _whole("ranks", _MOST_RANKS_PER_NODE),
+            "type": whole("ranks", _MOST_RANKS_PER_NODE),
             "help": "ranks of the context-parallel group on each node",
         },
         "--seq": {
             "metavar": "TOKENS",
-            "type": _whole("tokens", _MOST_TOKENS),
+            "type": whole("tokens", _MOST_TOKENS),
             "help": "length of the whole sequence",
         },
         "--heads": {
             "metavar": "Q/KV",
-            "type": _heads,
+            "type": heads,
             "help": "query and key/value heads that a rank has, such as 32/8; with tensor parallelism, "
             "its share of them",
         },
         "--head-dim": {
             "metavar": "DIM",
-            "type": _whole("elements", _MOST_HEAD_DIM),
+            "type": whole("elements", _MOST_HEAD_DIM),
             "default": 128,
             "help": "size of a head (default: %(default)s)",
         },
@@ -176,8 +180,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, keywords in _OPTIONS.items():
-        parser.add_argument(name, required="default" not in keywords, **keywords)
+    add_options(parser, _OPTIONS)
+
+
+def add_options(parser: argparse.ArgumentParser, names: Iterable[str], *, may_lack: bool = False) -> None:
+    """Add some options of the command; with `may_lack` all of them may be left out, and are None then."""
+    for name in names:
+        keywords = _OPTIONS[name]
+        if may_lack:
+            text = keywords["help"].split(" (default")[0]
+            parser.add_argument(name, **{**keywords, "default": None, "help": f"{text} (default: the profile's)"})
+        else:
+            parser.add_argument(name, required="default" not in keywords, **keywords)
 
 
 def lines(options: argparse.Namespace) -> Iterator[str]:
@@ -194,12 +208,17 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, _DTYPES[options.dtype])
     links = Links(options.intra_gb_s * 1e9, options.inter_gb_s * 1e9, options.nic)
     visit_s = visit_seconds(shapes, options.tflops * 1e12, options.mask == "causal")
-    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
-    bound_s = least_seconds(topology, shapes, visit_s, links)
     yield (
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
         f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
     )
+    yield from report(topology, shapes, visit_s, links)
+
+
+def report(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> Iterator[str]:
+    """Yield the table of plans, the best of them, and what the columns mean. See `planner.plans`."""
+    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
+    bound_s = least_seconds(topology, shapes, visit_s, links)
     yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (
@@ -251,20 +270,9 @@ def _advice(best: Plan, nbytes: float) -> str:
         if value != each.default and each.name != "ranks_per_node":  # which the cluster says by itself
             options.setdefault(each.name, value)
     return (
-        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {_why(best)}. "
+        f"Best: Strategy({', '.join(f'{name}={value!r}' for name, value in options.items())}); {reason(best)}. "
         f"Its communication buffers take about {nbytes / 2**30:.2f} GiB per rank, shared by all layers."
     )
-
-
-def _why(best: Plan) -> str:
-    """Return what takes the time of a plan: computing, or which links."""
-    compute_s = best.forward.compute_s + best.backward.compute_s
-    if best.step_s <= 1.02 * compute_s:
-        return "computing hides all communication"
-    busy_s = {link: best.forward.link_s[link] + best.backward.link_s[link] for link in Link}
-    link = max(Link, key=busy_s.__getitem__)
-    where = "between nodes" if link is Link.INTER else "inside nodes"
-    return f"ranks wait for the links {where}, {100 * (1 - compute_s / best.step_s):.0f} % of the time"
 
 
 def _progress_bar(done: int, total: int) -> None:

@@ -31,7 +31,7 @@ __all__ = [
 BLOCK = "burst_attention"
 TOKEN_MEAN, MEAN_OF_RANKS = "token_mean", "mean_of_ranks"
 _LOSSES = (TOKEN_MEAN, MEAN_OF_RANKS, AUTO)
-_OWN_KEYS = ("enabled", "context_parallel_size", "loss")
+_OWN_KEYS = ("enabled", "context_parallel_size", "loss", "profile")
 _OTHER_BLOCKS = ("sparse_attention",)  # of DeepSpeed, with a similar name
 
 
@@ -66,7 +66,8 @@ class Block:
 
     context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
         `sp_size`, else all ranks.
-    strategy: all keys but `enabled`, `context_parallel_size` and `loss`; see `burst_plugin.Strategy`.
+    strategy: all keys but `enabled`, `context_parallel_size` and `loss`; see `burst_plugin.Strategy`. With `profile`,
+        the path of what `burst check` wrote, keys take the place of its values.
     loss: which mean the losses of several rings become; see `loss_of`.
     """
 
@@ -102,7 +103,9 @@ class Block:
         if loss not in _LOSSES:
             raise ValueError(f'"{BLOCK}": loss={loss!r} is not valid; use one of: {", ".join(_LOSSES)}')
         try:
-            strategy = Strategy(**{key: value for key, value in given.items() if key not in _OWN_KEYS})
+            options = {key: value for key, value in given.items() if key not in _OWN_KEYS}
+            measured = "profile" in given
+            strategy = Strategy.from_profile(given["profile"], **options) if measured else Strategy(**options)
         except ValueError as error:
             raise ValueError(f'"{BLOCK}": {error}') from error
         return cls(enabled, size, strategy, loss)

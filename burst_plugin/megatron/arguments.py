@@ -57,6 +57,7 @@ REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
 )
 
 
+_PROFILE = "burst_profile"
 _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 
 # Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
@@ -92,6 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if option.name in _OVERRIDDEN_BY:
             keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
         group.add_argument(_flag(_dest(option.name)), **keywords)
+    text = "what `burst check` wrote here: its strategy, except for options whose flags have other values than usual"
+    group.add_argument(_flag(_PROFILE), metavar="FILE", help=text)
     return parser
 
 
@@ -231,7 +234,12 @@ def parsed_strategy() -> Strategy | None:
     args = parsed_arguments()
     if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
         return None
-    return Strategy(**{option.name: _without_list(getattr(args, _dest(option.name))) for option in _OPTIONS})
+    given = {option.name: _without_list(getattr(args, _dest(option.name))) for option in _OPTIONS}
+    profile = getattr(args, _PROFILE, None)
+    if profile is None:
+        return Strategy(**given)
+    usual = {option.name: option.default for option in _OPTIONS}
+    return Strategy.from_profile(profile, **{name: x for name, x in given.items() if x != usual[name]})
 
 
 def _without_list(value: Any) -> Any:

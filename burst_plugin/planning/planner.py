@@ -36,6 +36,7 @@ __all__ = [
     "pass_price",
     "plans",
     "price",
+    "reason",
     "visit_seconds",
 ]
 
@@ -274,3 +275,14 @@ def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[flo
     pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
     forward = 2 * pairs * (shapes.qk_dim + shapes.v_dim) / flops_per_s
     return forward, 2.5 * forward
+
+
+def reason(plan: Plan) -> str:
+    """Return what takes the time of a plan: computing, or which links."""
+    compute_s = plan.forward.compute_s + plan.backward.compute_s
+    if plan.step_s <= 1.02 * compute_s:
+        return "computing hides all communication"
+    busy_s = {link: plan.forward.link_s[link] + plan.backward.link_s[link] for link in Link}
+    link = max(Link, key=busy_s.__getitem__)
+    where = "between nodes" if link is Link.INTER else "inside nodes"
+    return f"ranks wait for the links {where}, {100 * (1 - compute_s / plan.step_s):.0f} % of the time"

@@ -13,9 +13,10 @@ from benchmarks import overhead
 from benchmarks.attention_ranks import (
     Whole,
 )
-from benchmarks.stubs import InProcessRing, NullTransport, without_transfers
+from benchmarks.stubs import InProcessRing, without_transfers
 from burst_plugin import Causal, Strategy, Topology, VirtualRing
 from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.topology import Link, Traffic
 

@@ -1,0 +1,65 @@
+"""What a check found: a line with a verdict, figures and the time it took."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["FAILED", "NOT_SHOWN", "OK", "SECTIONS", "Finding", "failed", "shown_time", "table"]
+
+SECTIONS = ("right", "safe", "fast", "tuned")
+OK, FAILED, NOT_SHOWN = "ok", "FAILED", "not shown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a section.
+
+    verdict: `OK`, `FAILED`, or `NOT_SHOWN` for what this cluster, or this way of starting, cannot show.
+    what: the kernel, schedule, link or rank that was looked at. text: figures and reasons, for people.
+    figures: the same for programs, times in seconds. seconds: how long it took.
+    """
+
+    section: str
+    verdict: str
+    what: str
+    text: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.section:<6} {self.verdict:<9} {self.what:<34} {self.text}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding for a JSON file."""
+        return asdict(self)
+
+
+def failed(findings: Iterable[Finding]) -> bool:
+    """Return whether any of them has failed."""
+    return any(each.verdict == FAILED for each in findings)
+
+
+def table(findings: Iterable[Finding]) -> Iterator[str]:
+    """Yield a table: a row per section, with its verdict, its counts, its time, and the culprits."""
+    every = list(findings)
+    yield f"{'section':<9}{'verdict':<11}{'checks':>7}{'failed':>8}{'not shown':>11}{'time':>9}"
+    for section in SECTIONS:
+        mine = [each for each in every if each.section == section]
+        if not mine:
+            continue
+        bad = [each for each in mine if each.verdict == FAILED]
+        hidden = sum(each.verdict == NOT_SHOWN for each in mine)
+        verdict = FAILED if bad else NOT_SHOWN if hidden == len(mine) else OK
+        counts = f"{len(mine) - hidden:>7}{len(bad):>8}{hidden:>11}"
+        yield f"{section:<9}{verdict:<11}{counts}{sum(each.seconds for each in mine):>7.1f} s"
+        yield from (f"{'':9}culprit: {each.what}: {each.text}" for each in bad)
+
+
+def shown_time(seconds: float) -> str:
+    """Return seconds in a unit that suits them, to three digits."""
+    for unit, least in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= least:
+            return f"{seconds / least:.3g} {unit}" if seconds < 1000 * least else f"{seconds / least:.0f} {unit}"
+    return f"{1e6 * seconds:.3g} us"

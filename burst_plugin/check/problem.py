@@ -1,0 +1,70 @@
+"""Attention to be checked: tensors that are the same on every rank, the definition in float64, and the errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.kernels.trial import RESULTS, difference
+
+__all__ = ["BOUNDS", "Problem", "definition", "differences", "worst"]
+
+BOUNDS: Mapping[torch.dtype, float] = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 3e-3,
+    torch.bfloat16: 1.6e-2,
+}
+"""Relative errors, as 2-norms, that rounding explains; what is left out or mixed up is far more."""
+
+
+class Problem(NamedTuple):
+    """q and dout [B, Sq, Hq, D], k [B, Sk, Hkv, D] and v [B, Sk, Hkv, Dv]; dout has the last dim of v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        rows: tuple[int, int],
+        heads: tuple[int, int],
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Problem:
+        """Draw normal numbers, the same on every rank: (queries, keys), (query heads, key heads), (dim, dim of v)."""
+        source = torch.Generator("cpu").manual_seed(7)
+        (queries, keys), (q_heads, kv_heads), (dim, v_dim) = rows, heads, dims
+        shapes = (queries, q_heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim), (queries, q_heads, v_dim)
+        drawn = (torch.randn(1, *shape, generator=source) for shape in shapes)
+        return cls(*(x.to(device, dtype) for x in drawn))
+
+
+def definition(problem: Problem, allowed: Tensor) -> tuple[Tensor, ...]:
+    """Return out, lse, dq, dk, dv in float64, from softmax and autograd; `allowed` [Sq, Sk] says what may meet."""
+    q, k, v = (x.double().requires_grad_() for x in problem[:3])
+    repeats = q.shape[2] // k.shape[2]
+    keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
+    with torch.enable_grad():
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, keys) * q.shape[3] ** -0.5
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), values)
+        grads = torch.autograd.grad(out, (q, k, v), problem.dout.double())
+    return out.detach(), scores.detach().logsumexp(-1), *grads
+
+
+def differences(found: Sequence[Tensor], expected: Sequence[Tensor]) -> dict[str, float]:
+    """Return the relative 2-norm of the error of out, lse, dq, dk and dv, by name."""
+    return {name: difference(x, y) for name, x, y in zip(RESULTS, found, expected, strict=True)}
+
+
+def worst(errors: Mapping[str, float]) -> tuple[str, float]:
+    """Return the name and the value of the largest error; NaN is larger than any."""
+    name = max(errors, key=lambda each: (errors[each] != errors[each], errors[each]))
+    return name, errors[name]

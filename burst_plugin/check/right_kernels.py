@@ -1,0 +1,200 @@
+"""Whether kernels compute attention: each alone, on every kind of tile, and with what the ring asks of them besides.
+
+The ring asks for two things that no kernel's own tests cover: gradients of a part of the keys under the lse of all of
+them, and gradients for an `out` that is made up from `dout`, of which only `rowsum(out * dout)` is true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.problem import BOUNDS, Problem, definition, differences, worst
+from burst_plugin.check.settings import Settings, load_kernel
+from burst_plugin.check.world import World
+from burst_plugin.compute.online_softmax import merge_, project, row_factor
+from burst_plugin.kernels import KERNELS, Case, How, Kernel, Queries
+from burst_plugin.kernels.varlen import lengths_of
+from burst_plugin.scores import Scores
+from burst_plugin.types import ANTICAUSAL, CAUSAL, FULL, Band
+
+__all__ = ["check_kernels"]
+
+
+class Tile(NamedTuple):
+    """A tile: its name, band, (queries, keys), the feature that it takes; documents' (queries, keys), if several."""
+
+    name: str
+    band: Band
+    rows: tuple[int, int]
+    feature: str = ""
+    documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def allowed(self, device: torch.device) -> Tensor:
+        """Return which queries may meet which keys, [Sq, Sk]."""
+        if self.documents is None:
+            return _within(self.band, *self.rows, device)
+        allowed = torch.zeros(self.rows, dtype=torch.bool, device=device)
+        row = column = 0
+        for queries, keys in zip(*self.documents, strict=True):
+            allowed[row : row + queries, column : column + keys] = _within(self.band, queries, keys, device)
+            row, column = row + queries, column + keys
+        return allowed
+
+
+def _within(band: Band, queries: int, keys: int, device: torch.device) -> Tensor:
+    ahead = torch.arange(keys, device=device) - torch.arange(queries, device=device).unsqueeze(1)
+    lower = -queries if band.lower is None else band.lower
+    upper = keys if band.upper is None else band.upper
+    return (ahead >= lower) & (ahead <= upper)
+
+
+def _tiles(n: int) -> list[Tile]:
+    """Return every kind of tile, of about n queries."""
+    several = (n // 8 + 1, n // 2, n // 4)
+    others = (n // 2, 1 + n // 8, n // 3)
+    return [
+        Tile("full", FULL, (n, 2 * n - n // 3)),
+        Tile("causal", CAUSAL, (n, n)),
+        Tile("anticausal", ANTICAUSAL, (n, n)),
+        Tile("window", Band(-n // 3, 0), (n, n), "windows"),
+        Tile("band", Band(-n // 2, n // 4), (n, n + n // 4), "windows"),
+        Tile("documents, full", FULL, (sum(several), sum(others)), "varlen", (several, others)),
+        Tile("documents, causal", CAUSAL, (sum(several),) * 2, "varlen", (several, several)),
+    ]
+
+
+_Run = Callable[[Kernel, Problem, How], tuple[Tensor, ...]]
+
+
+def _plain(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
+    """Run both passes as a kernel's own library would."""
+    q, k, v, dout = problem
+    out, lse = kernel.forward(q, k, v, how)
+    return out, lse, *kernel.backward(Queries(q, dout, out.to(q.dtype), lse), k, v, how)[:3]
+
+
+def _halves(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
+    """Run both passes on two halves of the keys, each with the lse of the whole row in the backward pass."""
+    q, k, v, dout = problem
+    halves = list(zip(k.chunk(2, 1), v.chunk(2, 1), strict=True))
+    first, *rest = (kernel.forward(q, *half, how) for half in halves)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = first[0].to(wide).clone(), first[1].clone()
+    merge_(out, lse, [(each.to(wide), each_lse) for each, each_lse in rest])
+    queries = Queries(q, dout, out.to(q.dtype), lse)
+    grads = [kernel.backward(queries, *half, how) for half in halves]
+    dq = sum((each.dq.to(wide) for each in grads[1:]), grads[0].dq.to(wide))
+    return out, lse, dq, torch.cat([each.dk for each in grads], 1), torch.cat([each.dv for each in grads], 1)
+
+
+def _made_up(kernel: Kernel, problem: Problem, how: How) -> tuple[Tensor, ...]:
+    """Run both passes, the backward one with an output that is made up from dout."""
+    q, k, v, dout = problem
+    out, lse = kernel.forward(q, k, v, how)
+    queries = Queries(q, dout, project(dout, row_factor(out.to(q.dtype), dout)), lse)
+    return out, lse, *kernel.backward(queries, k, v, how)[:3]
+
+
+class Trial(NamedTuple):
+    """One thing to ask of a kernel: a tile, heads, head dims, a type, and how it is run."""
+
+    tile: Tile
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+    run: _Run
+    how_run: str = ""
+
+    def __str__(self) -> str:
+        (q_heads, kv_heads), (dim, v_dim) = self.heads, self.dims
+        size = f"{dim}" if dim == v_dim else f"{dim} and {v_dim}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.tile.name}, heads {q_heads}/{kv_heads} of {size}, {dtype}{self.how_run}"
+
+    def errors(self, kernel: Kernel, device: torch.device) -> dict[str, float]:
+        """Return how far off the kernel is, by result."""
+        problem = Problem.draw(self.tile.rows, self.heads, self.dims, self.dtype, device)
+        lengths = None if self.tile.documents is None else lengths_of(*self.tile.documents, device)
+        how = How(self.tile.band, Scores(scale=self.dims[0] ** -0.5), lengths=lengths)
+        with torch.no_grad():
+            found = self.run(kernel, problem, how)
+        return differences(found, definition(problem, self.tile.allowed(device)))
+
+
+def _trials(device: torch.device, settings: Settings) -> Iterator[Trial]:
+    """Yield all that is asked of a kernel, the tricks of the ring on full tiles first."""
+    tiles = _tiles(settings.sizes(device).tile)
+    gpu = (torch.bfloat16, torch.float16, torch.float32)
+    dtypes = gpu if device.type == "cuda" else (torch.float32, torch.bfloat16)
+    heads = ((4, 2),) if settings.quick else ((4, 4), (4, 2), (4, 1))
+    dims = ((64, 64),) if settings.quick else ((64, 64), (128, 128), (192, 128))
+    for dtype in dtypes:
+        yield Trial(tiles[0], heads[0], dims[0], dtype, _halves, ", halves with the whole lse")
+        if dtype != torch.float16:
+            yield Trial(tiles[0], heads[0], dims[0], dtype, _made_up, ", out made up from dout")
+    for tile in tiles:
+        for dtype in dtypes if tile is tiles[1] or not settings.quick else dtypes[:1]:
+            yield from (Trial(tile, each, dim, dtype, _plain) for each in heads for dim in dims)
+
+
+def _refusal(kernel: Kernel, trial: Trial, device: torch.device) -> str | None:
+    (q_heads, kv_heads), (dim, v_dim) = trial.heads, trial.dims
+    if trial.tile.feature and trial.tile.feature not in kernel.features:
+        return f"it lacks {trial.tile.feature}"
+    if dim != v_dim and "head dims" not in kernel.features:
+        return "it lacks head dims"
+    return kernel.refuse(Case(device.type, trial.dtype, q_heads, kv_heads, dim, v_dim))
+
+
+def _kernels(settings: Settings) -> list[Kernel]:
+    own = load_kernel(settings.kernel)
+    return [*([] if isinstance(own, str) else [own]), *KERNELS.values()]
+
+
+def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
+    """Yield a finding per kernel; collective. On CPUs ranks divide the work, on GPUs each proves its own GPU."""
+    for kernel in _kernels(settings):
+        start = time.perf_counter()
+        asked = list(_trials(world.device, settings))
+        able = [trial for trial in asked if _refusal(kernel, trial, world.device) is None]
+        if not able:
+            reason = _refusal(kernel, asked[0], world.device)
+            yield Finding("right", NOT_SHOWN, f"kernel {kernel.name}", f"refused here: {reason}")
+            continue
+        mine = able if world.device.type == "cuda" else able[world.rank :: world.size]
+        found = world.exchange(f"kernel {kernel.name} alone", _wrong(kernel, mine, world.device))
+        yield _finding(world, kernel, found, len(able), time.perf_counter() - start)
+
+
+def _wrong(kernel: Kernel, trials: list[Trial], device: torch.device) -> dict[str, str]:
+    """Return by trial what this rank found wrong."""
+    wrong = {}
+    for trial in trials:
+        try:
+            errors = trial.errors(kernel, device)
+        except Exception as error:  # whatever a library raises
+            wrong[str(trial)] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            continue
+        bound = BOUNDS[trial.dtype]
+        if not worst(errors)[1] <= bound:
+            bad = [f"{name} is off by {error:.1e}" for name, error in errors.items() if not error <= bound]
+            wrong[str(trial)] = f"{', '.join(bad)} (bound {bound:.0e})"
+    return wrong
+
+
+def _finding(world: World, kernel: Kernel, found: list[dict[str, str]], asked: int, seconds: float) -> Finding:
+    what = f"kernel {kernel.name}"
+    bad = [(rank, trial, text) for rank, wrong in enumerate(found) for trial, text in wrong.items()]
+    figures = {"trials": asked, "wrong": {trial: text for _, trial, text in bad}}
+    if not bad:
+        text = f"{asked} trials against float64, the ring's two tricks among them"
+        return Finding("right", OK, what, text, figures, seconds)
+    rank, trial, text = bad[0]
+    more = f"; and {len(bad) - 1} trials more" if len(bad) > 1 else ""
+    return Finding("right", FAILED, what, f"{trial}: {text}, on {world.name(rank)}{more}", figures, seconds)

@@ -1,0 +1,222 @@
+"""Whether the ring computes what one rank would: every way to run it, against the definition in float64.
+
+Every rank compares its own part, so that a rank whose GPU or link is at fault is named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from burst_plugin.attention import burst_attention
+from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.problem import BOUNDS, Problem, definition, differences, worst
+from burst_plugin.check.settings import Settings, load_kernel
+from burst_plugin.check.world import Outcome, World
+from burst_plugin.context import ContextParallel
+from burst_plugin.schedule.rings import SCHEDULES, SPARSE
+from burst_plugin.sequence.layout import Tokens, even_length
+from burst_plugin.sequence.masks import Causal, Documents, Mask
+from burst_plugin.types import SIDES
+
+__all__ = ["check_rings"]
+
+_DIM = 64
+_MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores at once, in float64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One way to run the ring: its name, options of `Strategy`, and what is special about the call.
+
+    tokens: of the sequence. documents: their lengths, none for one causal sequence. recomputes: forward is run again
+    in the backward pass. rings: how many take turns.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    tokens: int
+    documents: tuple[int, ...] = ()
+    recomputes: bool = False
+    rings: int = 1
+    cu_seqlens: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends = [0]
+        for length in self.documents:
+            ends.append(ends[-1] + length)
+        object.__setattr__(self, "cu_seqlens", tuple(ends))
+
+    @property
+    def mask(self) -> Mask:
+        """What may attend to what: causal, inside of documents if there are several."""
+        return Causal() & Documents(self.cu_seqlens) if self.documents else Causal()
+
+    def allowed(self, device: torch.device) -> Tensor:
+        """Return the mask, [S, S]."""
+        here = torch.ones(self.tokens, self.tokens, dtype=torch.bool, device=device).tril()
+        if self.documents:
+            inside = torch.zeros_like(here)
+            for start, stop in pairwise(self.cu_seqlens):
+                inside[start:stop, start:stop] = True
+            here &= inside
+        return here
+
+
+def heads_for(ranks: int) -> tuple[int, int]:
+    """Return query and key heads that all of `ranks` can exchange, grouped in pairs; both are even."""
+    q_heads = 8 if 8 % ranks == 0 else (4 if ranks % 2 else 2) * ranks
+    return q_heads, q_heads // 2
+
+
+def rings(world: World, tokens: int) -> Iterator[Ring]:
+    """Yield the ways to run the ring on so many ranks, the plainest first."""
+    ranks, nodes = world.size, _node_sizes(world.size)
+    for per_node, (forward, backward) in product(nodes, product(SIDES, SIDES)):
+        name = f"ring {ranks // per_node}x{per_node}, moves {forward}, {backward}"
+        yield Ring(name, {"ranks_per_node": per_node, "forward": forward, "backward": backward}, tokens)
+    for schedule in SCHEDULES:
+        if schedule in SPARSE:
+            long = tokens - 3 * (tokens // 8)
+            documents = (tokens // 8, long, tokens // 8, tokens // 8)
+            yield Ring(f"{schedule} by documents", {"schedule": schedule}, tokens, documents)
+        else:
+            options = {"schedule": schedule, "ranks_per_node": nodes[-1], "parts": 2}
+            yield Ring(f"{schedule} in 2 parts", options, tokens)
+    for degree in sorted({2, ranks}):
+        if ranks % degree == 0:
+            name = f"heads exchanged by {degree}"
+            yield Ring(name, {"ulysses_degree": degree, "ranks_per_node": ranks}, tokens)
+    yield Ring("uneven lengths", {}, tokens - 3)
+    yield Ring("recomputation", {}, tokens, recomputes=True)
+    yield Ring("two rings by turns", {"ranks_per_node": nodes[-1]}, tokens, rings=2)
+
+
+def _node_sizes(ranks: int) -> list[int]:
+    """Return ranks per node: all of them, and those of two nodes."""
+    return [ranks, ranks // 2] if ranks % 2 == 0 else [ranks]
+
+
+def check_rings(world: World, settings: Settings) -> Iterator[Finding]:
+    """Yield a finding per way to run the ring, and one for `close`; collective.
+
+    An error in the middle of a pass ends the section, since messages may still be under way.
+    """
+    if world.size == 1:
+        yield Finding("right", NOT_SHOWN, "ring", "there is one rank, which has no ring; start 2 or more")
+        return
+    sizes = settings.sizes(world.device)
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    rows = max(16, min(sizes.tile // 3, _MOST_TOKENS // world.size))
+    tokens = even_length(rows * world.size, world.size)
+    kernel = load_kernel(settings.kernel)
+    for ring in rings(world, tokens):
+        start = time.perf_counter()
+        found = world.attempt(ring.name, lambda ring=ring: _run(world, ring, kernel, dtype, sizes.steps))  # type: ignore[misc]
+        finding = _finding(world, ring, found, BOUNDS[dtype], time.perf_counter() - start)
+        yield finding
+        if any(each.error and not each.error.startswith("ValueError") for each in found):
+            yield Finding("right", NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
+            return
+    yield from _check_close(world)
+
+
+def _run(world: World, ring: Ring, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
+    """Run some steps on this rank; return its errors, the kernel, and what its traffic was and should have been."""
+    heads = heads_for(world.size)
+    problem = Problem.draw((ring.tokens, ring.tokens), heads, (_DIM, _DIM), dtype, world.device)
+    cps = [world.ring(**{"kernel": kernel, **ring.options}) for _ in range(ring.rings)]
+    tokens = Tokens(ring.tokens)
+    for number in range(steps * ring.rings):
+        cp = cps[number % ring.rings]
+        found = _step(cp, problem, ring, tokens)
+    local = differences(found, _own_part(cps[0], definition(problem, ring.allowed(world.device)), tokens))
+    traffic = [(each.traffic(), each.expected_traffic()) for each in cps]
+    for each in cps:
+        each.close()
+    sent = sum(sum(by_traffic.values()) for by_traffic in traffic[0][0].values())
+    unequal = next((f"{sent} instead of {due}" for sent, due in traffic if sent != due), "")
+    return {"errors": local, "kernel": cps[0].describe().get("kernel", ""), "traffic": unequal, "sent": sent}
+
+
+def _step(cp: ContextParallel, problem: Problem, ring: Ring, tokens: Tokens) -> tuple[Tensor, ...]:
+    """Return this rank's out, lse, dq, dk, dv."""
+    q, k, v = (cp.shard(x, tokens=tokens).requires_grad_() for x in problem[:3])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return burst_attention(q, k, v, cp, mask=ring.mask, tokens=tokens, return_lse=True)
+
+    out, lse = checkpoint(attend, q, k, v, use_reentrant=False) if ring.recomputes else attend(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), cp.shard(problem.dout, tokens=tokens))
+    return out.detach(), lse, *grads
+
+
+def _own_part(cp: ContextParallel, whole: tuple[Tensor, ...], tokens: Tokens) -> list[Tensor]:
+    """Return this rank's part of the true results."""
+    return [cp.shard(x, 2 if x.dim() == 3 else 1, tokens) for x in whole]
+
+
+def _finding(world: World, ring: Ring, found: list[Outcome], bound: float, seconds: float) -> Finding:
+    """Return the finding of a ring: which rank met an error, is off, or sent other bytes than the schedule counts."""
+    error = first_error(found)
+    if error:
+        return Finding("right", FAILED, ring.name, error, {}, seconds)
+    values = [each.value for each in found]
+    errors = [worst(each["errors"]) for each in values]
+    rank = max(range(len(errors)), key=lambda each: (errors[each][1] != errors[each][1], errors[each][1]))
+    name, error_ = errors[rank]
+    kernel = values[rank]["kernel"]
+    figures = {"largest_error": error_, "rank": rank, "kernel": kernel, "sent_bytes": values[rank]["sent"]}
+    if not error_ <= bound:
+        off = [each for each, (_, value) in enumerate(errors) if not value <= bound]
+        where = "on every rank" if len(off) == len(errors) else f"on {', '.join(map(world.name, off))}"
+        bad = ", ".join(each for each, value in values[rank]["errors"].items() if not value <= bound)
+        text = f"{bad} off by up to {error_:.1e} (bound {bound:.0e}), {where}; kernel {kernel}"
+        return Finding("right", FAILED, ring.name, text, figures, seconds)
+    for other, value in enumerate(values):
+        if value["traffic"]:
+            text = f"{world.name(other)} sent other bytes than the schedule counts: {value['traffic']}"
+            return Finding("right", FAILED, ring.name, text, figures, seconds)
+    text = f"largest error {error_:.1e} ({name}, rank {rank}), kernel {kernel}, bytes as scheduled"
+    return Finding("right", OK, ring.name, text, figures, seconds)
+
+
+def first_error(found: list[Outcome]) -> str:
+    """Return the error of the rank at fault rather than of one that missed it, with its number; "" for none."""
+    bad = sorted((each.was_lost, rank, each.error) for rank, each in enumerate(found) if each.error)
+    return f"rank {bad[0][1]}: {bad[0][2]}" if bad else ""
+
+
+def _check_close(world: World) -> Iterator[Finding]:
+    """Yield whether a closed ring leaves no group and no buffer behind, and refuses calls."""
+    start = time.perf_counter()
+    found = world.attempt("close", lambda: _close(world))
+    error = first_error(found)
+    left = [f"rank {rank}: {each.value}" for rank, each in enumerate(found) if each.value]
+    text = error or "; ".join(left) or "groups and buffers are gone, and a later call is refused"
+    yield Finding("right", FAILED if error or left else OK, "close", text, {}, time.perf_counter() - start)
+
+
+def _close(world: World) -> str:
+    """Return what a ring leaves behind on this rank; "" for nothing."""
+    before = len(dist.distributed_c10d._world.pg_map)
+    cp = world.ring()
+    x = torch.ones(1, 8, heads_for(world.size)[0], _DIM, device=world.device, dtype=torch.bfloat16)
+    burst_attention(x, x, x, cp)
+    cp.close()
+    left = len(dist.distributed_c10d._world.pg_map) - before
+    if left or cp.allocated_bytes():
+        return f"{left} process groups and {cp.allocated_bytes()} bytes are left"
+    try:
+        burst_attention(x, x, x, cp)
+    except RuntimeError:
+        return ""
+    return "a closed ring still takes calls"

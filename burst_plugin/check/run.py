@@ -1,0 +1,161 @@
+"""All sections, in processes that are spawned here, or in the ranks that a launcher has started."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from burst_plugin.check.crew import Crew
+from burst_plugin.check.fast import fast
+from burst_plugin.check.findings import FAILED, NOT_SHOWN, Finding
+from burst_plugin.check.right import right
+from burst_plugin.check.safe import safe
+from burst_plugin.check.settings import Settings, load_kernel
+from burst_plugin.check.tuned import tuned
+from burst_plugin.check.world import LateError, MissedError, World, joined, launcher_environment
+from burst_plugin.topology import Topology
+
+__all__ = ["check", "is_first", "run_sections"]
+
+_LIMIT_S = 1800.0  # of all sections together
+_SAFE_S = 600.0  # of the section "safe", while the ranks of a launcher wait for the first one
+_RANKS_ON_CPUS = 4
+_GRACE_S = 15.0  # between the ends of the first and of the last rank
+
+Section = Callable[[World, Settings], Iterator[Finding]]
+_TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned})
+
+
+def is_first() -> bool:
+    """Return whether this process is the one that prints: rank 0 of a launcher, or the only one."""
+    place = launcher_environment()
+    return place is None or place[0] == 0
+
+
+def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
+    """Yield findings as they come, on every rank of a launcher the same ones.
+
+    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; under a launcher they are its own.
+
+    Raises ValueError, before anything is started, for a kernel that cannot be loaded, ranks that do not divide into
+    nodes, and ranks beside a launcher's.
+    """
+    load_kernel(settings.kernel)
+    place = launcher_environment()
+    if place is not None and ranks is not None and ranks != place[1]:
+        raise ValueError(f"ranks={ranks} contradicts the launcher, which has started {place[1]}; leave it out")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    asked = place[1] if place is not None else ranks or gpus or _RANKS_ON_CPUS
+    if settings.ranks_per_node is not None:
+        Topology.from_sizes(asked, ranks_per_node=settings.ranks_per_node)
+    if place is not None:
+        yield from _of_machine(settings.sections, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
+        yield from _in_launcher(settings, place, gpus)
+        return
+    yield from _of_machine(settings.sections, asked, gpus)
+    yield from _spawned(settings, min(asked, gpus) if gpus else asked)
+
+
+def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Finding]:
+    """Yield what this machine cannot show."""
+    if not gpus:
+        yield Finding(sections[0], NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if local > cores and "fast" in sections:
+            text = f"{local} ranks share {cores} processors, so that times are no measure of either"
+            yield Finding("fast", NOT_SHOWN, "ranks of their own speed", text)
+    elif local > gpus:
+        text = f"{local} were asked for, and NCCL takes one per GPU, of which there are {gpus}; the rest is left out"
+        yield Finding(sections[0], NOT_SHOWN, "ranks", text)
+
+
+def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:
+    """Run the sections in processes that are spawned here."""
+    if any(section in _TOGETHER for section in settings.sections):
+        yield from _of_crew(settings, ranks)
+    if "safe" in settings.sections:
+        yield from safe(settings, ranks, _kind())
+
+
+def _kind() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
+    start, section, last = time.monotonic(), settings.sections[0], ""
+    with Crew(ranks, spawned_rank, settings, limit_s=_LIMIT_S) as crew:
+
+        def enough() -> bool:
+            """Return whether a rank has ended for so long that the others will not."""
+            ends = [ended.after_s for ended in crew.ended.values()]
+            return bool(ends) and crew.elapsed_s > min(ends) + _GRACE_S
+
+        for _, said in crew.heard(enough):
+            section, last = said.section, f", after {said.what}"
+            yield said
+        errors = {rank: ended.error for rank, ended in sorted(crew.ended.items()) if ended.error}
+        wrong = {rank: text for rank, text in errors.items() if not text.startswith(MissedError.__name__)}
+        running = {rank: "it still runs" for rank in range(ranks) if rank not in crew.ended}
+        for rank, text in (wrong or errors or running).items():
+            yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
+
+
+def spawned_rank(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings) -> None:
+    """Run the sections on one rank; rank 0 says what is found."""
+    timeout_s = settings.sizes(_kind()).timeout_s
+    with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node) as world:
+        try:
+            for finding in run_sections(world, settings):
+                if rank == 0:
+                    say(finding)
+            _part(world)
+        except Exception as error:
+            first = world.first_error(error)
+            if first.startswith(f"rank {rank}: "):
+                raise
+            raise MissedError(first) from error
+
+
+def _part(world: World) -> None:
+    """Wait for all ranks, so that none sees a connection end; not where a rank was late already."""
+    if not world.is_late:
+        world.exchange("the end", None)
+
+
+def run_sections(world: World, settings: Settings) -> Iterator[Finding]:
+    """Yield the findings of the sections that all ranks run together; collective. A rank that is late ends them."""
+    for section in settings.sections:
+        if section in _TOGETHER:
+            try:
+                yield from _TOGETHER[section](world, settings)
+            except LateError as error:
+                world.is_late = True
+                yield Finding(section, FAILED, str(error).split(" did not")[0], str(error))
+                return
+
+
+def _in_launcher(settings: Settings, place: tuple[int, int, int], gpus: int) -> Iterator[Finding]:
+    """Run the sections in the ranks of a launcher; "safe" in processes beside those of the first node."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", place[1]))
+    with joined(place, settings.sizes(_kind()).timeout_s, None, settings.ranks_per_node) as world:
+        try:
+            yield from run_sections(world, settings)
+        except Exception as error:  # of this rank, or of one that it missed; the others meet theirs
+            world.is_late = True
+            culprit, _, text = world.first_error(error).partition(": ")
+            yield Finding(settings.sections[0], FAILED, culprit, text)
+        if "safe" in settings.sections and not world.is_late:
+            ranks = min(local, gpus) if gpus else local
+            mine = list(safe(settings, ranks, world.device)) if world.rank == 0 else []
+            found = world.exchange("safe", [each.as_dict() for each in mine], _SAFE_S)[0]
+            yield from (Finding(**each) for each in found)
+            if local < world.size:
+                text = "processes of the first node took part, and those of other nodes did not"
+                yield Finding("safe", NOT_SHOWN, "a rank that fails on another node", text)
+        _part(world)

@@ -1,0 +1,148 @@
+"""The section "safe": a rank raises, is killed, or stops; all others have to end soon, and say which rank, and why.
+
+Each case has processes of its own, since none of them survives it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from burst_plugin.attention import burst_attention
+from burst_plugin.check.crew import Crew, Ended
+from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
+from burst_plugin.check.settings import Settings
+from burst_plugin.check.world import joined
+from burst_plugin.context import ContextParallel
+from burst_plugin.kernels import Case, Grads, How, Kernel, Queries, choose_kernel
+
+__all__ = ["WAYS_TO_FAIL", "safe"]
+
+_REASON = "planted by burst check"
+_START_S = 120.0  # that processes may take to start
+_TIMEOUT_S = 5.0  # of messages of the ring: a rank that stops is missed after it
+_MEET_S = 60.0  # that ranks may be apart when they start
+_HEADS, _DIM = 4, 64
+
+
+def _raise() -> None:
+    raise RuntimeError(_REASON)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stop() -> None:
+    time.sleep(3600.0)
+
+
+WAYS_TO_FAIL: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"raises": _raise, "is killed": _die, "stops": _stop}
+)
+
+
+class _Failing:
+    """A kernel that works for some calls, and then fails in the middle of a pass."""
+
+    def __init__(self, kernel: Kernel, fail: Callable[[], None] | None) -> None:
+        self.name, self.features = kernel.name, kernel.features
+        self._kernel, self._fail, self._left = kernel, fail, 10
+
+    def refuse(self, case: Case) -> str | None:
+        """See `Kernel.refuse`."""
+        return self._kernel.refuse(case)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        """See `Kernel.forward`."""
+        self._left -= 1
+        if self._fail is not None and self._left < 0:
+            self._fail()
+        return self._kernel.forward(q, k, v, how)
+
+    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
+        """See `Kernel.backward`."""
+        return self._kernel.backward(queries, k, v, how)
+
+
+def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], way: str) -> None:
+    """Run steps on a ring until the last rank fails in that way. Raise what this rank meets."""
+    is_victim = rank == ranks - 1
+    with joined((rank, ranks, rank), _MEET_S, directory) as world:
+        dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+        case = Case(world.device.type, dtype, _HEADS, _HEADS, _DIM, _DIM)
+
+        def fail() -> None:
+            say("fails")
+            WAYS_TO_FAIL[way]()
+
+        kernel = _Failing(choose_kernel("auto", case), fail if is_victim else None)
+        group = dist.new_group(timeout=timedelta(seconds=_TIMEOUT_S))
+        world.together()
+        cp = ContextParallel(group, kernel=kernel)
+        x = torch.ones(1, 32, _HEADS, _DIM, dtype=dtype, device=world.device, requires_grad=True)
+        while True:
+            torch.autograd.grad(burst_attention(x, x, x, cp), x, x.detach())
+            world.synchronize()
+
+
+def safe(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
+    """Yield what became of each case, in `ranks` processes of this machine each."""
+    if ranks < 2:
+        yield Finding("safe", NOT_SHOWN, "a rank that fails", "there is one rank, and no other that could miss it")
+        return
+    ranks = min(ranks, 2) if settings.quick else min(ranks, 4)
+    start = time.monotonic()
+    crews = {way: Crew(ranks, fail_together, way, limit_s=_START_S) for way in WAYS_TO_FAIL}
+    at_once = device.type == "cpu"  # on GPUs all of them together may not find room
+    with ExitStack() as stack:
+        for crew in crews.values() if at_once else ():
+            stack.enter_context(crew)
+        for way, crew in crews.items():
+            with nullcontext() if at_once else crew:
+                finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s)
+            yield replace(finding, seconds=time.monotonic() - start)
+            start = time.monotonic()
+
+
+def _outcome(way: str, crew: Crew, ranks: int, limit_s: float) -> Finding:
+    """Return whether all ranks but the last end within `limit_s` of its failure, and name it."""
+    victim, others = ranks - 1, range(ranks - 1)
+    failed_at: float | None = None
+    what = f"a rank that {way}"
+    for rank, _ in crew.heard(lambda: all(each in crew.ended for each in others)):
+        if rank == victim:
+            failed_at = crew.elapsed_s
+            crew.limit_s = failed_at + limit_s
+    if failed_at is None:
+        told = next((f"rank {rank}: {ended.error}" for rank, ended in crew.ended.items() if ended.error), "")
+        return Finding("safe", FAILED, what, f"the ring did not get so far; {told or 'no rank has ended'}")
+    left = [rank for rank in others if rank not in crew.ended]
+    if left:
+        text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {left} still run"
+        return Finding("safe", FAILED, what, text, {"still_run": left})
+    after_s = max(0.0, max(crew.ended[rank].after_s for rank in others) - failed_at)
+    silent = [rank for rank in others if not _names(crew.ended[rank], victim)]
+    if silent:
+        said = crew.ended[silent[0]].error or "nothing"
+        text = f"ended after {after_s:.1f} s, but rank {silent[0]} does not name rank {victim}; it said: {said}"
+        return Finding("safe", FAILED, what, text, {"after_s": after_s})
+    said = crew.ended[0].error
+    text = f"all others ended {after_s:.1f} s later; rank 0 said: {said.split('; ')[0][:200]}"
+    return Finding("safe", OK, what, text, {"after_s": after_s, "said": said})
+
+
+def _names(ended: Ended, victim: int) -> bool:
+    return f"rank {victim}" in ended.error

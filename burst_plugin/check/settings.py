@@ -1,0 +1,90 @@
+"""What is to be checked: sections, sizes, the kernel, and the model that a strategy is wanted for."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+import torch
+
+from burst_plugin.check.findings import SECTIONS
+from burst_plugin.kernels import KERNELS, Kernel
+from burst_plugin.profiling.cluster_profile import Model
+
+__all__ = ["Settings", "Sizes", "load_kernel"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is done. The whole on GPUs takes minutes, `quick` takes under one.
+
+    tile: queries of a tile that is proven alone. rows: lengths of the tiles on which a kernel is timed.
+    tokens: of a rank in the ring that is timed. steps: forward and backward passes of each ring that is proven.
+    rounds: measurements of each time, of which the best or the median counts.
+    transfer_s, most_bytes: how long a transfer that is timed should take, and its largest message.
+    timeout_s: of a message. dead_s: within which all ranks have to end once one of them has.
+    """
+
+    tile: int
+    rows: tuple[int, ...]
+    tokens: int
+    steps: int
+    rounds: int
+    transfer_s: float
+    most_bytes: int
+    timeout_s: float
+    dead_s: float = 30.0
+
+
+_QUICK_CPU = Sizes(96, (64, 128, 256), 128, 2, 3, 0.15, 8 << 20, 30.0)
+_CPU = Sizes(256, (128, 256, 512, 1024), 512, 20, 5, 0.6, 32 << 20, 60.0)
+_QUICK_GPU = Sizes(512, (1024, 2048, 4096), 2048, 3, 5, 0.02, 64 << 20, 30.0)
+_GPU = Sizes(2048, (1024, 2048, 4096, 8192, 16384), 16384, 20, 10, 0.05, 512 << 20, 120.0)
+
+
+_MODEL = Model(32, 8, 128, 131072, "causal")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of a check.
+
+    kernel: a name, "auto", or "module:attribute" of a kernel of one's own, which is then checked as well.
+    ranks_per_node: how many ranks count as a node; None to ask the ranks.
+    profile: the path of the profile to write; "" for none.
+    """
+
+    sections: tuple[str, ...] = SECTIONS
+    quick: bool = False
+    kernel: str = "auto"
+    ranks_per_node: int | None = None
+    model: Model = _MODEL
+    profile: str = "burst-profile.json"
+
+    def sizes(self, device: torch.device) -> Sizes:
+        """Return how much is done on such a device."""
+        if device.type == "cuda":
+            return _QUICK_GPU if self.quick else _GPU
+        return _QUICK_CPU if self.quick else _CPU
+
+
+def load_kernel(text: str) -> str | Kernel:
+    """Return the kernel of "module:attribute", a class or an object; names stay as they are.
+
+    Raises ValueError for a name that is not known, and for a module or an attribute that is not there.
+    """
+    if text == "auto" or text in KERNELS:
+        return text
+    module, colon, attribute = text.partition(":")
+    if not colon:
+        raise ValueError(
+            f"kernel={text!r} is not valid; use auto, one of {', '.join(KERNELS)}, or module:attribute of your own"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        kernel = found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, TypeError) as error:  # the last one of a class that wants arguments
+        raise ValueError(f"kernel={text!r} cannot be loaded ({error}); use module:attribute of your kernel") from None
+    if not isinstance(kernel, Kernel):
+        raise ValueError(f"kernel={text!r} is not a kernel; see burst_plugin.kernels.Kernel for what one has")
+    return kernel

@@ -1,0 +1,127 @@
+"""`burst check`: whether a cluster is right, safe and fast, and which strategy suits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+from burst_plugin.check.findings import NOT_SHOWN, SECTIONS, Finding, failed, table
+from burst_plugin.check.run import check, is_first
+from burst_plugin.check.settings import Settings
+from burst_plugin.cli.plan import heads, whole
+from burst_plugin.profiling.cluster_profile import Model, device_name
+
+__all__ = ["add_arguments", "lines"]
+
+_BAR_WIDTH = 20
+_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1}  # findings of each section
+_ERASE = f"\r{' ' * 60}\r"
+_DESCRIPTION = """\
+Prove, measure and tune this machine, or the ranks that a launcher has started
+(torchrun --nproc-per-node 8 ... -m burst_plugin.cli check).
+
+  right   every kernel alone, then the ring in every way to run it, against the definition in float64
+  safe    a rank that raises, is killed or stops: all others end within 30 s, and name it
+  fast    the kernel, the links and the ring, each by itself; slow links and GPUs by name
+  tuned   the strategy that suits a model here, written to burst-profile.json
+
+It runs on GPUs with NCCL where there are any, else on CPUs with gloo. The exit status is 1 if any check fails.
+"""
+_EXAMPLE = """\
+example: under a minute; what it wrote is then read by the planner and by Strategy.from_profile
+  burst check --quick --heads 32/8 --head-dim 128 --seq 131072
+  burst plan --profile burst-profile.json --seq 1000000
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--quick", action="store_true", help="smaller sizes and fewer steps, under a minute")
+    add(
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+        metavar="NAME",
+        help=f"some of {', '.join(SECTIONS)} (default: all)",
+    )
+    add("--ranks", type=whole("ranks", 1024), metavar="N", help="ranks to spawn (default: a rank per GPU; 4 on CPUs)")
+    add(
+        "--ranks-per-node",
+        type=whole("ranks", 1024),
+        metavar="N",
+        help="how many ranks count as a node (default: what the ranks say)",
+    )
+    add("--kernel", default="auto", help="a name, or module:attribute of your own, which is then checked, too")
+    add("--heads", type=heads, default=(32, 8), metavar="Q/KV", help="of the model to tune for (default: 32/8)")
+    add("--head-dim", type=whole("elements", 65_536), default=128, metavar="DIM", help="(default: %(default)s)")
+    add("--seq", type=whole("tokens", 10**12), default=131072, metavar="TOKENS", help="(default: %(default)s)")
+    add("--mask", choices=("causal", "full"), default="causal", help="(default: %(default)s)")
+    add("--profile", default="burst-profile.json", metavar="FILE", help="to write (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write all findings, with figures, as JSON")
+
+
+def lines(options: argparse.Namespace) -> Generator[str, None, int]:
+    """Yield what the command prints, on the first rank; return the exit status, the same on every rank.
+
+    Raises ValueError for ranks that do not fit, or a kernel that cannot be loaded.
+    """
+    q_heads, kv_heads = options.heads
+    settings = Settings(
+        sections=tuple(section for section in SECTIONS if section in options.sections),
+        quick=options.quick,
+        kernel=options.kernel,
+        ranks_per_node=options.ranks_per_node,
+        model=Model(q_heads, kv_heads, options.head_dim, options.seq, options.mask),
+        profile=options.profile,
+    )
+    start, found = time.monotonic(), list[Finding]()
+    for finding in _shown(check(settings, options.ranks), settings.sections):
+        found.append(finding)
+        if is_first():
+            yield str(finding)
+    if is_first():
+        yield ""
+        yield from _end(found, time.monotonic() - start)
+        if options.json is not None:
+            _write(options.json, found)
+    return int(failed(found))
+
+
+def _end(found: list[Finding], seconds: float) -> Iterator[str]:
+    yield from table(found)
+    hidden = [each for each in found if each.verdict == NOT_SHOWN and not each.what.startswith("kernel ")]
+    if hidden:
+        yield f"not shown here: {'; '.join(f'{each.what} ({each.text})' for each in hidden)}"
+    verdict = "FAILED" if failed(found) else "passed"
+    yield f"{verdict} in {seconds:.0f} s, on {device_name()}, torch {torch.__version__}"
+
+
+def _write(path: Path, found: list[Finding]) -> None:
+    every = [each.as_dict() for each in found]
+    content = {"passed": not failed(found), "device": device_name(), "torch": torch.__version__, "findings": every}
+    path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+
+
+def _shown(findings: Iterable[Finding], sections: tuple[str, ...]) -> Iterator[Finding]:
+    """Yield the findings; meanwhile draw a bar on standard error, if that is a terminal."""
+    draws, total = is_first() and sys.stderr.isatty(), sum(_USUAL[section] for section in sections)
+    for count, finding in enumerate(findings, start=1):
+        if draws:
+            print(_ERASE, end="", file=sys.stderr, flush=True)
+        yield finding
+        if draws:
+            filled = _BAR_WIDTH * min(count, total) // total
+            bar = f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {finding.section}, {count} findings"
+            print(bar, end="", file=sys.stderr, flush=True)
+    if draws:
+        print(_ERASE, end="", file=sys.stderr, flush=True)

@@ -1,0 +1,76 @@
+"""`burst plan --profile`: what suits a cluster that `burst check` has measured."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from burst_plugin.cli.plan import add_options, report
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.measured import measured_links, measured_visit_seconds
+from burst_plugin.profiling.cluster_profile import ClusterProfile, LinkRate
+from burst_plugin.topology import Topology
+
+__all__ = ["add_arguments", "lines"]
+
+_DESCRIPTION = """\
+Estimate what one attention layer takes, forward and backward, with each
+schedule, on the links and with the kernel that burst check has measured. The
+estimate leaves out latency. With --nodes: on so many nodes like the measured.
+"""
+_EXAMPLE = """\
+example:
+  burst check --quick
+  burst plan --profile burst-profile.json --heads 64/8 --seq 1000000
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.description, parser.epilog = _DESCRIPTION, _EXAMPLE
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--profile", required=True, metavar="FILE", help="that burst check wrote")
+    add_options(parser, ("--nodes", "--seq", "--heads", "--head-dim", "--mask"), may_lack=True)
+
+
+def lines(options: argparse.Namespace) -> Iterator[str]:
+    """Yield what the command prints.
+
+    Raises ValueError for a profile that cannot be read, fewer tokens than ranks, and nodes without measured links.
+    """
+    profile = ClusterProfile.read(options.profile)
+    model = profile.model
+    topology = Topology(options.nodes or profile.nodes, profile.ranks_per_node)
+    if topology.nodes > 1 and profile.inter is None:
+        raise ValueError(
+            f"--nodes {topology.nodes}: the profile {options.profile} is of one node, without links to others; run "
+            "burst check on two nodes or more"
+        )
+    seq = options.seq or model.seq
+    if seq < topology.ranks:
+        raise ValueError(f"--seq {seq} is fewer tokens than the {topology.ranks} ranks; use a longer sequence")
+    q_heads, kv_heads = options.heads or (model.q_heads, model.kv_heads)
+    dim, mask = options.head_dim or model.head_dim, options.mask or model.mask
+    local = -(-seq // topology.ranks)
+    shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, getattr(torch, profile.dtype))
+    yield (
+        f"{topology}, {'up to ' if seq % topology.ranks else ''}{local} tokens per rank, "
+        f"{q_heads}/{kv_heads} heads of {dim}, {profile.dtype}, {mask}"
+    )
+    yield f"measured on {profile.device}: {profile.kernel}, {_shown(profile)}"
+    visit_s = measured_visit_seconds(profile, shapes, mask == "causal")
+    yield from report(topology, shapes, visit_s, measured_links(profile))
+
+
+def _shown(profile: ClusterProfile) -> str:
+    """Return the rates of the longest tile and of the links."""
+    longest = profile.rates[-1]
+    rates = f"{longest.forward_flops_per_s / 1e12:.3g}/{longest.backward_flops_per_s / 1e12:.3g} TFLOP/s"
+    of_links = {"inside nodes": profile.intra, f"between nodes, a NIC per {profile.nic}": profile.inter}
+    return ", ".join([f"{rates} forward/backward", *(_rate(rate, where) for where, rate in of_links.items() if rate)])
+
+
+def _rate(rate: LinkRate, where: str) -> str:
+    return f"{rate.bytes_per_s / 1e9:.4g} GB/s {where}"

@@ -1,0 +1,47 @@
+"""What a measured cluster says to the planner: the rates of its links, and the seconds of its kernel on a block."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.simulator import Links
+from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate
+
+__all__ = ["measured_links", "measured_visit_seconds", "rate_at"]
+
+
+def measured_links(profile: ClusterProfile) -> Links:
+    """Return the rates of a profile's links. A link that the cluster does not have gets the rate of the other one."""
+    intra, inter = profile.intra or profile.inter, profile.inter or profile.intra
+    if intra is None or inter is None:
+        return Links(1e12, 1e12)  # one rank sends nothing
+    return Links(intra.bytes_per_s, inter.bytes_per_s, profile.nic)
+
+
+def measured_visit_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:
+    """Return the seconds of work on a whole block, forward and backward, at the measured rates of the kernel.
+
+    As `planner.visit_seconds`, but each pass has its own rate, that of tiles as long as the block.
+    """
+    pairs = shapes.batch * shapes.q_len * shapes.kv_len * shapes.q_heads * (0.5 if causal else 1.0)
+    flops = 2 * pairs * (shapes.qk_dim + shapes.v_dim)
+    rate = rate_at(profile.rates, max(1, min(shapes.q_len, shapes.kv_len)))
+    return flops / rate.forward_flops_per_s, 2.5 * flops / rate.backward_flops_per_s
+
+
+def rate_at(rates: tuple[KernelRate, ...], rows: int) -> KernelRate:
+    """Return the rate on tiles of so many rows: interpolated on a logarithmic scale, beyond the ends the nearest."""
+    if rows <= rates[0].rows:
+        return rates[0]
+    for below, above in pairwise(rates):
+        if rows <= above.rows:
+            share = math.log(rows / below.rows) / math.log(above.rows / below.rows)
+            forward = _between(below.forward_flops_per_s, above.forward_flops_per_s, share)
+            return KernelRate(rows, forward, _between(below.backward_flops_per_s, above.backward_flops_per_s, share))
+    return rates[-1]
+
+
+def _between(first: float, second: float, share: float) -> float:
+    return first + share * (second - first)

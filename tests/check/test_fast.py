@@ -1,0 +1,56 @@
+"""A slow link and a slow rank: the section "fast" names them. And what a clean run says."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from burst_plugin.check.fast import fast
+from burst_plugin.check.findings import FAILED, OK, Finding
+from burst_plugin.check.links import Edge, slow_edges
+from burst_plugin.check.settings import Settings
+from burst_plugin.check.world import joined
+from burst_plugin.comm.torch_distributed import DistributedTransport
+from tests.support.ranks import run_ranks
+
+QUICK = Settings(quick=True)
+_start = DistributedTransport._start
+
+
+def _late(transport: DistributedTransport, sends: Any, recvs: Any) -> Any:
+    if any(message.data.numel() >= 1 << 20 for message in sends):
+        time.sleep(0.05)
+    return _start(transport, sends, recvs)
+
+
+def _with_a_slow_link(rank: int) -> list[Finding]:
+    """Three ranks, of which the second takes its time to send large messages."""
+    assert dist.is_initialized()
+    with joined((rank, 3, rank), 20.0) as world:
+        if rank != 1:
+            return list(fast(world, QUICK))
+        with mock.patch.object(DistributedTransport, "_start", _late):
+            return list(fast(world, QUICK))
+
+
+def test_a_slow_link_is_named_by_its_ends() -> None:
+    first, second, _ = run_ranks(_with_a_slow_link, 3)
+    assert [x.text for x in first] == [x.text for x in second], "ranks say the same"
+    (link,) = (each for each in first if each.what == "transfers inside nodes")
+    assert link.verdict == FAILED
+    assert link.text.startswith("slow: rank 1 -> rank 2 ")
+    (ring,) = (each for each in first if each.what == "ring")
+    assert ring.verdict == OK
+    figures = ring.figures
+    assert 0 <= figures["overlap"] <= 1
+    assert figures["ring_s"] > 0
+    assert figures["transfers_s"] > 0
+
+
+def test_links_are_slow_by_the_median_of_their_kind() -> None:
+    edges = [Edge(0, 1, 10.0), Edge(1, 2, 4.0), Edge(2, 3, 9.0), Edge(3, 0, 4.9), Edge(0, 2, 11.0)]
+    assert slow_edges(edges) == [Edge(1, 2, 4.0)]
+    assert slow_edges([Edge(0, 1, 1.0), Edge(1, 0, 10.0)]) == [Edge(0, 1, 1.0)]
