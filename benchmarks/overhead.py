@@ -31,8 +31,9 @@ import torch.distributed as dist
 
 from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path
-from benchmarks.stubs import CountedTensors, InProcessRing, StubKernel
+from benchmarks.stubs import CountedTensors, InProcessRing
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
+from burst_plugin.check.stub_kernel import StubKernel
 from burst_plugin.types import DIRECTIONS
 from tests.support.ranks import run_ranks
 

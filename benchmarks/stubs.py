@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,36 +18,12 @@ from burst_plugin import Mask, Strategy, Topology, VirtualRing
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.null_transport import NullTransport
-from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.ring.attention_pass import backward_program, forward_program
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.layout import Tokens
-
-
-class StubKernel:
-    """A kernel that returns the same tensors, made once per shape, whatever its arguments."""
-
-    name = "stub"
-    features = frozenset({"windows"})
-
-    def refuse(self, case: Case) -> str | None:
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        return _constants(q.shape, k.shape, q.dtype)[:2]
-
-    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        return _constants(queries.q.shape, k.shape, k.dtype)[2]
-
-
-@cache
-def _constants(q: torch.Size, k: torch.Size, dtype: torch.dtype) -> tuple[Tensor, Tensor, Grads]:
-    wide = torch.promote_types(dtype, torch.float32)
-    grads = Grads(*(torch.ones(shape, dtype=wide) for shape in (q, k, k)))
-    return torch.ones(q, dtype=wide), torch.zeros(q[0], q[2], q[1], dtype=wide), grads
 
 
 class CountedTensors(TorchDispatchMode):

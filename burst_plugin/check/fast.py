@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding, shown_time
@@ -18,10 +16,10 @@ from burst_plugin.check.links import SLOW, Measured, measure_links, slow_edges
 from burst_plugin.check.problem import Problem
 from burst_plugin.check.rates import Rates, measure_rates, timed_heads
 from burst_plugin.check.settings import Settings, load_kernel
+from burst_plugin.check.stub_kernel import StubKernel
 from burst_plugin.check.world import World
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.null_transport import NullTransport
-from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.planning.measured import rate_at
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.strategy import Strategy
@@ -189,31 +187,6 @@ def _without_transfers(state: RankState) -> Iterator[None]:
         state.transport, state.ulysses_transport = kept
 
 
-class _Stub:
-    """A kernel that returns the same tensors, made once per shape."""
-
-    name = "stub"
-    features = frozenset({"windows"})
-
-    def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
-        return None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
-        return _constants(q.shape, k.shape, q.device)[:2]
-
-    def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
-        return _constants(queries.q.shape, k.shape, k.device)[2]
-
-
-@cache
-def _constants(q: torch.Size, k: torch.Size, device: torch.device) -> tuple[Tensor, Tensor, Grads]:
-    grads = Grads(*(torch.ones(shape, device=device) for shape in (q, k, k)))
-    return torch.ones(q, device=device), torch.zeros(q[0], q[2], q[1], device=device), grads
-
-
 def _of_host(world: World) -> Finding:
     """Return what the host takes per step of the ring: both passes of small blocks, all ranks in one process."""
     start = time.perf_counter()
@@ -221,7 +194,7 @@ def _of_host(world: World) -> Finding:
     mine = 0.0
     if world.rank == 0:
         network = CopyNetwork(ranks, world.device)
-        ring = VirtualRing(Topology(1, ranks), Strategy(kernel=_Stub()), network=network)
+        ring = VirtualRing(Topology(1, ranks), Strategy(kernel=StubKernel()), network=network)
         q, k, v = (torch.ones(1, 16 * ranks, 2, 8, device=world.device, requires_grad=True) for _ in range(3))
         dout, durations = torch.ones_like(q), []
         for _ in range(rounds + 1):

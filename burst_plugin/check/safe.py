@@ -62,18 +62,18 @@ class _Failing:
         self._kernel, self._fail, self._left = kernel, fail, 10
 
     def refuse(self, case: Case) -> str | None:
-        """See `Kernel.refuse`."""
+        """Return what the kernel refuses."""
         return self._kernel.refuse(case)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`."""
+        """Return out and lse of the kernel, until this rank fails."""
         self._left -= 1
         if self._fail is not None and self._left < 0:
             self._fail()
         return self._kernel.forward(q, k, v, how)
 
     def backward(self, queries: Queries, k: Tensor, v: Tensor, how: How) -> Grads:
-        """See `Kernel.backward`."""
+        """Return the gradients of the kernel."""
         return self._kernel.backward(queries, k, v, how)
 
 

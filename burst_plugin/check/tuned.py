@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
-
-import torch
 
 from burst_plugin.check.fast import links_of, rates_of
 from burst_plugin.check.findings import NOT_SHOWN, OK, Finding, shown_time
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World
-from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds
+from burst_plugin.planning.measured import measured_links, measured_visit_seconds, model_shapes
 from burst_plugin.planning.planner import Plan, plans, reason
 from burst_plugin.profiling.cluster_profile import ClusterProfile, Model, device_name
 from burst_plugin.strategy import Strategy
@@ -83,18 +80,12 @@ def choose(profile: ClusterProfile, model: Model | None = None) -> ClusterProfil
     """
     model = model or profile.model
     topology = profile.topology
-    if model.seq < topology.ranks:
-        raise ValueError(f"seq={model.seq} is fewer tokens than the {topology.ranks} ranks; use a longer sequence")
-    local = -(-model.seq // topology.ranks)
-    dtype = getattr(torch, profile.dtype)
-    shapes = Shapes(1, local, local, model.q_heads, model.kv_heads, model.head_dim, model.head_dim, dtype)
+    shapes = model_shapes(model, topology, profile.dtype)
     visit_s = measured_visit_seconds(profile, shapes, model.mask == "causal")
     best, *others = plans(topology, shapes, visit_s, measured_links(profile))
     runner_up = f"{_short(others[0])}, {_behind(best, others[0])}" if others else "none"
     why = f"{shown_time(best.step_s)} for both passes of a layer, {reason(best)}"
-    made = {each.name: getattr(profile, each.name) for each in fields(profile)}
-    made |= {"model": model, "strategy": _options(best.strategy), "why": why, "runner_up": runner_up}
-    return ClusterProfile(**made)
+    return replace(profile, model=model, strategy=_options(best.strategy), why=why, runner_up=runner_up)
 
 
 def _options(strategy: Strategy) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-
-import torch
+from dataclasses import replace
 
 from burst_plugin.cli.plan import add_options, report
-from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.measured import measured_links, measured_visit_seconds
-from burst_plugin.profiling.cluster_profile import ClusterProfile, LinkRate
+from burst_plugin.planning.measured import measured_links, measured_visit_seconds, model_shapes
+from burst_plugin.profiling.cluster_profile import ClusterProfile, LinkRate, Model
 from burst_plugin.topology import Topology
 
 __all__ = ["add_arguments", "lines"]
@@ -41,27 +39,29 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
     Raises ValueError for a profile that cannot be read, fewer tokens than ranks, and nodes without measured links.
     """
     profile = ClusterProfile.read(options.profile)
-    model = profile.model
+    model = _asked(options, profile.model)
     topology = Topology(options.nodes or profile.nodes, profile.ranks_per_node)
     if topology.nodes > 1 and profile.inter is None:
         raise ValueError(
             f"--nodes {topology.nodes}: the profile {options.profile} is of one node, without links to others; run "
             "burst check on two nodes or more"
         )
-    seq = options.seq or model.seq
-    if seq < topology.ranks:
-        raise ValueError(f"--seq {seq} is fewer tokens than the {topology.ranks} ranks; use a longer sequence")
-    q_heads, kv_heads = options.heads or (model.q_heads, model.kv_heads)
-    dim, mask = options.head_dim or model.head_dim, options.mask or model.mask
-    local = -(-seq // topology.ranks)
-    shapes = Shapes(1, local, local, q_heads, kv_heads, dim, dim, getattr(torch, profile.dtype))
+    shapes = model_shapes(model, topology, profile.dtype)
     yield (
-        f"{topology}, {'up to ' if seq % topology.ranks else ''}{local} tokens per rank, "
-        f"{q_heads}/{kv_heads} heads of {dim}, {profile.dtype}, {mask}"
+        f"{topology}, {'up to ' if model.seq % topology.ranks else ''}{shapes.q_len} tokens per rank, "
+        f"{model.q_heads}/{model.kv_heads} heads of {model.head_dim}, {profile.dtype}, {model.mask}"
     )
     yield f"measured on {profile.device}: {profile.kernel}, {_shown(profile)}"
-    visit_s = measured_visit_seconds(profile, shapes, mask == "causal")
+    visit_s = measured_visit_seconds(profile, shapes, model.mask == "causal")
     yield from report(topology, shapes, visit_s, measured_links(profile))
+
+
+def _asked(options: argparse.Namespace, model: Model) -> Model:
+    """Return the model of the profile with what the options say instead."""
+    q_heads, kv_heads = options.heads or (model.q_heads, model.kv_heads)
+    given = {name: getattr(options, name) for name in ("head_dim", "seq", "mask")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(model, q_heads=q_heads, kv_heads=kv_heads, **given)
 
 
 def _shown(profile: ClusterProfile) -> str:

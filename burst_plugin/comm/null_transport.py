@@ -48,6 +48,6 @@ class _Arrived:
         self.messages = messages
 
     def wait(self, waited: Waited | None = None) -> None:
-        """See `Pending.wait`."""
+        """Return at once: all has arrived."""
         if waited is not None:
             waited(self.messages)

@@ -5,11 +5,25 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+import torch
+
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.simulator import Links
-from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate
+from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate, Model
+from burst_plugin.topology import Topology
 
-__all__ = ["measured_links", "measured_visit_seconds", "rate_at"]
+__all__ = ["measured_links", "measured_visit_seconds", "model_shapes", "rate_at"]
+
+
+def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
+    """Return the shapes of one layer's attention on each rank, in the type of that name.
+
+    Raises ValueError for a sequence with fewer tokens than ranks.
+    """
+    if model.seq < topology.ranks:
+        raise ValueError(f"--seq {model.seq} is fewer tokens than the {topology.ranks} ranks; use a longer sequence")
+    local, dim = -(-model.seq // topology.ranks), model.head_dim
+    return Shapes(1, local, local, model.q_heads, model.kv_heads, dim, dim, getattr(torch, dtype))
 
 
 def measured_links(profile: ClusterProfile) -> Links:
