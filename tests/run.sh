@@ -27,8 +27,9 @@ if [ $# -gt 0 ]; then
     "$PY" -m pytest "$@"
     status=$?
 else
-    # Most tests start ranks, which are processes of their own, so two at a time are enough.
-    "$PY" -m pytest -n 2 --dist worksteal -m "not alone" || status=1
+    # Most tests start ranks, which are processes of their own and wait for each other: three at a time keep two
+    # processors busy.
+    "$PY" -m pytest -n 3 --dist worksteal -m "not alone" || status=1
     "$PY" -m pytest -m alone || status=1
     # GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.
     if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then

@@ -40,6 +40,7 @@ def test_quickstart_help_and_bad_options_are_clear() -> None:
     assert "try 4104" in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_plain_pytorch_example_is_exact() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run(

@@ -70,5 +70,8 @@ def copy_from_pages(x: Tensor, pages: Sequence[Tensor]) -> None:
 def _pairs(x: Tensor, pages: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return the bytes of a dense tensor in the order of memory, whatever its strides, each part with its page."""
     in_memory = x.as_strided((x.numel(),), (1,)).view(torch.uint8)
-    pieces = [in_memory[n * PAGE_BYTES : (n + 1) * PAGE_BYTES] for n in range(len(pages))]
-    return [(piece, page[: len(piece)]) for piece, page in zip(pieces, pages, strict=True)]
+    pieces = torch.split(in_memory, PAGE_BYTES) if len(in_memory) else ()
+    return [
+        (piece, page if len(piece) == PAGE_BYTES else page[: len(piece)])
+        for piece, page in zip(pieces, pages, strict=True)
+    ]

@@ -212,7 +212,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         return
     for start in range(0, len(total), _ROWS_AT_ONCE):  # the product of all would be as large as the sum
         rows = slice(start, start + _ROWS_AT_ONCE)
-        total[rows] += torch.mm(a[rows], b, out_dtype=total.dtype)
+        part = total[rows]
+        part += torch.mm(a[rows], b, out_dtype=total.dtype)  # not `total[rows] +=`, which copies the sum onto itself
 
 
 def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor]) -> None:

@@ -21,7 +21,6 @@ from burst_plugin.planning.planner import Links
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
 
-pytestmark = pytest.mark.alone
 SLEPT = Slept(0.030, 0.075)
 LINKS = Links(1e12, 12e6)
 BASE = {"nodes": 2, "ranks_per_node": 4, "rate_mbit": 100.0, "nic": "rank", "latency_ms": 0.0, "contender": "burst"}
@@ -236,6 +235,7 @@ def test_rows_have_the_load_of_their_own_setting(monkeypatch: pytest.MonkeyPatch
     assert (found.busy, found.load["stolen"]) == (True, 0.1), "the heaviest"
 
 
+@pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.skipif(EmulatedCluster.unavailable() is not None, reason=f"{EmulatedCluster.unavailable()}")
 def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ def _check(launcher: list[str], *words: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_quick_on_four_ranks(tmp_path: Path) -> None:
     profile, report = tmp_path / "profile.json", tmp_path / "report.json"
@@ -56,7 +57,6 @@ def test_quick_on_four_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_quick_under_a_launcher(tmp_path: Path) -> None:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = _check(launcher, "--sections", "right", "safe", "--json", str(tmp_path / "report.json"))

@@ -36,6 +36,7 @@ def _run(code: str, tmp_path: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernels_are_right(tmp_path: Path) -> None:
     code = "from tests.support.fused_cases import check_all; print(check_all('cpu'))"
@@ -102,6 +103,7 @@ for absent.capability in (80, 90, 100):
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernels_compile_for_gpus(tmp_path: Path) -> None:
     """Not only in the interpreter, which is more patient: for three generations, without any of them."""

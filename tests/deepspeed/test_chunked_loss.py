@@ -162,6 +162,7 @@ def _evaluated(rank: int, runs: Sequence[Run]) -> list[tuple[float, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_compiled_and_evaluated() -> None:
     run = replace(RUN, accumulation=1, stage=1)
     chunked, whole = run_ranks(_evaluated, 2, [run, replace(run, block={})], timeout_s=120.0)[0]

@@ -82,6 +82,7 @@ def test_lora_inside_mlps_and_frozen_layers() -> None:
 ALL = {"mlp_chunk": CHUNK, "head_chunk": 2, "keep_attention": "all"}
 
 
+@pytest.mark.slow
 def test_heads_in_chunks_as_well() -> None:
     chosen = replace(STEPS, block={"head_chunk": 2})
     check([replace(chosen, stage=stage, checkpointing=redo) for stage in range(4) for redo in (False, True)])

@@ -75,6 +75,7 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: x.detach().clone() for name, x in engine.module.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "compiled"), [(1, False), (4, False), (2, True)])
 def test_an_unmodified_loop_on_whole_batches(cp: int, compiled: bool) -> None:
     run = Run(cp=cp, stage=1, steps=2, config=NO_CLIPPING)

@@ -132,6 +132,7 @@ NOT_BY_HEADS = {
 }
 
 
+@pytest.mark.slow
 def test_heads_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [name for name in FAMILIES if name not in NOT_BY_HEADS]
     check(names, 2, BATCH, {"head_chunk": 2})

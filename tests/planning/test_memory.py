@@ -126,6 +126,7 @@ def test_every_length_takes_what_the_plan_says(recompute: str, loss_chunk: int, 
     assert expected == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.huggingface
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_in_chunks_a_token_takes_no_more_where_vocabulary_or_width_are_larger() -> None:

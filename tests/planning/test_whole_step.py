@@ -33,7 +33,6 @@ class Case:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("llama3_8b", 1, 56.0, layers=2),
         Case("llama3_8b", 1, 36.0, layers=2),  # which takes heads in chunks
         pytest.param(Case("llama3_8b", 1, 56.0), marks=pytest.mark.slow),
         pytest.param(Case("qwen3_14b", 4, 54.0), marks=pytest.mark.slow),
@@ -58,6 +57,7 @@ def test_a_step_on_a_million_tokens_takes_what_the_plan_says(case: Case) -> None
     assert found.host_pages == on_host / cluster.gpus_per_node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunks", "ulysses", "keep"), [(8, 1, 0.0), (4, 8, 1.0), (2, 4, 0.5)])
 def test_heads_in_chunks_take_what_the_plan_says(chunks: int, ulysses: int, keep: float) -> None:
     from burst_plugin.deepspeed.planning import space
