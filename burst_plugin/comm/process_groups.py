@@ -1,7 +1,9 @@
 """The communicators of a ring: process groups, by what they carry over which link.
 
 There is one for each of (gather | reduce) x (intra | inter) where a schedule uses both links at the same time. Groups
-of frameworks are used for gather traffic; the others are made here.
+of frameworks are used for gather traffic where they serve for it; the others are made here. With NCCL every one of
+them takes multiprocessors from the attention that hides it, and memory for each peer: so their thread blocks (CTAs)
+are limited.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from burst_plugin.topology import Link, Traffic
 __all__ = [
     "Communicators",
     "barrier",
+    "ctas_of",
     "group_device",
     "is_alive",
     "launches_batches",
@@ -29,11 +32,17 @@ __all__ = [
 ]
 
 
-class Communicators(dict[Channel, dist.ProcessGroup]):
-    """The process group of every channel that is connected; `created` are those that were made here."""
+_MOST_CTAS = {Link.INTRA: 2**30, Link.INTER: 4}  # NCCL takes no more for a peer of another node (paths.cc)
 
-    def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int]) -> None:
-        self._given, self._global_ranks = given, global_ranks
+
+class Communicators(dict[Channel, dist.ProcessGroup]):
+    """The process group of every channel that is connected; `created` are those that were made here.
+
+    `max_ctas` limits the thread blocks of each of those; 0 does not.
+    """
+
+    def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
+        self._given, self._global_ranks, self._max_ctas = given, global_ranks, max_ctas
         self.created: list[dist.ProcessGroup] = []
         self._attempts = 0
 
@@ -60,7 +69,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
                     name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
-                    known[key] = new_group_like(whole, global_ranks, name)
+                    known[key] = new_group_like(whole, global_ranks, name, min(self._max_ctas, _MOST_CTAS[link]))
                     self.created.append(known[key])
                 elif known[key] not in used:  # a given one, which may be new
                     warm_up(known[key])
@@ -77,10 +86,13 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
                 dist.destroy_process_group(group)
 
 
-def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def new_group_like(
+    group: dist.ProcessGroup, global_ranks: Sequence[int], name: str, max_ctas: int = 0
+) -> dist.ProcessGroup:
     """Return a new communicator over `global_ranks`, with the backend, time-out and options of `group`, warmed up.
 
-    Exactly those ranks call this, in the same order on each, with a `name` that no other group has.
+    Exactly those ranks call this, in the same order on each, with a `name` that no other group has. With NCCL
+    `max_ctas` limits its thread blocks, unless 0, or `group` has a limit of its own.
     """
     device = group_device(group)
     original = group._get_backend(device)
@@ -90,6 +102,8 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
         # A message and the next kernel wait for the same event: high priority has the message start first.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
+        if max_ctas and hasattr(options.config, "max_ctas") and not ctas_of(group):
+            options.config.max_ctas = max(max_ctas, options.config.min_ctas)  # NCCL refuses a most below the least
     with _created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),
@@ -101,6 +115,13 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
         )
     warm_up(created)
     return created
+
+
+def ctas_of(group: dist.ProcessGroup) -> int:
+    """Return the most thread blocks that NCCL takes for `group` at once; 0 if it has no limit, or is not NCCL's."""
+    options = getattr(group._get_backend(group_device(group)), "options", None)
+    limit: int = getattr(getattr(options, "config", None), "max_ctas", 0)
+    return max(0, limit)  # NCCL_CONFIG_UNDEF_INT is negative
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

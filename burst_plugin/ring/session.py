@@ -71,7 +71,8 @@ class Session:
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # the group is known to move their tensors
-        self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
+        given = [] if self.group is None else [self.group, *levels]
+        self._communicators = Communicators(given, self._global_ranks, self.strategy.max_ctas)
 
     @property
     def ranks(self) -> int:
