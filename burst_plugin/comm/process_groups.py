@@ -44,6 +44,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
     def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
         self._given, self._global_ranks, self._max_ctas = given, global_ranks, max_ctas
         self.created: list[dist.ProcessGroup] = []
+        self._known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}  # by what is on them, and ranks
         self._attempts = 0
 
     @property
@@ -52,19 +53,19 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         return self._given[0]
 
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
-        """Add the channels of either link, between these ranks of the group; collective.
+        """Add the channels of these links, between these ranks of the group; collective.
 
         `mark`, the same on all ranks, makes the names of new groups differ from those of other rings.
         """
-        known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
-        for group in self._given:
+        known = dict(self._known)
+        for group in filter(self._serves, self._given):
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
         self._attempts += 1  # part of names: an attempt that failed has left some of its groups behind
         whole, used = self.whole, {self.whole, *self.values()}
         channels: dict[Channel, dist.ProcessGroup] = {}
         for traffic in Traffic:
-            for link in Link:
+            for link in members:
                 key = (traffic, members[link])
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
@@ -76,10 +77,37 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
                 used.add(known[key])
                 channels[Channel(traffic, link, by_link)] = known[key]
         self.update(channels)  # all of them or, if one could not be made, none
+        self._known = known
+
+    def of_ranks(self, ranks: Sequence[int], mark: str) -> dist.ProcessGroup:
+        """Return a group of these ranks for the exchange of heads, a given one or one made here; collective.
+
+        Nothing else is at work meanwhile, so that its thread blocks are not limited.
+        """
+        global_ranks = [self._global_ranks[rank] for rank in ranks]
+        for group in self._given:
+            if dist.get_process_group_ranks(group) == global_ranks:
+                warm_up(group)
+                return group
+        made = new_group_like(self.whole, global_ranks, f"BURST_ULYSSES_{mark}_{global_ranks[0]}")
+        self.created.append(made)
+        return made
+
+    def _serves(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a given group does for gather traffic: with NCCL, if it is as one that is made here.
+
+        Its stream has high priority then. Mostly it has not, and carries a framework's own collectives besides.
+        """
+        backend = group._get_backend(group_device(group))
+        if backend.name() != "nccl":
+            return True
+        options: Any = backend.options
+        return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
 
     def destroy(self) -> None:
         """Forget all channels, and destroy the groups that were made here; collective."""
         self.clear()
+        self._known.clear()
         while self.created:
             group = self.created.pop()
             if is_alive(group):

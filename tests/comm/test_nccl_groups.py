@@ -37,3 +37,20 @@ def test_between_nodes_ctas_are_as_few_as_nccl_takes(max_ctas: int, found: set[i
         groups = Communicators([NcclGroup(range(8))], range(8), max_ctas)  # type: ignore[list-item]
         groups.connect({Link.INTRA: (0, 1, 2, 3), Link.INTER: (0, 4)}, True, "mark")
         assert {ctas_of(group) for group in made} == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("priority", "limit", "max_ctas", "serves"),
+    [(False, 8, 8, False), (True, 8, 8, True), (True, -1, 8, False), (True, -1, 0, True), (False, -1, 0, False)],
+)
+def test_gather_traffic_has_a_stream_of_high_priority(
+    priority: bool, limit: int, max_ctas: int, serves: bool
+) -> None:
+    given = NcclGroup(range(4), Options(priority, Config(max_ctas=limit)))
+    with nccl() as made:
+        groups = Communicators([given], range(4), max_ctas)  # type: ignore[list-item]
+        groups.connect(dict.fromkeys(Link, (0, 1, 2, 3)), False, "mark")
+        assert [group.name.split("_")[1] for group in made] == ["REDUCE"] if serves else ["GATHER", "REDUCE"]
+        assert all(group.options.is_high_priority_stream for group in made)
+    assert len(set(groups.values())) == 2
+    assert (given in groups.values()) == serves
