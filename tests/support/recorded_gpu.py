@@ -239,6 +239,7 @@ def recorded_gpus() -> Iterator[Gpus]:
         (dist, "P2POp", _Op),
         (dist, "batch_isend_irecv", partial(_batch, gpus)),
         (torch_distributed, "launches_batches", lambda group: True),
+        (torch_distributed, "ctas_of", lambda group: 8),
         (autograd, "forward_program", gpus.follow(autograd.forward_program)),
         (autograd, "backward_program", gpus.follow(autograd.backward_program)),
         *((Launches, name, _fused(gpus, name, written)) for name, written in _FUSED.items()),
