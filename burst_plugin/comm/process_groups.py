@@ -27,12 +27,14 @@ __all__ = [
     "is_alive",
     "launches_batches",
     "new_group_like",
+    "peer_bytes",
     "timeout_of",
     "warm_up",
 ]
 
 
-_MOST_CTAS = {Link.INTRA: 2**30, Link.INTER: 4}  # NCCL takes no more for a peer of another node (paths.cc)
+_CTAS = {Link.INTRA: 32, Link.INTER: 4}  # that NCCL takes for a peer without a limit (paths.cc): between H100s
+_CTA_BYTES = 9.4 * 2**20  # LL 0.5, LL128 4.9, simple 4 MiB (p2p.cc)
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
@@ -70,7 +72,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
                     name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
-                    known[key] = new_group_like(whole, global_ranks, name, min(self._max_ctas, _MOST_CTAS[link]))
+                    known[key] = new_group_like(whole, global_ranks, name, _limit(self._max_ctas, link))
                     self.created.append(known[key])
                 elif known[key] not in used:  # a given one, which may be new
                     warm_up(known[key])
@@ -150,6 +152,18 @@ def ctas_of(group: dist.ProcessGroup) -> int:
     options = getattr(group._get_backend(group_device(group)), "options", None)
     limit: int = getattr(getattr(options, "config", None), "max_ctas", 0)
     return max(0, limit)  # NCCL_CONFIG_UNDEF_INT is negative
+
+
+def _limit(max_ctas: int, link: Link) -> int:
+    return min(max_ctas, _CTAS[link]) if link is Link.INTER else max_ctas
+
+
+def peer_bytes(max_ctas: int, link: Link) -> float:
+    """Return NCCL's memory for each peer that a communicator receives from, on an H100; `max_ctas` 0: no limit.
+
+    It has buffers for as many thread blocks as it might take for the largest message, whatever is sent.
+    """
+    return (_limit(max_ctas, link) or _CTAS[link]) * _CTA_BYTES
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
