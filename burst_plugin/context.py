@@ -193,18 +193,26 @@ class ContextParallel(Session):
         self.rank_state.reset_traffic()
 
     def allocated_bytes(self) -> int:
-        """Return the bytes of all communication buffers; they stop growing once every kind of call was made twice."""
+        """Return the bytes of all communication buffers; they stop growing once every kind of call was made twice.
+
+        NCCL's own are not among them: see `describe`.
+        """
         return self.rank_state.transport.pool.allocated_bytes + self.rank_state.ulysses_transport.pool.allocated_bytes
 
     def describe(self) -> dict[str, str]:
-        """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides."""
-        degree = self.strategy.ulysses_degree
+        """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides.
+
+        With NCCL also the memory that it has for the peers met so far, by its source, on an H100.
+        """
+        degree, state = self.strategy.ulysses_degree, self.rank_state
+        nccl_bytes = state.transport.backend_bytes + state.ulysses_transport.backend_bytes
         return {
             "topology": str(self.topology),
             **({"ulysses_degree": str(degree)} if degree > 1 else {}),
             "schedule": self.rank_state.route_table.schedule_name,
             "layout": self.strategy.layout,
             **self.rank_state.choices,
+            **({"nccl_buffers": f"{nccl_bytes / 2**20:.0f} MiB"} if nccl_bytes else {}),
         }
 
     def profile(self) -> AbstractContextManager[Profile]:

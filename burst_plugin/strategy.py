@@ -21,10 +21,11 @@ __all__ = ["AUTO", "Strategy", "choose_moving_side"]
 AUTO = "auto"
 _CHECKS = (AUTO, "always", "sparse")
 _KEPT = {"none": 0.0, "all": 1.0}
-_CHUNKS = {  # what they count, and what there is without
+_COUNTS = {  # what they count, and what there is without
     "mlp_chunk": ("tokens", "all at once"),
     "head_chunk": ("query heads", "all at once"),
     "loss_chunk": ("tokens", "whole logits"),
+    "max_ctas": ("thread blocks, a power of two", "NCCL's own choice"),
 }
 
 
@@ -115,6 +116,13 @@ class Strategy:
             "multiple of it"
         ),
     )
+    max_ctas: int = field(
+        default=8,
+        metadata=_about(
+            "how many thread blocks (CTAs) NCCL may take at once for [each communicator of the "
+            "ring](internals.md#nccl), and of a GPU's multiprocessors with them: a power of two; 0: NCCL's own choice"
+        ),
+    )
     check: str = field(
         default=AUTO,
         metadata=_about(
@@ -197,9 +205,8 @@ class Strategy:
     @property
     def kept_share(self) -> float:
         """The share of the sequence whose attention is kept across activation checkpoints."""
-        share = (
-            _KEPT.get(self.keep_attention) if isinstance(self.keep_attention, str) else as_number(self.keep_attention)
-        )
+        kept = self.keep_attention
+        share = _KEPT.get(kept) if isinstance(kept, str) else as_number(kept)
         return share if share is not None and 0.0 <= share <= 1.0 else math.nan
 
     def _normalize_numbers(self) -> None:
@@ -215,9 +222,11 @@ class Strategy:
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)
-        for name, (unit, without) in _CHUNKS.items():
+        for name, (unit, without) in _COUNTS.items():
             expected = f"use a number of {unit}, or 0 for {without}"
             object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
+        if self.max_ctas & (self.max_ctas - 1):
+            raise ValueError(f"max_ctas={self.max_ctas} is not valid; {expected}")
         if per_node is not None:
             object.__setattr__(self, "ranks_per_node", per_node)
         elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
@@ -286,9 +295,7 @@ class Strategy:
 
     def parts_of(self, direction: Direction) -> int:
         """Return the number of parts in which blocks are sent in a pass."""
-        if isinstance(self.parts, int):
-            return self.parts
-        return self.parts[DIRECTIONS.index(direction)]
+        return self.parts if isinstance(self.parts, int) else self.parts[DIRECTIONS.index(direction)]
 
     def schedule_for(self, topology: Topology) -> str:
         """Return the name of the schedule to run on `topology`."""

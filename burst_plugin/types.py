@@ -15,6 +15,7 @@ __all__ = [
     "CAUSAL",
     "DIRECTIONS",
     "FULL",
+    "NOTHING_UNDER_WAY",
     "OTHER_SIDE",
     "SIDES",
     "Band",
@@ -22,6 +23,7 @@ __all__ = [
     "Rows",
     "Side",
     "Spec",
+    "UnderWay",
     "merged",
     "union",
 ]
@@ -52,6 +54,20 @@ class Band(NamedTuple):
 FULL = Band(None, None)
 CAUSAL = Band(None, 0)
 ANTICAUSAL = Band(0, None)
+
+
+class UnderWay(NamedTuple):
+    """Messages under way while a kernel runs.
+
+    ctas: how many of the GPU's thread blocks move them; 0 if that is not known.
+    nbytes: their bytes, per step that they may take.
+    """
+
+    ctas: int
+    nbytes: float
+
+
+NOTHING_UNDER_WAY = UnderWay(0, 0.0)
 
 
 def merged(parts: Iterable[tuple[int, int]]) -> Rows:

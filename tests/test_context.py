@@ -6,12 +6,14 @@ import copy
 import pickle
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention, context
+from burst_plugin.comm.torch_distributed import DistributedTransport
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference, relative
 
@@ -32,6 +34,9 @@ def test_one_rank_needs_no_group(cp: ContextParallel) -> None:
     assert lse.dtype == torch.float32
     assert cp.traffic() == cp.expected_traffic() == {k: {"gather": 0, "reduce": 0} for k in ("intra", "inter")}
     assert cp.describe()["topology"].startswith("1x1")
+    assert "nccl_buffers" not in cp.describe()
+    with mock.patch.object(DistributedTransport, "backend_bytes", 3 * 2**20):
+        assert cp.describe()["nccl_buffers"] == "6 MiB", "of the ring, and of the exchange of heads"
 
 
 def test_options_are_checked_at_once() -> None:

@@ -40,6 +40,8 @@ GQA = MHA._replace(kv_heads=8)
         ({"loss_chunk": 0.5}, "loss_chunk=0.5 is not valid"),
         ({"loss_chunk": "1k"}, "loss_chunk='1k' is not valid"),
         ({"loss_chunk": True}, "loss_chunk=True is not valid"),
+        ({"max_ctas": 10}, "max_ctas=10 is not valid; use a number of thread blocks, a power of two, or 0 for NCCL"),
+        ({"max_ctas": -8}, "max_ctas=-8 is not valid; use a number of thread blocks"),
         ({"check": "never"}, "check='never' .* use one of: auto, always, sparse"),
     ],
 )

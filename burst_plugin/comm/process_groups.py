@@ -1,7 +1,9 @@
 """The communicators of a ring: process groups, by what they carry over which link.
 
 There is one for each of (gather | reduce) x (intra | inter) where a schedule uses both links at the same time. Groups
-of frameworks are used for gather traffic; the others are made here.
+of frameworks are used for gather traffic where they serve for it; the others are made here. With NCCL every one of
+them takes multiprocessors from the attention that hides it, and memory for each peer: so their thread blocks (CTAs)
+are limited.
 """
 
 from __future__ import annotations
@@ -20,21 +22,31 @@ from burst_plugin.topology import Link, Traffic
 __all__ = [
     "Communicators",
     "barrier",
+    "ctas_of",
     "group_device",
     "is_alive",
     "launches_batches",
     "new_group_like",
+    "peer_bytes",
     "timeout_of",
     "warm_up",
 ]
 
 
-class Communicators(dict[Channel, dist.ProcessGroup]):
-    """The process group of every channel that is connected; `created` are those that were made here."""
+_CTAS = {Link.INTRA: 32, Link.INTER: 4}  # that NCCL takes for a peer without a limit (paths.cc): between H100s
+_CTA_BYTES = 9.4 * 2**20  # LL 0.5, LL128 4.9, simple 4 MiB (p2p.cc)
 
-    def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int]) -> None:
-        self._given, self._global_ranks = given, global_ranks
+
+class Communicators(dict[Channel, dist.ProcessGroup]):
+    """The process group of every channel that is connected; `created` are those that were made here.
+
+    `max_ctas` limits the thread blocks of each of those; 0 does not.
+    """
+
+    def __init__(self, given: Sequence[dist.ProcessGroup], global_ranks: Sequence[int], max_ctas: int = 0) -> None:
+        self._given, self._global_ranks, self._max_ctas = given, global_ranks, max_ctas
         self.created: list[dist.ProcessGroup] = []
+        self._known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}  # by what is on them, and ranks
         self._attempts = 0
 
     @property
@@ -43,44 +55,74 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         return self._given[0]
 
     def connect(self, members: Mapping[Link, tuple[int, ...]], by_link: bool, mark: str) -> None:
-        """Add the channels of either link, between these ranks of the group; collective.
+        """Add the channels of these links, between these ranks of the group; collective.
 
         `mark`, the same on all ranks, makes the names of new groups differ from those of other rings.
         """
-        known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}
-        for group in self._given:
+        known = dict(self._known)
+        for group in filter(self._serves, self._given):
             there = dist.get_process_group_ranks(group)
             known.setdefault((Traffic.GATHER, tuple(self._global_ranks.index(rank) for rank in there)), group)
         self._attempts += 1  # part of names: an attempt that failed has left some of its groups behind
         whole, used = self.whole, {self.whole, *self.values()}
         channels: dict[Channel, dist.ProcessGroup] = {}
         for traffic in Traffic:
-            for link in Link:
+            for link in members:
                 key = (traffic, members[link])
                 if key not in known:
                     global_ranks = [self._global_ranks[rank] for rank in members[link]]
                     name = f"BURST_{traffic.name}_{link.name}_{self._attempts}_{mark}_{global_ranks[0]}"
-                    known[key] = new_group_like(whole, global_ranks, name)
+                    known[key] = new_group_like(whole, global_ranks, name, _limit(self._max_ctas, link))
                     self.created.append(known[key])
                 elif known[key] not in used:  # a given one, which may be new
                     warm_up(known[key])
                 used.add(known[key])
                 channels[Channel(traffic, link, by_link)] = known[key]
         self.update(channels)  # all of them or, if one could not be made, none
+        self._known = known
+
+    def of_ranks(self, ranks: Sequence[int], mark: str) -> dist.ProcessGroup:
+        """Return a group of these ranks for the exchange of heads, a given one or one made here; collective.
+
+        Nothing else is at work meanwhile, so that its thread blocks are not limited.
+        """
+        global_ranks = [self._global_ranks[rank] for rank in ranks]
+        for group in self._given:
+            if dist.get_process_group_ranks(group) == global_ranks:
+                warm_up(group)
+                return group
+        made = new_group_like(self.whole, global_ranks, f"BURST_ULYSSES_{mark}_{global_ranks[0]}")
+        self.created.append(made)
+        return made
+
+    def _serves(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a given group does for gather traffic: with NCCL, if it is as one that is made here.
+
+        Its stream has high priority then. Mostly it has not, and carries a framework's own collectives besides.
+        """
+        backend = group._get_backend(group_device(group))
+        if backend.name() != "nccl":
+            return True
+        options: Any = backend.options
+        return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
 
     def destroy(self) -> None:
         """Forget all channels, and destroy the groups that were made here; collective."""
         self.clear()
+        self._known.clear()
         while self.created:
             group = self.created.pop()
             if is_alive(group):
                 dist.destroy_process_group(group)
 
 
-def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: str) -> dist.ProcessGroup:
+def new_group_like(
+    group: dist.ProcessGroup, global_ranks: Sequence[int], name: str, max_ctas: int = 0
+) -> dist.ProcessGroup:
     """Return a new communicator over `global_ranks`, with the backend, time-out and options of `group`, warmed up.
 
-    Exactly those ranks call this, in the same order on each, with a `name` that no other group has.
+    Exactly those ranks call this, in the same order on each, with a `name` that no other group has. With NCCL
+    `max_ctas` limits its thread blocks, unless 0, or `group` has a limit of its own.
     """
     device = group_device(group)
     original = group._get_backend(device)
@@ -90,6 +132,8 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
         # A message and the next kernel wait for the same event: high priority has the message start first.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options.config, options._timeout = existing.config, existing._timeout  # type: ignore[attr-defined]
+        if max_ctas and hasattr(options.config, "max_ctas") and not ctas_of(group):
+            options.config.max_ctas = max(max_ctas, options.config.min_ctas)  # NCCL refuses a most below the least
     with _created_by_members_alone(name):
         created: dist.ProcessGroup = dist.new_group(
             list(global_ranks),
@@ -101,6 +145,25 @@ def new_group_like(group: dist.ProcessGroup, global_ranks: Sequence[int], name: 
         )
     warm_up(created)
     return created
+
+
+def ctas_of(group: dist.ProcessGroup) -> int:
+    """Return the most thread blocks that NCCL takes for `group` at once; 0 if it has no limit, or is not NCCL's."""
+    options = getattr(group._get_backend(group_device(group)), "options", None)
+    limit: int = getattr(getattr(options, "config", None), "max_ctas", 0)
+    return max(0, limit)  # NCCL_CONFIG_UNDEF_INT is negative
+
+
+def _limit(max_ctas: int, link: Link) -> int:
+    return min(max_ctas, _CTAS[link]) if link is Link.INTER else max_ctas
+
+
+def peer_bytes(max_ctas: int, link: Link) -> float:
+    """Return NCCL's memory for each peer that a communicator receives from, on an H100; `max_ctas` 0: no limit.
+
+    It has buffers for as many thread blocks as it might take for the largest message, whatever is sent.
+    """
+    return (_limit(max_ctas, link) or _CTAS[link]) * _CTA_BYTES
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -5,7 +5,7 @@ All messages of a post on one communicator go out in one batch, receives before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from burst_plugin.comm.call_identity import Progress
 from burst_plugin.comm.failure_watch import Board
-from burst_plugin.comm.process_groups import launches_batches
+from burst_plugin.comm.process_groups import ctas_of, launches_batches, peer_bytes
 from burst_plugin.comm.transport import Channel, Message, PeerLostError, Pending, Transport, Waited
+from burst_plugin.topology import Link
 
 __all__ = ["DistributedTransport"]
 
@@ -59,11 +60,14 @@ class _Communicator:
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], tag: int) -> None:
         self._group, self._global_ranks, self._tag = group, global_ranks, tag
         self._launches_batches = launches_batches(group)
+        self.ctas = ctas_of(group)
+        self.senders: set[int] = set()  # peers that batches have come from
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
         """Post messages, receives before sends. Return what to wait for."""
         if self._launches_batches:
+            self.senders.update(m.peer for m in recvs)
             both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
             ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
             return dist.batch_isend_irecv(ops)
@@ -130,6 +134,20 @@ class DistributedTransport(Transport):
                 raise PeerLostError(messages[0].peer, _reason(error)) from error
             pending.append(_DistributedPending(messages, works, self.progress, self._timeout))
         return pending
+
+    @property
+    def backend_bytes(self) -> float:
+        """NCCL's memory for the peers that messages came from, about."""
+        leaving = {each for channel, each in self._by_channel.items() if channel.link is Link.INTER}
+        return sum(
+            len(each.senders) * peer_bytes(each.ctas, Link.INTER if each in leaving else Link.INTRA)
+            for each in self._communicators.values()
+        )
+
+    def ctas(self, channels: Iterable[Channel]) -> int:
+        """Return the limits of their communicators together; 0 if one has none."""
+        limits = [each.ctas for each in {self._communicator(channel) for channel in channels}]
+        return sum(limits) if all(limits) else 0
 
     @property
     def progress(self) -> Progress:

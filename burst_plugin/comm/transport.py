@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -89,6 +89,15 @@ class Transport(ABC):
     @abstractmethod
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Start these messages, as one batch per communicator; return what is under way."""
+
+    @property
+    def backend_bytes(self) -> float:
+        """Memory that the backend itself has for the peers that messages came from, about; 0 on CPUs."""
+        return 0.0
+
+    def ctas(self, channels: Iterable[Channel]) -> int:
+        """Return how many of a GPU's thread blocks move messages on these channels at once; 0 if nothing says."""
+        return 0
 
     def close(self) -> None:
         """Release buffers and connections; no messages may be under way."""

@@ -24,16 +24,20 @@ from burst_plugin.compute.tile_attention import (
 from burst_plugin.compute.varlen import put_back, taken
 from burst_plugin.kernels import How, Queries, largest_scores
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import Side
+from burst_plugin.types import Side, UnderWay
 
 __all__ = ["BackwardPart", "ForwardPart", "Part"]
 
 
 class Part(Protocol):
-    """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them."""
+    """One part of the heads in a pass; `q` and `kv` are this rank's operands, as `compute` reads them.
+
+    `under_way` is what kernels are told of messages meanwhile.
+    """
 
     q: Tensors
     kv: Tensors
+    under_way: UnderWay
 
     def outgoing(self, side: Side) -> Tensors:
         """Return this rank's operands of a side as they travel, in the order of `Shapes.side`."""

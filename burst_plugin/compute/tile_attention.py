@@ -13,7 +13,7 @@ from burst_plugin.compute.rows import rows_of
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel
 from burst_plugin.sequence.tiles import Tile
-from burst_plugin.types import Band
+from burst_plugin.types import NOTHING_UNDER_WAY, Band, UnderWay
 
 __all__ = ["NO_POSITIONS", "TileAttention", "VisitPositions", "bias_grad", "fold", "fold_lse", "unfold", "unfold_lse"]
 
@@ -36,6 +36,8 @@ class TileAttention:
         spans: the rows of tiles with spans, of which there are none with a bias.
         bias: [1 or B, 1 or Hq, S_local, S_global], or None. Its gradient accumulates in `dbias`.
         q, kv: this rank's operands.
+
+    `under_way` are messages during the visit at work.
     """
 
     def __init__(
@@ -43,17 +45,18 @@ class TileAttention:
     ) -> None:
         self.kernel, self.spans, self.q, self.kv = kernel, spans, q, kv
         self._base, self._bias = how, bias
-        self._without_positions: dict[tuple[Band, int], How] = {}
+        self.under_way = NOTHING_UNDER_WAY
+        self._without_positions: dict[tuple[Band, int, UnderWay], How] = {}
         self.dbias: Tensor | None = None
 
     def how(self, tile: Tile, positions: VisitPositions) -> How:
         """Return what the kernel is told of a tile."""
         first = 0 if tile.batch is None else tile.batch[0]
         if positions.q is None or positions.k is None:
-            how = self._without_positions.get((tile.band, first))
+            how = self._without_positions.get((tile.band, first, self.under_way))
             if how is None:
-                how = self._base._replace(band=tile.band, first_batch_row=first)
-                self._without_positions[tile.band, first] = how
+                how = self._base._replace(band=tile.band, first_batch_row=first, under_way=self.under_way)
+                self._without_positions[tile.band, first, self.under_way] = how
             return how
         q, k = positions.q[tile.q], positions.k[tile.k]
         bias = self._bias

@@ -32,7 +32,7 @@ from burst_plugin.kernels.varlen import (
     in_rows_of_heads,
     is_right,
 )
-from burst_plugin.types import FULL, Band
+from burst_plugin.types import FULL, NOTHING_UNDER_WAY, Band, UnderWay
 
 __all__ = ["ALIGN_BYTES", "Ask", "FlashAttention2", "FlashKernel", "Piece", "pieces", "sequence_options"]
 
@@ -57,6 +57,7 @@ class Ask(NamedTuple):
     left: int | None
     right: int | None
     deterministic: bool
+    under_way: UnderWay = NOTHING_UNDER_WAY
 
 
 def pieces(band: Band, q_rows: int, k_rows: int, tall: bool) -> tuple[Piece, ...]:
@@ -270,7 +271,7 @@ def _ask_varlen(how: How) -> Ask:
 
 
 def _ask(how: How, part: Piece) -> Ask:
-    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic)
+    return Ask(how.scale, how.scores.softcap or 0.0, part.left, part.right, how.deterministic, how.under_way)
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:

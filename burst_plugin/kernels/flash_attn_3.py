@@ -20,6 +20,7 @@ __all__ = ["FlashAttn3Kernel"]
 
 _MODULE = "flash_attn_interface"
 _RETURNS_IF_DETERMINISTIC = 5
+_SMS, _FLOPS, _CTA_BYTES_PER_S = 132, 6e14, 20e9  # of an H100, about: its multiprocessors, this kernel, a CTA of NCCL
 
 
 class FlashAttn3Kernel(FlashKernel):
@@ -51,7 +52,9 @@ class FlashAttn3Kernel(FlashKernel):
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
-        out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_options(ask), num_splits=1)
+        out, lse, *_ = torch.ops.flash_attn_3.fwd(
+            q, k, v, **_options(ask), num_splits=1, sm_margin=_sm_margin(q, k, ask)
+        )
         return out, lse
 
     def _forward_varlen(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask, lengths: Lengths) -> tuple[Tensor, Tensor]:
@@ -67,6 +70,21 @@ class FlashAttn3Kernel(FlashKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = sequence_options(lengths) | _options(ask) | {"deterministic": ask.deterministic}
         return _gradients(queries, k, v, options)
+
+
+def _sm_margin(q: Tensor, k: Tensor, ask: Ask) -> int:
+    """Return how many multiprocessors a full tile leaves to messages under way: theirs, or none.
+
+    It is dealt out beforehand, evenly to all that it may have (StaticPersistentTileScheduler). Shares of those that
+    messages hold begin when these have arrived, so that without a margin the tile takes their time longer; with one
+    it has fewer multiprocessors to the end. The smaller loss is taken: a margin beside short tiles, none beside long
+    ones. Windows and gradients are dealt out as multiprocessors become free.
+    """
+    ctas, nbytes = ask.under_way
+    if not 0 < ctas < _SMS or ask.left is not None or ask.right is not None:
+        return 0
+    tile_s, messages_s = 4 * q.numel() * k.shape[1] / _FLOPS, nbytes / (ctas * _CTA_BYTES_PER_S)
+    return ctas if messages_s > tile_s * ctas / (_SMS - ctas) else 0
 
 
 def _gradients(queries: Queries, k: Tensor, v: Tensor, options: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from burst_plugin.activations.pages import whole_pages
+from burst_plugin.comm.process_groups import peer_bytes
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import as_many_buffers, most_bytes
 from burst_plugin.planning.layer_memory import (
@@ -31,7 +32,7 @@ from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import Strategy, choose_moving_side
-from burst_plugin.topology import Topology
+from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
 
 __all__ = ["BUCKET", "GIB", "Memory", "memory"]
@@ -81,6 +82,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     gpu["ring buffers"] = per_token * shapes.q_len
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
+    gpu["NCCL's buffers"] = _nccl_bytes(setting)
     gpu["at work"] = sum(at[fullest].values())
     gpu["left for CUDA, NCCL and the allocator"] = cluster.margin_gib * GIB
     host = _host(model, setting, cluster)
@@ -150,6 +152,18 @@ def _exchange_buffers(model: ModelShape, setting: Setting) -> float:
     # Where several ranks have a key head, their dk and dv are added up, in float32.
     wide = FP32 / BF16 if of_heads.kv_heads / setting.tensor < degree else 1.0
     return 2 * (degree - 1) / degree * (w.q + w.kv_inside * wide)
+
+
+def _nccl_bytes(setting: Setting) -> float:
+    """Return NCCL's memory for peers that messages come from: of the ring, and all others of a Ulysses group."""
+    ring, links = setting.topology.of_ulysses_groups(setting.ulysses), []
+    if ring.ranks_per_node > 1:
+        links.append(Link.INTRA)
+    if ring.nodes > 1:
+        links.append(Link.INTER)
+    exchange = Link.INTRA if setting.ulysses <= setting.inner else Link.INTER
+    of_ring = len(Traffic) * sum(peer_bytes(Strategy().max_ctas, link) for link in links)
+    return of_ring + (setting.ulysses - 1) * peer_bytes(0, exchange)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "mlp", "full")
 class Cluster:
     """Nodes of GPUs. Rates are what is reached, not what is advertised; by default an H100's.
 
-    margin_gib: what of a GPU a plan leaves: the CUDA context, NCCL's buffers, workspaces of cuBLAS, fragmentation.
+    margin_gib: what of a GPU a plan leaves: the CUDA context, NCCL beside attention, cuBLAS, fragmentation.
     process_gib: what a process takes of its host before anything is offloaded: PyTorch, pinned batches, data loading.
     """
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -142,6 +142,9 @@ class _WatchedTransport(Transport):
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         start = self._log.clock.now()
         return [self._log.posted(start, sends, pending) for pending in self._transport.post(sends, recvs)]
+
+    def ctas(self, channels: Iterable[Channel]) -> int:
+        return self._transport.ctas(channels)
 
 
 class _WatchedPending:

@@ -50,7 +50,7 @@ def run_pass(
 
 def _work(plan: PassPlan, part: Part, visit: Visit, own: Mapping[Side, BlockAccumulators]) -> None:
     """Do the work of one visit: what its tiles contribute is accumulated here, and with the block that travels."""
-    q, kv = part.q, part.kv
+    q, kv, part.under_way = part.q, part.kv, visit.under_way
     if not visit.is_own:
         arrived = part.incoming(plan.moving, visit.operands)
         q, kv = (arrived, kv) if plan.moving == "q" else (q, arrived)

@@ -30,7 +30,7 @@ from burst_plugin.compute.rows import take_rows
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
-from burst_plugin.types import Side
+from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
 
 __all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
@@ -87,6 +87,8 @@ class _Ending:
 class Visit:
     """Part `part` of the block of rank `owner` is here: read its `operands`, add to its `accumulator`.
 
+    Meanwhile messages are `under_way`.
+
     A rank's own block (`is_own`) has no operands: it did not travel. It may come twice, for a share of the work each;
     the second time it `is_tail`.
     """
@@ -97,6 +99,7 @@ class Visit:
     is_own: bool
     operands: Tensors
     _accumulator: Callable[[], Accumulator]
+    under_way: UnderWay = NOTHING_UNDER_WAY
 
     @property
     def accumulator(self) -> Accumulator:
@@ -147,21 +150,21 @@ class RingPass:
         """Yield the blocks as they come by; None at a step without one to work on."""
         for step in range(self._schedule.visit_steps):
             self._advance(step)
-            block = self._schedule.steps[step].visit
+            work = self._schedule.steps[step]
+            block = work.visit
             if block is None:
                 yield None
                 continue
             is_own = self._schedule.is_own(block)
             operands = () if is_own else self._operands[block]
             owner, part = self._schedule.owner(block), self._schedule.part(block)
-            yield Visit(
-                owner,
-                part,
-                self._schedule.steps[step].is_tail,
-                is_own,
-                operands,
-                partial(self._accumulator_of, block),
-            )
+            accumulator = partial(self._accumulator_of, block)
+            yield Visit(owner, part, work.is_tail, is_own, operands, accumulator, self._under_way())
+
+    def _under_way(self) -> UnderWay:
+        """Return what is under way during the work of this step, where that takes something from kernels."""
+        nbytes = self._send_recv.under_way[self._step] if self._on_gpu else None
+        return UnderWay(self._transport.ctas(nbytes), nbytes.total()) if nbytes else NOTHING_UNDER_WAY
 
     def traced(self, visit: Visit) -> AbstractContextManager[None]:
         """Return a context for the work of a visit: an event in a profile, and on GPUs an NVTX range."""

@@ -73,14 +73,21 @@ class RankState:
         degree = self.strategy.ulysses_degree
         return range(self.rank % degree, self.topology.ranks, degree)
 
-    def link_peers(self, by_link: bool) -> dict[Link, tuple[int, ...]]:
-        """Return the ranks that share this one's communicators: all of its ring, or those on one link."""
-        ring = self.ring_peers
-        if not by_link:
+    def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
+        """Return the ranks that share this one's communicators: all of its ring, or those on one link.
+
+        `apart`: also where all of its ring share the one between nodes, that inside the node is of the node's alone.
+        """
+        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.ulysses_degree)
+        in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
+        if by_link:
+            return {
+                Link.INTRA: in_node,
+                Link.INTER: tuple(ring[place] for place in groups.counterparts(self.ring_rank)),
+            }
+        if not apart or groups.nodes == 1:
             return dict.fromkeys(Link, tuple(ring))
-        groups = self.topology.of_ulysses_groups(self.strategy.ulysses_degree)
-        places = {Link.INTRA: groups.node_peers(self.ring_rank), Link.INTER: groups.counterparts(self.ring_rank)}
-        return {link: tuple(ring[place] for place in there) for link, there in places.items()}
+        return {**({Link.INTRA: in_node} if len(in_node) > 1 else {}), Link.INTER: tuple(ring)}
 
     def note_call(self, choices: dict[str, str]) -> None:
         """Note that an attention call is about to be made."""

@@ -70,6 +70,16 @@ class SendRecvPlan:
         return tuple(Batch(due, tuple(sends), tuple(recvs)) for due, (sends, recvs) in by_due.items())
 
     @cached_property
+    def under_way(self) -> tuple[Counter[Channel], ...]:
+        """By step: bytes of messages that are not due before the next one, each spread over the steps it may take."""
+        found = tuple(Counter[Channel]() for _ in self.schedule.steps)
+        for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
+            both = _bytes_of(batch.sends, batch.due - step) | _bytes_of(batch.recvs, batch.due - step)  # at once
+            for each in found[step : batch.due]:
+                each.update(both)
+        return found
+
+    @cached_property
     def rows(self) -> dict[int, Rows | None]:
         """The rows that this rank receives, by block: see `RankSchedule.rows`."""
         return self.schedule.rows
@@ -82,3 +92,11 @@ class SendRecvPlan:
             for post in batch.sends:
                 sent[post.channel] += post.packing.nbytes
         return sent
+
+
+def _bytes_of(posts: Sequence[Post], steps: int) -> Counter[Channel]:
+    """Return the bytes of messages by channel, for each of so many steps."""
+    found: Counter[Channel] = Counter()
+    for post in posts:
+        found[post.channel] += post.packing.nbytes // steps
+    return found

@@ -71,7 +71,8 @@ class Session:
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
         self._devices: set[torch.device] = set()  # the group is known to move their tensors
-        self._communicators = Communicators([] if self.group is None else [self.group, *levels], self._global_ranks)
+        given = [] if self.group is None else [self.group, *levels]
+        self._communicators = Communicators(given, self._global_ranks, self.strategy.max_ctas)
 
     @property
     def ranks(self) -> int:
@@ -109,10 +110,12 @@ class Session:
         if by_link is None:
             by_link = {self.rank_state.route_table.dense(True).by_link}
         for each in sorted(by_link):
-            if Channel(Traffic.GATHER, Link.INTRA, each) not in self._communicators:
-                self._communicators.connect(self.rank_state.link_peers(each), each, self.rank_state.ring_id)
+            if not any(channel.by_link == each for channel in self._communicators):
+                # With NCCL a communicator that leaves a node has few thread blocks for each peer, those inside too.
+                peers = self.rank_state.link_peers(each, apart=launches_batches(self.group))
+                self._communicators.connect(peers, each, self.rank_state.ring_id)
                 if launches_batches(self.group):
-                    self._meet_neighbours(each)
+                    self._meet_neighbours(peers, each)
 
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
@@ -126,12 +129,15 @@ class Session:
         consistency.board = board
         self.rank_state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
-            channels = {Channel(traffic, link): self._communicators.whole for traffic in Traffic for link in Link}
+            exchange = self._communicators.whole
+            if launches_batches(exchange) and self.rank_state.ulysses_group.nodes < self.rank_state.topology.nodes:
+                exchange = self._communicators.of_ranks(self.rank_state.ulysses_group.peers, ring_id)
+            channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
             self.rank_state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         self._watch = FailureWatch(board)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
-    def _meet_neighbours(self, by_link: bool) -> None:
+    def _meet_neighbours(self, link_peers: Mapping[Link, tuple[int, ...]], by_link: bool) -> None:
         """Connect to the next and the previous rank on every channel, now that all ranks are known to be there.
 
         NCCL connects two ranks at their first message, and would wait for ever for one that is lost by then.
@@ -139,13 +145,17 @@ class Session:
         transport = DistributedTransport(self._communicators, self._global_ranks)  # counts for itself
         sent = torch.zeros(LABEL_BYTES, dtype=torch.uint8, device=group_device(self._communicators.whole))
         for traffic in Traffic:
-            for link, peers in self.rank_state.link_peers(by_link).items():
-                if len(peers) > 1:
-                    channel, place = Channel(traffic, link, by_link), peers.index(self.rank)
-                    to = Message(peers[(place + 1) % len(peers)], channel, sent)
-                    of = Message(peers[place - 1], channel, torch.empty_like(sent))
-                    for pending in transport.post([to], [of]):
-                        pending.wait()
+            for link, peers in link_peers.items():
+                channel, place = Channel(traffic, link, by_link), peers.index(self.rank)
+                to = Message(peers[(place + 1) % len(peers)], channel, sent)
+                of = Message(peers[place - 1], channel, torch.empty_like(sent))
+                sends, recvs = ([m] if self._is_on(link, m.peer) else [] for m in (to, of))
+                for pending in transport.post(sends, recvs):
+                    pending.wait()
+
+    def _is_on(self, link: Link, peer: int) -> bool:
+        """Return whether messages between this rank and another one go over `link`."""
+        return peer != self.rank and self.rank_state.topology.link(self.rank, peer) is link
 
     def close(self) -> None:
         """Destroy the communicators that this ring made, and let go of its buffers; all ranks call it together.

@@ -75,6 +75,11 @@ class UlyssesGroup:
         return len(self.peers)
 
     @property
+    def nodes(self) -> int:
+        """On how many nodes its members are."""
+        return len({self.topology.node(peer) for peer in self.peers})
+
+    @property
     def others(self) -> list[int]:
         """The members besides this rank."""
         return [member for member in range(self.degree) if member != self.place]

@@ -183,12 +183,26 @@ def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str,
         worst = max(errors(_train_step(cp, problem), truth).values())
     assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp._communicators})
     assert cp.traffic() == cp.expected_traffic()
+    groups = [*cp._communicators.items(), *cp.rank_state.ulysses_transport._groups.items()]  # type: ignore[attr-defined]
+    for channel, group in groups:
+        if channel.link is Link.INTRA:
+            assert len({cp.topology.node(peer) for peer in dist.get_process_group_ranks(group)}) == 1
     there = any(thread.name == "burst_plugin watch" for thread in threading.enumerate())
     cp.close()
     return worst, there
 
 
-@pytest.mark.parametrize("options", [{"ranks_per_node": 2}, {"ranks_per_node": 4}, {"ulysses_degree": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ranks_per_node": 2},
+        {"ranks_per_node": 4},
+        {"ulysses_degree": 2},
+        {"ranks_per_node": 2, "ulysses_degree": 2},
+        {"ranks_per_node": 2, "schedule": "flat_ring"},
+    ],
+    ids=str,
+)
 def test_ranks_connect_while_all_are_there_and_watch_for_one_that_gives_up(options: dict[str, int]) -> None:
     problem = Problem.draw(32, (4, 2))
     for worst, there in run_ranks(_as_with_nccl, 4, problem, reference(problem, Causal()), options):

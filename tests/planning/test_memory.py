@@ -194,12 +194,32 @@ def test_sums_worked_out_by_hand() -> None:
     assert gib["optimizer"] == pytest.approx(8_030_261_248 * 12 / 8 / 2**30)
     assert gib["ring buffers"] == pytest.approx(2 * 0.5 + 3 * 1.0, rel=0.25)
     assert gib["left for CUDA, NCCL and the allocator"] == 4
+    assert gib["NCCL's buffers"] == pytest.approx(2 * 8 * 9.4 / 1024), "operands and sums, 8 thread blocks"
     # normalized input, q, k and v, out, gradient past the MLP, dout; dq: a new one, the sum in float32;
     # dk and dv of a tile and of the own block, and the kernel's dq in float32; cos and sin
     rows = 1 + 1 + 0.5 + 1 + 1 + 1 + (1 + 2) + 0.5 + 0.5 + 2 + 0.0625
     assert gib["at work"] == pytest.approx(rows + 2 * 32 * 4 / 8192)
     assert found.fullest == "attention, backward"
     assert found.host_bytes == 8 * 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("nodes", "inner", "ulysses", "buffers"),
+    [
+        (1, 1, 1, 0),
+        (4, 8, 1, 2 * (8 + 4)),
+        (4, 1, 1, 2 * 4),
+        (1, 8, 8, 7 * 32),  # no limit where heads are exchanged
+        (2, 8, 4, 2 * (8 + 4) + 3 * 32),
+        (2, 8, 8, 2 * 4 + 7 * 32),
+        (2, 8, 16, 15 * 4),  # over a communicator that leaves the node
+    ],
+)
+def test_nccl_has_buffers_for_every_peer_that_sends(nodes: int, inner: int, ulysses: int, buffers: int) -> None:
+    ranks = nodes * inner
+    setting = Setting(tokens=2**20, context=ranks, inner=inner, ulysses=ulysses, code=GPU_CODE)
+    found = memory(MODELS["llama2_7b"], setting, Cluster(nodes=nodes)).gpu["NCCL's buffers"]
+    assert found == pytest.approx(buffers * 9.4 * 2**20)
 
 
 def test_the_host_gets_what_is_offloaded() -> None:

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.deepspeed,
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
 ]
-MARGIN = "left for CUDA, NCCL and the allocator"
+MARGIN, NCCL = "left for CUDA, NCCL and the allocator", "NCCL's buffers"
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def test_a_step_on_a_million_tokens_takes_what_the_plan_says(case: Case) -> None
     if case.layers:
         shape = replace(shape, layers=case.layers)
     planned, found = memory(shape, setting, cluster), whole_step(shape, setting)
-    expected = planned.gpu_bytes - planned.gpu[MARGIN]
+    expected = planned.gpu_bytes - planned.gpu[MARGIN] - planned.gpu[NCCL]  # neither of which is tensors
     print(f"{case}: {expected / GIB:.2f} GiB by the plan, {found.peak / GIB:.2f} found, {planned.fullest}")
-    assert found.peak + planned.gpu[MARGIN] <= case.gpu_gib * GIB
+    assert found.peak + planned.gpu[MARGIN] + planned.gpu[NCCL] <= case.gpu_gib * GIB
     assert expected == pytest.approx(found.peak, rel=0.1)
     on_host = planned.host.get("inputs of layers", 0.0) + planned.host.get("attention, kept", 0.0)
     assert found.host_pages == on_host / cluster.gpus_per_node
@@ -79,7 +79,7 @@ def test_heads_in_chunks_take_what_the_plan_says(chunks: int, ulysses: int, keep
         offload_optimizer=True,
     )
     planned, found = memory(shape, setting, cluster), whole_step(shape, setting)
-    expected = planned.gpu_bytes - planned.gpu[MARGIN]
+    expected = planned.gpu_bytes - planned.gpu[MARGIN] - planned.gpu[NCCL]  # neither of which is tensors
     print(f"{chunks} {ulysses} {keep}: {expected / GIB:.2f} GiB by the plan, {found.peak / GIB:.2f} found")
     assert expected == pytest.approx(found.peak, rel=0.1)
     on_host = planned.host["inputs of layers"] + planned.host.get("attention, kept", 0.0)

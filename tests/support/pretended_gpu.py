@@ -208,7 +208,7 @@ def _of_other_ranks(topology: Topology) -> list[tuple[Any, str, Any]]:
     return [
         (ConsistencyCheck, "exchange", exchange),
         (dist, "all_gather_object", gathered),
-        (process_groups, "new_group_like", lambda group, ranks, name: dist.new_group(ranks, backend="fake")),
+        (process_groups, "new_group_like", lambda group, ranks, *_: dist.new_group(ranks, backend="fake")),
         (host_memory, "check_room", lambda *_: None),
         (pages, "check_room", lambda *_: None),
     ]

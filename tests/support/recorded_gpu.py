@@ -31,6 +31,7 @@ from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel
 from burst_plugin.kernels import Case, Grads, How, Queries
 from burst_plugin.ring import autograd
+from burst_plugin.topology import Link
 from tests.support.fake_gpu import Launches, fake_gpu
 from tests.support.races import Event, Gpus, Stream
 
@@ -162,7 +163,7 @@ class _Communicators(dict[Channel, _Communicator]):
         self._named: dict[str, _Communicator] = {}
 
     def __missing__(self, channel: Channel) -> _Communicator:
-        link = f" over {channel.link.value}" if channel.by_link else ""
+        link = f" over {channel.link.value}" if channel.by_link or channel.link is Link.INTER else ""
         name = f"rank {self._rank}'s NCCL stream of {channel.traffic.value}{link}"
         return self._named.setdefault(name, _Communicator(name))
 
@@ -238,6 +239,7 @@ def recorded_gpus() -> Iterator[Gpus]:
         (dist, "P2POp", _Op),
         (dist, "batch_isend_irecv", partial(_batch, gpus)),
         (torch_distributed, "launches_batches", lambda group: True),
+        (torch_distributed, "ctas_of", lambda group: 8),
         (autograd, "forward_program", gpus.follow(autograd.forward_program)),
         (autograd, "backward_program", gpus.follow(autograd.backward_program)),
         *((Launches, name, _fused(gpus, name, written)) for name, written in _FUSED.items()),

@@ -294,10 +294,12 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
     # The dispatcher leaves out arguments that have their default value.
     def forward(
         q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
-        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=0,
+        is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, num_splits=0, sm_margin=0,
     ):  # fmt: skip
         assert not is_causal
         assert num_splits == 1
+        if sm_margin:
+            calls.append({"sm_margin": sm_margin})
         if cu_seqlens_q is not None:
             demand_flash(*(x.unsqueeze(0) for x in (q, k, v)))
             each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
@@ -335,7 +337,8 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("flash_attn_3", "FRAGMENT") as ours:
         ours.define(
-            f"fwd(Tensor q, Tensor k, Tensor v, {options}, int num_splits=0) -> (Tensor, Tensor, Tensor, Tensor)"
+            f"fwd(Tensor q, Tensor k, Tensor v, {options}, int num_splits=0, int sm_margin=0) "
+            "-> (Tensor, Tensor, Tensor, Tensor)"
         )
         grads = ", ".join(f"Tensor({name}!)? {name}=None" for name in ("dq", "dk", "dv"))
         tensors = ", ".join(["Tensor"] * returned)
