@@ -44,6 +44,35 @@ def test_forward_passes_take_what_the_formulas_say(nodes: int, width: int, block
     assert per_node.link_s[Link.INTER] == pytest.approx((nodes - 1) * width * block_s)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_hop_takes_its_latency_besides_and_parts_under_way_overlap(parts: int) -> None:
+    """4 nodes of 1 with nothing to compute: of a block all parts but the last are under way behind each other."""
+    block_s, latency_s = 0.1, 0.06
+    links = Links(FAST, 1e6 / block_s, inter_latency_s=latency_s)
+    found = price(flat_ring(Topology(4, 1), reduces=False).in_parts(parts), Load(1e6, 0, 0), links)
+    until_passed_on_s = max(block_s, block_s / parts + latency_s)  # the first part is, while the others come
+    assert found.time_s == pytest.approx(2 * until_passed_on_s + block_s + latency_s, rel=1e-3)
+    assert found.bound_s == pytest.approx(3 * block_s), "no link is busy meanwhile"
+
+
+def test_latency_is_that_of_the_link() -> None:
+    schedule, load = two_level_ring(Topology(2, 3), reduces=False), Load(1.0, 0, 0)
+    within, between = (price(schedule, load, Links(FAST, FAST, "rank", *each)) for each in ((0.01, 0), (0, 0.01)))
+    assert within.time_s == pytest.approx(0.04, rel=1e-3), "2 of 3 hops inside the node, twice"
+    assert between.time_s == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_an_exchange_of_heads_waits_for_one_message_there_and_one_back(degree: int) -> None:
+    shapes, strategy = Shapes(1, 64, 64, 8, 8, 64, 64, torch.bfloat16), Strategy(ulysses_degree=degree)
+    of = (strategy, "forward", Topology(2, 4), shapes, 1.0)
+    without = pass_price(*of, Links(FAST, FAST)).time_s  # type: ignore[arg-type]
+    far = pass_price(*of, Links(FAST, FAST, "rank", 0.0, 0.1)).time_s  # type: ignore[arg-type]
+    near = pass_price(*of, Links(FAST, FAST, "rank", 0.1, 0.0)).time_s  # type: ignore[arg-type]
+    assert far - without == pytest.approx(0.2 if degree == 8 else 0.0, abs=1e-6), "the ring hides its own"
+    assert near - without == pytest.approx(0.2, abs=1e-6)
+
+
 def test_gather_and_reduce_share_a_nic() -> None:
     """2 ranks: dq of the other's block leaves when its work is done, and takes longer than the work that was kept."""
     load, links = Load(1e6, 2e6, 0.5), Links(FAST, 1e6)
@@ -102,8 +131,8 @@ def test_a_price_by_name_is_that_of_all_ranks(name: str, parts: int, nic: str) -
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", MIDDLE)
-def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("size", "latency_s"), [*((size, 0.0) for size in MIDDLE), (MIDDLE[0], 0.003)])
+def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int, int], latency_s: float) -> None:
     """To the same price, and most of them without a simulation of all nodes."""
     topology, sizes = Topology(*size), []
 
@@ -115,6 +144,7 @@ def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int,
         schedule = SCHEDULES[name](topology, reduces).in_parts(parts)
         for load, links in LOADS:
             load, links = replace(load, reduce_bytes=reduces * load.reduce_bytes), replace(links, nic=nic)
+            links = replace(links, intra_latency_s=latency_s, inter_latency_s=3 * latency_s)
             with mock.patch("burst_plugin.planning.price.simulate", noted):
                 found = price_by_name(name, topology, parts, load, links)
             assert_same(found, price(schedule, load, links))
