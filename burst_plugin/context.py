@@ -24,7 +24,7 @@ from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.strategy import Strategy
+from burst_plugin.strategy import MeasuredStrategy, Strategy
 from burst_plugin.topology import Topology, node_id
 
 __all__ = ["ContextParallel"]
@@ -72,7 +72,13 @@ class ContextParallel(Session):
         groups = [level for level in levels or () if not isinstance(level, int)]
         super().__init__(group, groups, *_place(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
-        self._begin(self._find_topology(sizes))
+        topology = self._find_topology(sizes)
+        self._planned = ""
+        if isinstance(strategy, MeasuredStrategy):
+            from burst_plugin.planning.choice import planned  # which takes time to import
+
+            self.strategy, self._planned = planned(strategy, topology, logs=self._global_ranks[self.rank] == 0)
+        self._begin(topology)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return itself: a copy of a model, for a moving average or as a reference, uses the same ring."""
@@ -202,7 +208,8 @@ class ContextParallel(Session):
     def describe(self) -> dict[str, str]:
         """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides.
 
-        With NCCL also the memory that it has for the peers met so far, by its source, on an H100.
+        With a profile also what was planned, why, and the runner-up; with NCCL also the memory that it has for the
+        peers met so far, by its source, on an H100.
         """
         degree, state = self.strategy.ulysses_degree, self.rank_state
         nccl_bytes = state.transport.backend_bytes + state.ulysses_transport.backend_bytes
@@ -211,6 +218,7 @@ class ContextParallel(Session):
             **({"ulysses_degree": str(degree)} if degree > 1 else {}),
             "schedule": self.rank_state.route_table.schedule_name,
             "layout": self.strategy.layout,
+            **({"plan": self._planned} if self._planned else {}),
             **self.rank_state.choices,
             **({"nccl_buffers": f"{nccl_bytes / 2**20:.0f} MiB"} if nccl_bytes else {}),
         }

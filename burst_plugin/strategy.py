@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from burst_plugin.checks import as_number, as_whole, shown, whole_number
 from burst_plugin.compute.shapes import Shapes, hop_bytes
@@ -16,10 +16,13 @@ from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
-__all__ = ["AUTO", "Strategy", "choose_moving_side"]
+if TYPE_CHECKING:
+    from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
+
+__all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy", "choose_moving_side"]
 
 AUTO = "auto"
-_CHECKS = (AUTO, "always", "sparse")
+PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
 _KEPT = {"none": 0.0, "all": 1.0}
 _COUNTS = {  # what they count, and what there is without
     "mlp_chunk": ("tokens", "all at once"),
@@ -129,7 +132,7 @@ class Strategy:
             "when ranks compare shapes, options and [where they are](pytorch.md#ranks-that-are-out-of-step): "
             "`always`; `sparse`, for GPUs: at calls 1, 2, 4, 8, ...; `auto`: always on CPUs, sparse on GPUs, where "
             "comparing makes the host wait",
-            _CHECKS,
+            (AUTO, "always", "sparse"),
         ),
     )
     deterministic: bool = field(
@@ -212,7 +215,7 @@ class Strategy:
     def _normalize_numbers(self) -> None:
         """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
         pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
-        parts = tuple(n for n in map(_as_positive, pair) if n)
+        parts = tuple(filter(None, map(_as_positive, pair)))
         if not len(parts) == len(pair) == 2:
             raise ValueError(
                 f"parts={shown(self.parts)} is not valid; use a positive number, or two: forward and backward"
@@ -241,9 +244,8 @@ class Strategy:
                 f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
                 "and pass the options by name"
             )
-        known = [each.name for each in fields(cls)]
         for name in options:
-            _one_of("option", name, known)
+            _one_of("option", name, [each.name for each in fields(cls)])
         if strategy is not None and options:
             raise ValueError(
                 f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
@@ -256,31 +258,32 @@ class Strategy:
         profile: str | os.PathLike[str] | Mapping[str, Any],
         *,
         topology: Topology | None = None,
+        model: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> Strategy:
-        """Return the strategy that `burst check` chose on this cluster.
+    ) -> MeasuredStrategy:
+        """Return a strategy that is planned by what `burst check` measured, for a model, when a ring is made.
 
-            cp = ContextParallel(group, strategy=Strategy.from_profile("burst-profile.json"))
+            Strategy.from_profile("burst-profile.json", model={"q_heads": 64, "kv_heads": 8, "seq": 131072})
 
         Args:
             profile: the path of the file that it wrote, or what the file holds.
             topology: that of the ring, to be compared with the one that was measured.
-            options: other fields, and values in place of the profile's.
+            model: `q_heads`, `kv_heads` of a rank, `head_dim`, `seq`, `mask`; if not, what `burst check` was given.
+            options: fields that are set, around which is planned.
 
-        Raises:
-            ValueError: the profile cannot be read, is damaged, has another version, or is of another device or
-                topology; it says what differs. Or an option is not valid.
+        Raises ValueError, with what differs, for a profile that is damaged or of another version, device or topology.
         """
         from burst_plugin.profiling.cluster_profile import ClusterProfile, device_name
 
         measured = ClusterProfile.read(profile)
         measured.check_cluster(topology, device_name())
-        chosen = {name: tuple(x) if isinstance(x, list) else x for name, x in measured.strategy.items()}
         try:
-            cls.of(None, **chosen)
+            cls.of(None, **measured.strategy)
         except ValueError as error:
             raise ValueError(f"the profile is damaged: strategy: {error}; run burst check again") from None
-        return cls.of(None, **{**chosen, **options})
+        fields_set, sizes = vars(cls.of(None, **options)), measured.model.of_sizes(model or {})
+        given = tuple(sorted(name for name, value in options.items() if value != AUTO))
+        return MeasuredStrategy(**fields_set, measured=measured, model=sizes, given=given)
 
     def compared(self) -> dict[str, object]:
         """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""
@@ -289,9 +292,8 @@ class Strategy:
 
     def check_is_due(self, call: int, cheap: bool) -> bool:
         """Return whether ranks compare call number `call`, from 1 on. `cheap`: comparing stalls nothing."""
-        if self.check == "always" or (self.check == AUTO and cheap):
-            return True
-        return call & (call - 1) == 0  # 1, 2, 4, 8, ...
+        is_every = self.check == "always" or (self.check == AUTO and cheap)
+        return is_every or call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def parts_of(self, direction: Direction) -> int:
         """Return the number of parts in which blocks are sent in a pass."""
@@ -302,9 +304,17 @@ class Strategy:
         return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStrategy(Strategy):
+    """Options of which a ring, when it is made, plans those of `PLANNED` that are not `given`, for `model`."""
+
+    measured: ClusterProfile = field(repr=False, hash=False, metadata=_about(""))
+    model: Model = field(metadata=_about(""))
+    given: tuple[str, ...] = field(metadata=_about(""))
+
+
 def _as_positive(value: object) -> int | None:
-    whole = as_whole(value)
-    return whole if whole is not None and whole >= 1 else None
+    return whole if (whole := as_whole(value)) is not None and whole >= 1 else None
 
 
 def _one_of(option: str, value: Any, valid: Collection[str]) -> None:

@@ -19,6 +19,7 @@ from burst_plugin.activations.recomputation import unseen_by_selective_checkpoin
 from burst_plugin.checks import shown, whole_number
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork, InProcessNetwork
+from burst_plugin.planning.choice import planned
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
@@ -64,7 +65,7 @@ class VirtualRing:
             raise ValueError(
                 f"topology={shown(topology)} is not a Topology; write Topology(nodes=1, ranks_per_node=4)"
             )
-        strategy = Strategy.of(strategy)
+        strategy, _ = planned(Strategy.of(strategy), topology)
         seed = whole_number("VirtualRing(seed={})", seed, "use an integer", None)
         self.network = network or HostileNetwork(topology.ranks, seed)
         table = RouteTable(topology, strategy)

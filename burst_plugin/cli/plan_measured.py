@@ -16,7 +16,7 @@ __all__ = ["add_arguments", "lines"]
 _DESCRIPTION = """\
 Estimate what one attention layer takes, forward and backward, with each
 schedule, on the links and with the kernel that burst check has measured. The
-estimate leaves out latency. With --nodes: on so many nodes like the measured.
+estimate leaves out kernel launches. With --nodes: on so many such nodes.
 """
 _EXAMPLE = """\
 example:

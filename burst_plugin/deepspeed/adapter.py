@@ -24,7 +24,13 @@ from deepspeed.utils import groups, set_z3_leaf_module
 
 from burst_plugin.activations.kept_attention import follow_checkpoint_class, follow_checkpoint_function
 from burst_plugin.context import ContextParallel
-from burst_plugin.deepspeed.arguments import agree_on_block, find_configuration, is_transformers, read_configuration
+from burst_plugin.deepspeed.arguments import (
+    agree_on_block,
+    find_configuration,
+    is_transformers,
+    read_configuration,
+    strategy_for,
+)
 from burst_plugin.deepspeed.config import BLOCK, Block, warn_of_near_misses
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.groups import RequestedSize, Unit, make_groups
@@ -170,7 +176,7 @@ def _initialize(adapter: Adapter, original: Callable[..., Any], *args: Any, **kw
     if isinstance(mpu, RequestedSize):
         mpu, config = None, _without_batch_of_one_ring(config)
     made = make_groups(size, mpu)
-    cp = ContextParallel(made.context, strategy=block.strategy)
+    cp = ContextParallel(made.context, strategy=strategy_for(block, given["model"]))
     cp.connect()
     session = Session(cp, made.world, block.loss_of(size))
     adapter.release(given["model"])

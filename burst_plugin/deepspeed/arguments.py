@@ -6,6 +6,7 @@ import base64
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch.distributed as dist
 from burst_plugin.comm.consistency import fingerprint, prepared_together, raise_if_unlike
 from burst_plugin.deepspeed.config import BLOCK, MEAN_OF_RANKS, Block, RepeatedKeyError, conflicts, loads
 from burst_plugin.deepspeed.groups import RequestedSize, mpu_problem, sequence_parallel_size
-from burst_plugin.strategy import AUTO
+from burst_plugin.strategy import AUTO, MeasuredStrategy, Strategy
 
-__all__ = ["agree_on_block", "find_configuration", "is_transformers", "read_configuration"]
+__all__ = ["agree_on_block", "find_configuration", "is_transformers", "read_configuration", "strategy_for"]
 
 _TENSOR_PARALLEL = "deepspeed.runtime.tensor_parallel.init_utils"  # keeps what tp_model_init was asked for
 
@@ -132,6 +133,24 @@ def _batch_problems(config: Mapping[str, Any], given: Mapping[str, Any], size: i
         f"leave it out, or write {batch // size}. With Trainer or Accelerate, which work it out, set sp_size={size} "
         "of ParallelismConfig"
     ]
+
+
+def strategy_for(block: Block, model: Any) -> Strategy:
+    """Return the strategy of the block; with a profile it is for the heads of `model`, if that is of transformers."""
+    strategy = block.strategy
+    if not isinstance(strategy, MeasuredStrategy) or not is_transformers(model):
+        return strategy
+    config = next(m.config for m in model.modules() if hasattr(getattr(m, "config", None), "get_text_config"))
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):  # of a model with other layers than attention
+        return strategy
+    sizes = {
+        "q_heads": heads,
+        "kv_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+    }
+    return replace(strategy, model=strategy.model.of_sizes(sizes))
 
 
 def is_transformers(model: Any) -> bool:

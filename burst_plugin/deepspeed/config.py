@@ -31,7 +31,7 @@ __all__ = [
 BLOCK = "burst_attention"
 TOKEN_MEAN, MEAN_OF_RANKS = "token_mean", "mean_of_ranks"
 _LOSSES = (TOKEN_MEAN, MEAN_OF_RANKS, AUTO)
-_OWN_KEYS = ("enabled", "context_parallel_size", "loss", "profile")
+_OWN_KEYS = ("enabled", "context_parallel_size", "loss", "profile", "seq_length")
 _OTHER_BLOCKS = ("sparse_attention",)  # of DeepSpeed, with a similar name
 
 
@@ -66,8 +66,8 @@ class Block:
 
     context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
         `sp_size`, else all ranks.
-    strategy: all keys but `enabled`, `context_parallel_size` and `loss`; see `burst_plugin.Strategy`. With `profile`,
-        the path of what `burst check` wrote, keys take the place of its values.
+    strategy: all other keys; see `burst_plugin.Strategy`. With `profile`, the path of what `burst check` wrote, it is
+        planned around them, for sequences of `seq_length` tokens.
     loss: which mean the losses of several rings become; see `loss_of`.
     """
 
@@ -104,8 +104,13 @@ class Block:
             raise ValueError(f'"{BLOCK}": loss={loss!r} is not valid; use one of: {", ".join(_LOSSES)}')
         try:
             options = {key: value for key, value in given.items() if key not in _OWN_KEYS}
-            measured = "profile" in given
-            strategy = Strategy.from_profile(given["profile"], **options) if measured else Strategy(**options)
+            sizes = {"seq": given["seq_length"]} if "seq_length" in given else {}
+            if "profile" in given:
+                strategy: Strategy = Strategy.from_profile(given["profile"], model=sizes, **options)
+            elif sizes:
+                raise ValueError(f"seq_length={sizes['seq']!r} is what a profile is planned for: add one, or drop it")
+            else:
+                strategy = Strategy(**options)
         except ValueError as error:
             raise ValueError(f'"{BLOCK}": {error}') from error
         return cls(enabled, size, strategy, loss)

@@ -93,7 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         if option.name in _OVERRIDDEN_BY:
             keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
         group.add_argument(_flag(_dest(option.name)), **keywords)
-    text = "what `burst check` wrote here: its strategy, except for options whose flags have other values than usual"
+    text = (
+        "what `burst check` wrote here: the ring is planned by it for the shapes of the model, around options whose "
+        "flags have other values than usual"
+    )
     group.add_argument(_flag(_PROFILE), metavar="FILE", help=text)
     return parser
 
@@ -239,7 +242,26 @@ def parsed_strategy() -> Strategy | None:
     if profile is None:
         return Strategy(**given)
     usual = {option.name: option.default for option in _OPTIONS}
-    return Strategy.from_profile(profile, **{name: x for name, x in given.items() if x != usual[name]})
+    given = {name: x for name, x in given.items() if x != usual[name]}
+    return Strategy.from_profile(profile, model=_attention_sizes(args), **given)
+
+
+def _attention_sizes(args: Any) -> dict[str, int]:
+    """Return the attention of one rank, as far as the arguments say it; see `Strategy.from_profile`.
+
+    Keys and values of latent attention differ in head dim, of which the mean has the same bytes and work.
+    """
+    heads = getattr(args, "num_attention_heads", None)
+    if heads is None:
+        return {}
+    tensor = args.tensor_model_parallel_size
+    is_latent = getattr(args, "multi_latent_attention", False)
+    groups = args.num_query_groups if args.group_query_attention and not is_latent else heads
+    head_dim = args.kv_channels or args.hidden_size // heads
+    if is_latent:
+        head_dim = (args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim) // 2
+    sizes = {"q_heads": heads // tensor, "kv_heads": max(1, groups // tensor), "head_dim": head_dim}
+    return sizes if args.seq_length is None else {**sizes, "seq": args.seq_length}
 
 
 def _without_list(value: Any) -> Any:

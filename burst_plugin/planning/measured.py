@@ -26,12 +26,27 @@ def model_shapes(model: Model, topology: Topology, dtype: str) -> Shapes:
     return Shapes(1, local, local, model.q_heads, model.kv_heads, dim, dim, getattr(torch, dtype))
 
 
-def measured_links(profile: ClusterProfile) -> Links:
-    """Return the rates of a profile's links. A link that the cluster does not have gets the rate of the other one."""
+def measured_links(profile: ClusterProfile, topology: Topology | None = None) -> Links:
+    """Return a profile's links as a ring on `topology` has them, by default one of all ranks.
+
+    Of a NIC that the ranks of a node share a ring has its ranks' share: others beside it send, too. A link that the
+    ring does not have gets the rate of the other one.
+
+    Raises ValueError if the ring has links, or more ranks on a node, that were not measured.
+    """
+    ring = topology or profile.topology
+    lacks_intra = ring.ranks_per_node > profile.ranks_per_node
+    if lacks_intra or (ring.nodes > 1 and profile.inter is None):
+        raise ValueError(
+            f"the profile is of another cluster: it was measured on {profile.topology}, and this is {ring}; run "
+            "burst check again here"
+        )
     intra, inter = profile.intra or profile.inter, profile.inter or profile.intra
     if intra is None or inter is None:
         return Links(1e12, 1e12)  # one rank sends nothing
-    return Links(intra.bytes_per_s, inter.bytes_per_s, profile.nic)
+    share = ring.ranks_per_node / profile.ranks_per_node if profile.nic == "node" else 1.0
+    rates = intra.bytes_per_s, share * inter.bytes_per_s
+    return Links(*rates, profile.nic, intra.latency_s, inter.latency_s)
 
 
 def measured_visit_seconds(profile: ClusterProfile, shapes: Shapes, causal: bool) -> tuple[float, float]:

@@ -10,10 +10,10 @@ The price of one schedule is in `planning.price`, how ranks and messages move in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
@@ -72,7 +72,7 @@ def pass_price(
 
     `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
     are longer and have fewer heads, and the time of the exchange, which nothing hides, is added: for all operands
-    before the ring, and all results after it.
+    before the ring, and all results after it, each with the latency of one message.
     """
     degree = strategy.ulysses_degree
     ring = _in_ring(shapes, degree)
@@ -85,7 +85,8 @@ def pass_price(
     )
     exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
-    return replace(ring_price, time_s=ring_price.time_s + max(exchange_s.values()), link_s=busy_s)
+    exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
+    return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
 
 
 def _links_of_ring(degree: int, topology: Topology, links: Links) -> Links:
@@ -129,6 +130,7 @@ def plans(
     visit_s: tuple[float, float],
     links: Links,
     progress: Callable[[int, int], None] | None = None,
+    fixed: Mapping[str, Any] | None = None,
 ) -> list[Plan]:
     """Return every schedule x degree of the exchange of heads x numbers of parts; the best first.
 
@@ -136,26 +138,23 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are.
+    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them.
     """
-    settings = []
-    for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
-        if name not in left_out(topology.of_ulysses_groups(degree)):
-            several = [n for n in _PARTS if shapes.of_ulysses_group(degree).kv_heads % n == 0]
-            plain = Strategy(schedule=name, ulysses_degree=degree, ranks_per_node=topology.ranks_per_node)
-            settings.append((plain, several))
-    total = sum(len(DIRECTIONS) * len(several) for _, several in settings)
+    fixed = fixed or {}
+    settings = _settings(topology, shapes, fixed)
+    total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
     done, candidates = 0, []
-    for plain, several in settings:
+    for plain, pairs in settings:
         best = {}
-        for (direction, each_s), n in product(zip(DIRECTIONS, visit_s, strict=True), several):
-            best[direction, n] = _best_moving_side(
-                replace(plain, parts=n), direction, topology, shapes, each_s, links
-            )
-            done += 1
-            if progress is not None:
-                progress(done, total)
-        for parts in product(several, several):
+        for direction, each_s, of_pass in zip(DIRECTIONS, visit_s, zip(*pairs, strict=True), strict=True):
+            for n in dict.fromkeys(of_pass):
+                best[direction, n] = _best_moving_side(
+                    replace(plain, parts=n), direction, topology, shapes, each_s, links, direction in fixed
+                )
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        for parts in pairs:
             forward, backward = (best[each] for each in zip(DIRECTIONS, parts, strict=True))
             strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
             moving_sides = forward.moving, backward.moving
@@ -168,6 +167,32 @@ def plans(
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
+
+
+_Settings = list[tuple[Strategy, list[tuple[int, int]]]]
+
+
+def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _Settings:
+    """Return every schedule x degree as a strategy, with its pairs of parts. Raise ValueError if there is none."""
+    found = []
+    plain = Strategy(ranks_per_node=topology.ranks_per_node)
+    plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
+    for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
+        kv_heads = shapes.of_ulysses_group(degree).kv_heads
+        several = [n for n in _PARTS if kv_heads % n == 0]
+        pairs = list(product(several, several))
+        if "parts" in fixed:
+            forward, backward = map(Strategy(parts=fixed["parts"]).parts_of, DIRECTIONS)
+            pairs = [] if kv_heads % forward or kv_heads % backward else [(forward, backward)]
+        is_asked = fixed.get("schedule", name) == name and fixed.get("ulysses_degree", degree) == degree
+        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(degree)):
+            found.append((replace(plain, schedule=name, ulysses_degree=degree), pairs))
+    if not found:
+        raise ValueError(
+            f"no plan for {shapes.q_heads} query and {shapes.kv_heads} key/value heads on {topology} has "
+            f"{', '.join(f'{name}={value!r}' for name, value in fixed.items())}; leave one of these options out"
+        )
+    return found
 
 
 def left_out(topology: Topology) -> list[str]:
@@ -230,9 +255,15 @@ class _Choice(NamedTuple):
 
 
 def _best_moving_side(
-    strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
+    strategy: Strategy,
+    direction: Direction,
+    topology: Topology,
+    shapes: Shapes,
+    visit_s: float,
+    links: Links,
+    is_fixed: bool,
 ) -> _Choice:
-    """Return the moving side of one pass: the default of `strategy`, unless the other one saves time."""
+    """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
     default_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
     other_side = OTHER_SIDE[default_side]
 
@@ -241,7 +272,7 @@ def _best_moving_side(
         return pass_price(forced, direction, topology, shapes, visit_s, links)
 
     default = price_of(default_side)
-    if default.time_s > _NEGLIGIBLE * default.compute_s:  # else there is nothing to save
+    if not is_fixed and default.time_s > _NEGLIGIBLE * default.compute_s:  # else there is nothing to save
         other = price_of(other_side)
         if default.time_s > _NEGLIGIBLE * other.time_s:
             return _Choice(other, other_side, other_side)

@@ -1,8 +1,8 @@
 """A simulation of the ranks and messages of a schedule on described links, from event to event.
 
 Every rank works through its steps: waits for what is due, posts what is issued, computes. Messages between the same
-two ranks on one communicator go one after another; messages that share a NIC share its rate evenly. Nothing else is
-modelled: no latency, no launch times, no memory traffic.
+two ranks on one communicator go one after another; messages that share a NIC share its rate evenly. A message arrives
+the link's latency after its last byte has left; the next one does not wait for that. Nothing else is modelled.
 
 Ranks that do the same are simulated once. A schedule may be a `sample` (`burst_plugin.schedule.rings`) of which only
 the first ranks are drawn: each of them then stands for those with the same number in all nodes, or rank 0 for every
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,23 +32,32 @@ _LONGEST_PERIOD = 6  # nodes
 class Links:
     """Rates per direction: of every rank inside its node, and of every NIC between nodes; `nic` is "rank" or "node".
 
-    Raises ValueError for rates that are not positive and finite, or a `nic` other than "rank" and "node".
+    Raises ValueError for rates of 0, latencies below 0, numbers that are not finite, and another `nic`.
     """
 
     intra_bytes_per_s: float
     inter_bytes_per_s: float
     nic: str = "rank"
+    intra_latency_s: float = 0.0
+    inter_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("intra_bytes_per_s", "inter_bytes_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"Links({name}={getattr(self, name)}) is not valid; use a positive, finite rate")
+        for link in ("intra", "inter"):
+            rate, latency_s = getattr(self, f"{link}_bytes_per_s"), getattr(self, f"{link}_latency_s")
+            if not 0 < rate < math.inf:
+                raise ValueError(f"Links({link}_bytes_per_s={rate}) is not valid; use a positive, finite rate")
+            if not 0 <= latency_s < math.inf:
+                raise ValueError(f"Links({link}_latency_s={latency_s}) is not valid; use finite seconds, 0 or more")
         if self.nic not in ("rank", "node"):
             raise ValueError(f'Links(nic={self.nic!r}) is not valid; use "rank" or "node"')
 
     def bytes_per_s(self, link: Link) -> float:
         """Return the rate of a link."""
         return self.intra_bytes_per_s if link is Link.INTRA else self.inter_bytes_per_s
+
+    def latency_s(self, link: Link) -> float:
+        """Return the latency of a link."""
+        return self.intra_latency_s if link is Link.INTRA else self.inter_latency_s
 
 
 @dataclass(frozen=True)
@@ -125,13 +134,12 @@ class _Message:
     stream: int
     nics: tuple[int, int]
     full_bytes_per_s: float
+    latency_s: float
     nbytes: float
     left_bytes: float
     posted: int = 0
-
-    @property
-    def is_there(self) -> bool:
-        return self.left_bytes == 0.0
+    arrival_s: float = 0.0  # known once its last byte has left
+    is_there: bool = False
 
 
 class _Simulation:
@@ -150,6 +158,7 @@ class _Simulation:
         self._at = [-1 for _ in self._ranks]  # the step of each rank
         self._busy_until_s: dict[int, float] = {}
         self._streams: dict[int, deque[_Message]] = {}
+        self._sent: list[_Message] = []  # that have left, and are not there yet
         self._search = _PeriodSearch(schedule)
 
     def run(self) -> Run:
@@ -163,8 +172,10 @@ class _Simulation:
                 self._search.note(self._state(now, self._search.next_step))
             moving = [queue[0] for queue in self._streams.values()]
             rates = _rates(moving)
-            arrivals = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
-            elapsed_s = min([*arrivals, *(end_s - now for end_s in self._busy_until_s.values())], default=math.inf)
+            events = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
+            events += [end_s - now for end_s in self._busy_until_s.values()]
+            events += [m.arrival_s - now for m in self._sent]
+            elapsed_s = min(events, default=math.inf)
             if elapsed_s == math.inf:
                 assert all(step == self._steps - 1 for step in self._at), "nothing moves any more"
                 return Run(now, self._search.found)
@@ -175,7 +186,8 @@ class _Simulation:
             for message, rate in zip(moving, rates, strict=True):
                 message.left_bytes -= rate * elapsed_s
                 if message.left_bytes <= _ROUNDING * message.nbytes:
-                    free.update(self._arrived(message))
+                    self._leave(message, now)
+            free.update(self._arrivals(now, _ROUNDING * elapsed_s))
 
     def _proceed(self, rank: int, now: float) -> bool:
         """Begin the next step of a rank if it can begin. Return whether it did."""
@@ -193,19 +205,27 @@ class _Simulation:
             self._busy_until_s[rank] = now + self._work_s[rank][step]
         return True
 
-    def _arrived(self, message: _Message) -> Iterable[int]:
-        """Take a message off its stream. Return the ranks that may have waited for it."""
-        message.left_bytes = 0.0
+    def _leave(self, message: _Message, now: float) -> None:
+        """Take a message off its stream: its last byte has left."""
+        message.left_bytes, message.arrival_s = 0.0, now + message.latency_s
+        self._sent.append(message)
         queue = self._streams[message.stream]
         queue.popleft()
         if not queue:
             del self._streams[message.stream]
-        return message.ends
+
+    def _arrivals(self, now: float, rounding_s: float) -> Iterator[int]:
+        """Note which messages are there by now. Yield the ranks that may have waited for them."""
+        for message in self._sent:
+            message.is_there = message.arrival_s - now <= rounding_s
+            if message.is_there:
+                yield from message.ends
+        self._sent = [message for message in self._sent if not message.is_there]
 
     def _state(self, now: float, origin: int) -> _State:
         """Return all that later events depend on: steps counted from `origin`, messages and work that are left."""
-        places: list[tuple[int, ...]] = []
-        shares: list[float] = []
+        places, shares = list[tuple[int, ...]](), list[float]()
+        ends_s = [self._busy_until_s.get(rank, now) - now for rank in self._ranks]
         for rank, at in enumerate(self._at):
             under_way = [
                 message
@@ -217,7 +237,7 @@ class _Simulation:
                 (at - origin, *(n for m in under_way for n in (m.issue - origin, m.due - origin, m.posted)))
             )
             shares += [message.left_bytes / message.nbytes for message in under_way]
-        ends_s = [self._busy_until_s.get(rank, now) - now for rank in self._ranks]
+            ends_s += [max(0.0, message.arrival_s - now) for message in under_way]
         return _State(now, places, shares, ends_s)
 
 
@@ -239,7 +259,8 @@ def _messages(schedule: Schedule, load: Load, links: Links) -> list[_Message]:
         )
         ends = (src,) if src == dst else (src, dst)
         size = nbytes[t.traffic]
-        messages.append(_Message(t.issue, t.due, ends, stream, (nics[0], nics[1]), rates[t.link], size, size))
+        rate, latency_s = rates[t.link], links.latency_s(t.link)
+        messages.append(_Message(t.issue, t.due, ends, stream, (nics[0], nics[1]), rate, latency_s, size, size))
     return messages
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ __all__ = ["VERSION", "ClusterProfile", "KernelRate", "LinkRate", "Model", "devi
 VERSION = 1
 _FORMAT = "burst profile"
 _AGAIN = "run burst check again"
+_MASKS = ("causal", "full")
 _Field = TypeVar("_Field")
 
 
@@ -52,6 +53,20 @@ class Model:
     head_dim: int
     seq: int
     mask: str
+
+    def of_sizes(self, sizes: Mapping[str, Any]) -> Model:
+        """Return the model with some other sizes, by name. Raise ValueError for what is not valid."""
+        if not isinstance(sizes, Mapping) or set(sizes) - set(asdict(self)):
+            raise ValueError(f"model={shown(sizes)} is not valid; give sizes by name: {', '.join(asdict(self))}")
+        numbers = {name: as_whole(x) for name, x in sizes.items() if name != "mask"}
+        model = replace(self, **{**sizes, **numbers})
+        positive = all(n is not None and n >= 1 for n in numbers.values())
+        if not positive or model.q_heads % model.kv_heads or model.mask not in _MASKS:
+            raise ValueError(
+                f"model={shown(sizes)} is not valid; use whole numbers, 1 or more, kv_heads that divides q_heads (it "
+                f"is {model.q_heads}/{model.kv_heads}), and a mask of {', '.join(_MASKS)}"
+            )
+        return model
 
 
 @dataclass(frozen=True)
@@ -209,7 +224,7 @@ class _Reader:
         entry = self._mapping(self._all, "model")
         names = ("q_heads", "kv_heads", "head_dim", "seq")
         q_heads, kv_heads, head_dim, seq = (self._whole(entry, name, "model") for name in names)
-        return Model(q_heads, kv_heads, head_dim, seq, self._text(entry, "mask", ("causal", "full"), "model"))
+        return Model(q_heads, kv_heads, head_dim, seq, self._text(entry, "mask", _MASKS, "model"))
 
     def _mapping(self, entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         return self._of_type(entry.get(name), Mapping, name, "an object")  # type: ignore[type-abstract]

@@ -14,6 +14,7 @@ from burst_plugin.check.findings import FAILED, NOT_SHOWN, SECTIONS, Finding, fa
 from burst_plugin.check.run import run_sections
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
+from burst_plugin.planning.choice import planned
 from burst_plugin.profiling.cluster_profile import ClusterProfile
 from burst_plugin.schedule.rings import SCHEDULES
 from tests.support.netns import EmulatedCluster
@@ -51,8 +52,10 @@ def test_quick_on_four_ranks(tmp_path: Path) -> None:
     measured = ClusterProfile.read(profile)
     assert measured.topology == Topology(2, 2)
     assert (measured.model.q_heads, measured.model.kv_heads, measured.model.seq) == (16, 4, 8192)
-    strategy = Strategy.from_profile(profile, topology=Topology(2, 2))
+    strategy, said = planned(Strategy.from_profile(profile, topology=Topology(2, 2)), Topology(2, 2))
     assert strategy.schedule in SCHEDULES
+    assert measured.strategy["schedule"] == strategy.schedule, "of the same sizes burst check says the same"
+    assert measured.why in said
     assert strategy.ranks_per_node == "auto", "a smaller group may have fewer ranks on a node"
 
 

@@ -44,6 +44,35 @@ def test_forward_passes_take_what_the_formulas_say(nodes: int, width: int, block
     assert per_node.link_s[Link.INTER] == pytest.approx((nodes - 1) * width * block_s)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_hop_takes_its_latency_besides_and_parts_under_way_overlap(parts: int) -> None:
+    """4 nodes of 1 with nothing to compute: of a block all parts but the last are under way behind each other."""
+    block_s, latency_s = 0.1, 0.06
+    links = Links(FAST, 1e6 / block_s, inter_latency_s=latency_s)
+    found = price(flat_ring(Topology(4, 1), reduces=False).in_parts(parts), Load(1e6, 0, 0), links)
+    until_passed_on_s = max(block_s, block_s / parts + latency_s)  # the first part is, while the others come
+    assert found.time_s == pytest.approx(2 * until_passed_on_s + block_s + latency_s, rel=1e-3)
+    assert found.bound_s == pytest.approx(3 * block_s), "no link is busy meanwhile"
+
+
+def test_latency_is_that_of_the_link() -> None:
+    schedule, load = two_level_ring(Topology(2, 3), reduces=False), Load(1.0, 0, 0)
+    within, between = (price(schedule, load, Links(FAST, FAST, "rank", *each)) for each in ((0.01, 0), (0, 0.01)))
+    assert within.time_s == pytest.approx(0.04, rel=1e-3), "2 of 3 hops inside the node, twice"
+    assert between.time_s == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_an_exchange_of_heads_waits_for_one_message_there_and_one_back(degree: int) -> None:
+    shapes, strategy = Shapes(1, 64, 64, 8, 8, 64, 64, torch.bfloat16), Strategy(ulysses_degree=degree)
+    of = (strategy, "forward", Topology(2, 4), shapes, 1.0)
+    without = pass_price(*of, Links(FAST, FAST)).time_s  # type: ignore[arg-type]
+    far = pass_price(*of, Links(FAST, FAST, "rank", 0.0, 0.1)).time_s  # type: ignore[arg-type]
+    near = pass_price(*of, Links(FAST, FAST, "rank", 0.1, 0.0)).time_s  # type: ignore[arg-type]
+    assert far - without == pytest.approx(0.2 if degree == 8 else 0.0, abs=1e-6), "the ring hides its own"
+    assert near - without == pytest.approx(0.2, abs=1e-6)
+
+
 def test_gather_and_reduce_share_a_nic() -> None:
     """2 ranks: dq of the other's block leaves when its work is done, and takes longer than the work that was kept."""
     load, links = Load(1e6, 2e6, 0.5), Links(FAST, 1e6)
@@ -119,6 +148,17 @@ def test_larger_clusters_are_priced_by_a_smaller_one(name: str, size: tuple[int,
                 found = price_by_name(name, topology, parts, load, links)
             assert_same(found, price(schedule, load, links))
     assert sizes.count(topology.nodes) < 8, "of 16, most are worked out from fewer nodes"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("size", [(13, 1), (22, 2)])
+def test_states_that_repeat_have_the_same_messages_under_way(name: str, size: tuple[int, int]) -> None:
+    """Ahead of a message whose last byte has left there may be more or less of the way."""
+    topology, load = Topology(*size), Load(1e6, 2e6, 0.001)
+    for parts, rate, latency_s in itertools.product((1, 2, 4), (1e7, 3e7, 1e8), (0.02, 0.1, 0.5)):
+        links = Links(1e8, rate, "rank", 0.003, latency_s)
+        found = price_by_name(name, topology, parts, load, links)
+        assert_same(found, price(sample(name, topology, True).in_parts(parts), load, links))
 
 
 def step_by_step(schedule: Schedule) -> list[object]:

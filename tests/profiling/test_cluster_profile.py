@@ -45,6 +45,9 @@ PROFILE = ClusterProfile(
     runner_up="none",
 )
 
+MEGATRON = {"num_attention_heads": 16, "group_query_attention": True, "num_query_groups": 4, "kv_channels": 64}
+MEGATRON |= {"tensor_model_parallel_size": 2, "seq_length": 32768}
+
 
 def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
@@ -60,12 +63,30 @@ def test_a_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_strategy_comes_from_a_profile(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
-    expected = Strategy(schedule="two_level_ring", parts=(4, 2), backward="kv", ranks_per_node=4)
-    assert Strategy.from_profile(path) == expected
-    assert Strategy.from_profile(PROFILE.as_dict(), topology=Topology(2, 4)) == expected
-    assert Strategy.from_profile(path, backward="q", check="always") == replace(
-        expected, backward="q", check="always"
-    )
+    found = Strategy.from_profile(path)
+    assert found == Strategy.from_profile(PROFILE.as_dict(), topology=Topology(2, 4))
+    assert (found.measured, found.model, found.given) == (PROFILE, PROFILE.model, ())
+    sizes = {"q_heads": 64, "kv_heads": 4, "seq": 1 << 20}
+    asked = Strategy.from_profile(path, model=sizes, backward="q", forward="auto", check="always")
+    assert asked.model == Model(64, 4, 128, 1 << 20, "causal"), "what is left out is the profile's"
+    assert asked.given == ("backward", "check"), "auto is not set"
+    assert (asked.backward, asked.check) == ("q", "always")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"heads": 3}, r"give sizes by name: q_heads, kv_heads, head_dim, seq, mask"),
+        ({"seq": 0}, "use whole numbers, 1 or more"),
+        ({"seq": "long"}, "use whole numbers, 1 or more"),
+        ({"kv_heads": 5}, r"kv_heads that divides q_heads \(it is 32/5\)"),
+        ({"mask": "sparse"}, "a mask of causal, full"),
+        ("llama", "model='llama' is not valid"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(sizes: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Strategy.from_profile(PROFILE.as_dict(), model=sizes)
 
 
 def _with(path: str, value: Any) -> dict[str, Any]:
@@ -140,8 +161,15 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_planner_takes_measured_rates() -> None:
-    assert measured_links(PROFILE) == Links(400e9, 2e9, "rank")
+    assert measured_links(PROFILE) == Links(400e9, 2e9, "rank", 1e-5, 2e-5)
     assert measured_links(replace(PROFILE, nodes=1, inter=None)).inter_bytes_per_s == 400e9
+    shared = replace(PROFILE, nic="node")
+    assert [measured_links(shared, Topology(8, n)).inter_bytes_per_s for n in (1, 2, 4)] == [0.5e9, 1e9, 2e9]
+    for ring in (Topology(1, 8), Topology(2, 5)):
+        with pytest.raises(ValueError, match=f"measured on 2x4 .*, and this is {ring.nodes}x{ring.ranks_per_node}"):
+            measured_links(PROFILE, ring)
+    with pytest.raises(ValueError, match="run burst check again"):
+        measured_links(replace(PROFILE, nodes=1, inter=None), Topology(2, 4))
     shapes = Shapes(1, 4096, 4096, 32, 8, 128, 128, torch.bfloat16)
     forward_s, backward_s = measured_visit_seconds(PROFILE, shapes, True)
     assert forward_s == pytest.approx(visit_seconds(shapes, 400e12, True)[0])
@@ -158,7 +186,8 @@ def test_plan_prices_with_a_profile(tmp_path: Path, capsys: pytest.CaptureFixtur
     measured = capsys.readouterr().out
     assert "2x4 (nodes x ranks per node), 8192 tokens per rank, 32/8 heads of 128, bfloat16, causal" in measured
     assert "400/300 TFLOP/s forward/backward, 400 GB/s inside nodes, 2 GB/s between nodes, a NIC per rank" in measured
-    same = replace(PROFILE, rates=(KernelRate(1, 400e12, 400e12),))
+    intra, inter = LinkRate(400e9, 1e-15), LinkRate(2e9, 1e-15)
+    same = replace(PROFILE, rates=(KernelRate(1, 400e12, 400e12),), intra=intra, inter=inter)
     same.save(path)
     assert main(["plan", "--profile", str(path), "--heads", "32/8"]) == 0
     of_profile = capsys.readouterr().out.splitlines()[2:]
@@ -183,14 +212,24 @@ def test_plan_refuses_what_a_profile_does_not_know(tmp_path: Path, capsys: pytes
 def test_frameworks_take_a_profile_with_options_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
-    block = Block.of({BLOCK: {"profile": str(path), "backward": "q"}})
+    block = Block.of({BLOCK: {"profile": str(path), "seq_length": 4096, "backward": "q"}})
     assert block is not None
-    assert block.strategy == Strategy.from_profile(path, backward="q")
+    assert block.strategy == Strategy.from_profile(path, model={"seq": 4096}, backward="q")
+    with pytest.raises(ValueError, match="seq_length=4096 is what a profile is planned for"):
+        Block.of({BLOCK: {"seq_length": 4096}})
     with pytest.raises(ValueError, match=r'^"burst_attention": the profile .* cannot be read'):
         Block.of({BLOCK: {"profile": str(tmp_path / "none")}})
     parser = arguments.add_arguments(argparse.ArgumentParser())
     words = ["--burst-profile", str(path), "--burst-backward", "q"]
     monkeypatch.setattr(arguments, "parsed_arguments", lambda: parser.parse_args(words))
     assert arguments.parsed_strategy() == Strategy.from_profile(path, backward="q")
+    args = parser.parse_args(words)
+    vars(args).update(MEGATRON)
+    monkeypatch.setattr(arguments, "parsed_arguments", lambda: args)
+    sizes = {"q_heads": 8, "kv_heads": 2, "head_dim": 64, "seq": 32768}
+    assert arguments.parsed_strategy() == Strategy.from_profile(path, model=sizes, backward="q")
+    vars(args).update(multi_latent_attention=True, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    sizes |= {"kv_heads": 8, "head_dim": 160}
+    assert arguments.parsed_strategy() == Strategy.from_profile(path, model=sizes, backward="q")
     monkeypatch.setattr(arguments, "parsed_arguments", lambda: parser.parse_args([]))
     assert arguments.parsed_strategy() == Strategy()

@@ -4,7 +4,7 @@ With a NIC per rank, as in most GPU clusters, each rank is a namespace (here 2 n
 
     rank 0   rank 1        rank 2   rank 3
     nic nvl  nvl nic       nic nvl  nvl nic
-     |   +-n0-+   |         |   +-n1-+   |         nvl  unshaped, one bridge per node
+     |   +-n0-+   |         |   +-n1-+   |         nvl  one bridge per node, shaped only if that is asked for
      +------------+-- eth --+------------+         nic  shaped in both directions, one bridge for all
 
 With a NIC per node each node is a namespace; its ranks share one shaped `nic` and reach each other over loopback.
@@ -70,6 +70,7 @@ class EmulatedCluster:
         rate_mbit: what each `nic` carries per direction, in 10⁶ bit/s; None leaves it unshaped.
         nic: "rank" if each rank has a NIC of its own, "node" if the ranks of a node share one.
         latency_ms: delay of what one `nic` sends to another, milliseconds.
+        intra_mbit: what each `nvl` carries per direction; None leaves it unshaped.
 
     Raises:
         ValueError: for impossible sizes, rates, latencies or kinds of NIC.
@@ -81,6 +82,7 @@ class EmulatedCluster:
     rate_mbit: float | None = None
     nic: str = "rank"
     latency_ms: float = 0.0
+    intra_mbit: float | None = None
     _files: dict[str, int] = field(default_factory=dict, init=False)  # open files by what they hold
     _bridge: int | None = field(default=None, init=False)  # the process that delays frames
 
@@ -88,8 +90,13 @@ class EmulatedCluster:
         for name, size in (("nodes", self.nodes), ("ranks_per_node", self.ranks_per_node)):
             if not 1 <= size <= 250:
                 raise ValueError(f"{name} is {size}; expected 1 .. 250")
-        if self.rate_mbit is not None and not self.rate_mbit > 0:
-            raise ValueError(f"rate_mbit is {self.rate_mbit}; expected more than 0, or None for an unshaped nic")
+        for name, rate, device in (("rate_mbit", self.rate_mbit, "nic"), ("intra_mbit", self.intra_mbit, "nvl")):
+            if rate is not None and not rate > 0:
+                raise ValueError(f"{name} is {rate}; expected more than 0, or None for an unshaped {device}")
+        if self.intra_mbit is not None and self.nic == "node":
+            raise ValueError(
+                f'intra_mbit is {self.intra_mbit} with nic "node", whose ranks have no nvl; expected None'
+            )
         if self.nic not in ("rank", "node"):
             raise ValueError(f'nic is {self.nic!r}; expected "rank" or "node"')
         if not 0 <= self.latency_ms < float("inf"):
@@ -230,10 +237,11 @@ class EmulatedCluster:
         ]
         own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *between, *routes]
         yield from _batch(f"ip -n {host}", own)
-        if self.rate_mbit is not None:
-            shape = f"root tbf rate {self.rate_mbit * 1e6:.0f}bit {_BURST}"
-            yield f"tc -n {host} qdisc replace dev nic {shape}"
-            yield f"tc qdisc replace dev nic{number} {shape}"
+        for device, rate_mbit in (("nic", self.rate_mbit), ("nvl", self.intra_mbit)):
+            if rate_mbit is not None:
+                shape = f"root tbf rate {rate_mbit * 1e6:.0f}bit {_BURST}"
+                yield f"tc -n {host} qdisc replace dev {device} {shape}"
+                yield f"tc qdisc replace dev {device}{number} {shape}"
 
 
 def interface_bytes(device: str = "nic") -> tuple[int, int]:

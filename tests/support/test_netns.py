@@ -140,6 +140,11 @@ def test_within_a_node_no_nic_is_used(nic: str) -> None:
         assert ranks[3][0] < EXPECTED_S / 2
 
 
+def test_a_link_inside_a_node_has_the_rate_that_is_asked_for() -> None:
+    with EmulatedCluster(1, 2, intra_mbit=RATE_MBIT) as cluster:
+        assert_soon(lambda: float(cluster.run(transfer, (0, 1))[1][0]), EXPECTED_S, 0.10)
+
+
 def test_a_shared_nic_carries_what_leaves_its_node() -> None:
     with EmulatedCluster(2, 2, nic="node") as cluster:
 
@@ -279,6 +284,8 @@ def test_it_works_without_root(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"nodes": 0}, "nodes is 0"),
         ({"ranks_per_node": 251}, "ranks_per_node is 251"),
         ({"rate_mbit": 0}, "rate_mbit is 0"),
+        ({"intra_mbit": 0}, "intra_mbit is 0"),
+        ({"intra_mbit": 100, "nic": "node"}, 'intra_mbit is 100 with nic "node"'),
         ({"nic": "pod"}, "nic is 'pod'"),
         ({"latency_ms": -1.0}, "latency_ms is -1.0; expected 0 or more"),
         ({"latency_ms": float("inf")}, "latency_ms is inf"),
