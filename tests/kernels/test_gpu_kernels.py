@@ -469,6 +469,21 @@ def test_cudnn_is_given_the_lse_of_any_rows(kernel: Kernel) -> None:
     torch.testing.assert_close(kernel.backward(rows, k, v, How(FULL, SCALED))[:3], expected[:3])
 
 
+@pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
+@pytest.mark.parametrize("heads", [2, 1])
+def test_cudnn_makes_one_plan_for_own_and_received_rows(kernel: Kernel, calls: Calls, heads: int) -> None:
+    """A batch of one, cut out of [S, B, H, D] as Megatron has it, as it is received, and some rows of a longer one."""
+    dense = torch.randn(1, 16, heads, 8, dtype=torch.float64)
+    own = dense.transpose(0, 1).contiguous().transpose(0, 1)
+    some = torch.cat([dense, dense], 1)[:, :16]
+    strides = [x.stride() for x in (dense, own, some)]
+    assert len(set(strides)) > 1
+    found = [kernel.forward(x, x, x, How(FULL, SCALED)) for x in (dense, own, some)]
+    assert len({str(call["strides"]) for call in calls}) == 1
+    for out, lse in found:
+        torch.testing.assert_close((out, lse), found[0], rtol=0, atol=0)
+
+
 class _Tried(TorchCpuKernel):
     """What is tried out."""
 

@@ -437,7 +437,7 @@ def torch_cudnn(calls: Calls) -> Iterator[None]:
         assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
         demand(q, k, v, heads_first=True)
         assert k.shape[2] > 1, "cuDNN has no kernel for one key"
-        calls.append({"by": "torch_cudnn"})
+        calls.append({"by": "torch_cudnn", "strides": [x.stride() for x in (q, k, v)]})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = attend(q, k, v, Terms(from_top_left(q, k, causal), scale))
         rest = (torch.empty(0) for _ in range(3))
