@@ -105,13 +105,14 @@ class RankState:
         """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
 
         A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
-        RuntimeError. The other ranks are told why when they miss this one.
+        RuntimeError. The other ranks are told why when they miss this one. What is refused before it begins, on
+        another stream say, leaves the ring as it was.
         """
         self.check_usable(device)
         with self.alone():
             try:
                 if device.type == "cuda":
-                    self._check_stream(device)
+                    self._stream = self._stream or torch.cuda.current_stream(device)
                 yield
             except BaseException as error:
                 self.give_up(error)
@@ -190,10 +191,13 @@ class RankState:
         self.progress.begin_pass(direction, call)
 
     def check_usable(self, device: torch.device) -> None:
-        """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
+        """Raise RuntimeError if this ring has ended, on another stream than before, or while a graph is captured."""
         self.check_open()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():  # nothing may wait in a CUDA graph
             raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+        self._check_stream(device)
 
     def check_open(self) -> None:
         """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
@@ -243,8 +247,7 @@ class RankState:
 
     def _check_stream(self, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
-        self._stream = self._stream or stream
-        if stream != self._stream:
+        if self._stream not in (None, stream):
             raise RuntimeError(
                 f"burst attention ran on {self._stream} before and now on {stream}; run all passes of one "
                 "context-parallel group on one CUDA stream"

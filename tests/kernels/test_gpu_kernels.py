@@ -472,7 +472,7 @@ def test_cudnn_is_given_the_lse_of_any_rows(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
 @pytest.mark.parametrize("heads", [2, 1])
 def test_cudnn_makes_one_plan_for_own_and_received_rows(kernel: Kernel, calls: Calls, heads: int) -> None:
-    """A batch of one, cut out of [S, B, H, D] as Megatron has it, as it is received, and some rows of a longer one."""
+    """A batch of one: as received, turned round from Megatron's [S, B, H, D], and the first rows of a longer one."""
     dense = torch.randn(1, 16, heads, 8, dtype=torch.float64)
     own = dense.transpose(0, 1).contiguous().transpose(0, 1)
     some = torch.cat([dense, dense], 1)[:, :16]
