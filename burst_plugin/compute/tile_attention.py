@@ -12,10 +12,21 @@ from burst_plugin.compute.accumulators import Tensors
 from burst_plugin.compute.rows import rows_of
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel
+from burst_plugin.sequence.layout import Run, positions
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Band
 
-__all__ = ["NO_POSITIONS", "TileAttention", "VisitPositions", "bias_grad", "fold", "fold_lse", "unfold", "unfold_lse"]
+__all__ = [
+    "NO_POSITIONS",
+    "PositionTable",
+    "TileAttention",
+    "VisitPositions",
+    "bias_grad",
+    "fold",
+    "fold_lse",
+    "unfold",
+    "unfold_lse",
+]
 
 
 class VisitPositions(NamedTuple):
@@ -26,6 +37,24 @@ class VisitPositions(NamedTuple):
 
 
 NO_POSITIONS = VisitPositions()
+
+
+class PositionTable:
+    """The positions of runs on a device, made once, and kept for as many tokens as meet in calls of one kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[tuple[Run, ...], torch.device], Tensor] = {}
+
+    def of(self, runs: tuple[Run, ...], device: torch.device, most: int) -> Tensor:
+        """Return the positions of these runs, [S], int64. What is kept goes before it is more than `most` tokens."""
+        found = self._known.get((runs, device))
+        if found is None:
+            with torch.inference_mode(False):  # other calls use them, too
+                found = positions(runs, device)
+            if len(found) + sum(map(len, self._known.values())) > most:
+                self._known.clear()
+            self._known[runs, device] = found
+        return found
 
 
 class TileAttention:
