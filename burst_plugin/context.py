@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,17 @@ from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
-from burst_plugin.ring.request import as_tokens, check_mask, token_dim
+from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
+from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, positions, token_count
-from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology, node_id
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["ContextParallel"]
 
@@ -88,6 +92,26 @@ class ContextParallel(Session):
     def topology(self) -> Topology:
         """Nodes and ranks per node."""
         return self.rank_state.topology
+
+    def warm_up(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask = Causal(),
+        scores: Scores = Scores(),
+        tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+        **extras: Unpack[ExtraTensors],
+    ) -> None:
+        """Do before the first step what would hold it up in the middle of a pass; collective.
+
+        Arguments are those of `burst_attention`; of tensors shapes, types and strides matter, values do not. Creates
+        communicators and buffers, chooses the kernel and tries it out, and runs the passes without their messages,
+        the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs the first calls
+        of new kinds do the same by themselves. Raises ValueError on every rank if any cannot do this.
+        """
+        self._warm_up(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens)))
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
@@ -194,7 +218,7 @@ class ContextParallel(Session):
 
     def allocated_bytes(self) -> int:
         """Return the bytes of all communication buffers; they stop growing once every kind of call was made twice."""
-        return self.rank_state.transport.pool.allocated_bytes + self.rank_state.ulysses_transport.pool.allocated_bytes
+        return sum(pool.allocated_bytes for pool in self.rank_state.pools)
 
     def describe(self) -> dict[str, str]:
         """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides."""

@@ -20,7 +20,7 @@ from burst_plugin.types import Direction
 
 T = TypeVar("T")
 
-__all__ = ["RingAttention", "by_rank"]
+__all__ = ["RingAttention", "by_rank", "cut_loose", "dense"]
 
 
 class RingAttention(torch.autograd.Function):
@@ -35,10 +35,10 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, plans: Sequence[Plan], which: CallId, memo: Memo | None, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         with _one_pass(plans, "forward", which):
-            inputs = [_dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
+            inputs = [dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
             each = zip(plans, inputs, strict=True)
             results = lockstep([forward_program(plan, which, mine, memo) for plan, mine in each])
-            kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
+            kept = [(*cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
         ctx.plans, ctx.which = plans, which
         ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
         ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
@@ -63,13 +63,13 @@ class RingAttention(torch.autograd.Function):
         return None, None, None, *(grad if wants else None for wants, grad in wanted)
 
 
-def _dense(inputs: Inputs) -> Inputs:
+def dense(inputs: Inputs) -> Inputs:
     """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
 
-def _cut_loose(inputs: Inputs) -> Inputs:
+def cut_loose(inputs: Inputs) -> Inputs:
     """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
 
     Values are such views where one projection makes all three and rotary embedding replaces queries and keys.

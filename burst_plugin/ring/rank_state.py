@@ -14,6 +14,7 @@ from functools import cached_property
 
 import torch
 
+from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.transport import Channel, Transport
@@ -75,6 +76,11 @@ class RankState:
         degree = self.strategy.ulysses_degree
         return range(self.rank % degree, self.topology.ranks, degree)
 
+    @property
+    def pools(self) -> tuple[BufferPool, BufferPool]:
+        """The buffers of the ring, and those of its Ulysses group."""
+        return self.transport.pool, self.ulysses_transport.pool
+
     def link_peers(self, by_link: bool) -> dict[Link, tuple[int, ...]]:
         """Return the ranks that share this one's communicators: all of its ring, or those on one link."""
         ring = self.ring_peers
@@ -107,18 +113,24 @@ class RankState:
         """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
 
         A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
-        RuntimeError. The other ranks are told why when they miss this one. What is refused before it begins, on
-        another stream say, leaves the ring as it was.
+        RuntimeError. The other ranks are told why when they miss this one. A pass that is refused before it begins,
+        on another stream say, leaves the ring as it was.
         """
-        self.check_usable(device)
-        with self.alone():
+        with self.undisturbed(device):
             try:
-                if device.type == "cuda":
-                    self._stream = self._stream or torch.cuda.current_stream(device)
                 yield
             except BaseException as error:
                 self.give_up(error)
                 raise
+
+    @contextmanager
+    def undisturbed(self, device: torch.device) -> Iterator[None]:
+        """Do the same for a pass that sends nothing: one that raises leaves the ring as it was."""
+        self.check_usable(device)
+        with self.alone():
+            if device.type == "cuda":
+                self._stream = self._stream or torch.cuda.current_stream(device)
+            yield
 
     @contextmanager
     def alone(self) -> Iterator[None]:

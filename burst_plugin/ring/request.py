@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_whole, shown, unreadable
@@ -13,14 +14,17 @@ from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 
 __all__ = [
+    "ExtraTensors",
     "Inputs",
     "Outputs",
     "Request",
     "as_tokens",
+    "both_sides",
     "check_extras",
     "check_kinds",
     "check_mask",
     "check_tensors",
+    "has_gradients",
     "scaled",
     "token_dim",
 ]
@@ -34,6 +38,13 @@ class Inputs(NamedTuple):
     v: Tensor
     sink: Tensor | None = None
     bias: Tensor | None = None
+
+
+class ExtraTensors(TypedDict, total=False):
+    """Those of `Inputs` that few calls have."""
+
+    sink: Tensor | None
+    bias: Tensor | None
 
 
 class Outputs(NamedTuple):
@@ -59,6 +70,16 @@ class Request(NamedTuple):
     max_logits: bool = False
     lse: bool = False
     scale: float | None = None
+
+
+def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
+    """Return the sequences of queries and of keys, of which one may stand for both."""
+    return tokens if isinstance(tokens, tuple) else (tokens, tokens)
+
+
+def has_gradients(inputs: Inputs) -> bool:
+    """Return whether a call with these tensors takes part in gradients."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 def check_kinds(inputs: Inputs, request: Request) -> None:

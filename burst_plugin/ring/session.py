@@ -18,13 +18,17 @@ from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.comm.call_identity import CallId, call_name
-from burst_plugin.comm.consistency import ConsistencyCheck
+from burst_plugin.comm.consistency import ConsistencyCheck, prepared_together
 from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.rehearsal import rehearse
+from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
@@ -67,6 +71,7 @@ class Session:
                 "than it expects, so that ranks compare every call there; use check='auto'"
             )
         self.plans: dict[Hashable, Plan] = {}  # of the kinds of attention calls made before: see `choices.make_plan`
+        self.rehearsed: set[PassPlan] = set()  # nothing is planned or compiled any more in these
         self._comparison_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
@@ -114,6 +119,22 @@ class Session:
                 if launches_batches(self.group):
                     self._meet_neighbours(each)
 
+    def _warm_up(self, inputs: Inputs, request: Request) -> None:
+        """Make all that such calls need, and run both passes without their messages; collective."""
+
+        def prepared() -> Plan:
+            plan = make_plan(self.rank_state, inputs, request, self.plans)
+            self.check_device(plan.device)
+            rehearse(plan, inputs, self.rehearsed)
+            return plan
+
+        def agree(plan: Plan | None, problem: str) -> None:
+            at = f"comparison {self._next_comparison()}, of a warm-up"
+            self.rank_state.compare(at, {} if plan is None else plan.signature, problem)
+
+        plan, _ = prepared_together(prepared, agree)
+        self.connect(plan.by_link)
+
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
         said = [text.split() for text in consistency.meet(f"{os.urandom(8).hex()} {socket.gethostname()}")]
@@ -124,10 +145,12 @@ class Session:
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
         board = Board(store, self.rank, names, self.rank_state.progress, self.strategy.late_after)
         consistency.board = board
-        self.rank_state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
+        state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
+        state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
             channels = {Channel(traffic, link): self._communicators.whole for traffic in Traffic for link in Link}
-            self.rank_state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
+            state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
+        state.transport.pool, state.ulysses_transport.pool = pools
         self._watch = FailureWatch(board)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
@@ -170,6 +193,7 @@ class Session:
         """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
         self.rank_state.close()
         self.plans.clear()
+        self.rehearsed.clear()
         if self._watch is not None:
             self._watch.close()
 
