@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,13 +12,12 @@ from burst_plugin.compute.accumulators import Tensors
 from burst_plugin.compute.rows import rows_of
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel
-from burst_plugin.sequence.layout import Run, positions
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import Band
 
 __all__ = [
     "NO_POSITIONS",
-    "PositionTable",
+    "RowTable",
     "TileAttention",
     "VisitPositions",
     "bias_grad",
@@ -39,21 +38,21 @@ class VisitPositions(NamedTuple):
 NO_POSITIONS = VisitPositions()
 
 
-class PositionTable:
-    """The positions of runs on a device, made once, and kept for as many tokens as meet in calls of one kind."""
+class RowTable:
+    """Positions or rows of tokens on a device, made once, and kept for as many as meet in calls of one kind."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[Run, ...], torch.device], Tensor] = {}
+        self._known: dict[Hashable, Tensor] = {}
 
-    def of(self, runs: tuple[Run, ...], device: torch.device, most: int) -> Tensor:
-        """Return the positions of these runs, [S], int64. What is kept goes before it is more than `most` tokens."""
-        found = self._known.get((runs, device))
+    def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, which `key` is the name of. What is kept goes before it is more than `most`."""
+        found = self._known.get(key)
         if found is None:
             with torch.inference_mode(False):  # other calls use them, too
-                found = positions(runs, device)
-            if len(found) + sum(map(len, self._known.values())) > most:
+                found = make()
+            if found.numel() + sum(each.numel() for each in self._known.values()) > most:
                 self._known.clear()
-            self._known[runs, device] = found
+            self._known[key] = found
         return found
 
 

@@ -18,7 +18,7 @@ from burst_plugin.kernels.varlen import DQ_ROWS
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.routes import Attending, Route
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
-from burst_plugin.sequence.layout import token_count
+from burst_plugin.sequence.layout import positions, token_count
 from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
@@ -101,7 +101,10 @@ class PassPlan:
         if not self.kernel_tiles.uses_positions:
             return NO_POSITIONS
         table, most = self.rank_state.positions, self.attending.q.length + self.attending.kv.length
-        return VisitPositions(*(table.of(self.route.runs[side][owner], self.device, most) for side in SIDES))
+        held = (self.route.runs[side][owner] for side in SIDES)
+        return VisitPositions(
+            *(table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
+        )
 
     @cached_property
     def send_recv(self) -> SendRecvPlan:

@@ -18,7 +18,7 @@ from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.transport import Channel, Transport
-from burst_plugin.compute.tile_attention import PositionTable
+from burst_plugin.compute.tile_attention import RowTable
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.ring.ulysses_groups import UlyssesGroup
@@ -51,7 +51,8 @@ class RankState:
     progress: Progress = field(default_factory=Progress)
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
-    positions: PositionTable = field(default_factory=PositionTable)
+    positions: RowTable = field(default_factory=RowTable)
+    exchanged_rows: RowTable = field(default_factory=RowTable)
     ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
     is_closed: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -230,7 +231,7 @@ class RankState:
                 "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
             )
         self.is_closed = True
-        self.positions = PositionTable()
+        self.positions, self.exchanged_rows = RowTable(), RowTable()
         self.transport.close()
         self.ulysses_transport.close()
         self._busy.release()
