@@ -28,7 +28,7 @@ from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.rehearsal import rehearse
+from burst_plugin.ring.rehearsal import rehearse_forward
 from burst_plugin.ring.request import Inputs, Outputs, Request, both_sides, has_gradients
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["burst_attention", "ring_attention"]
-
-_MOST_REHEARSED = 16  # passes, of the first kinds of calls: batches may bring new kinds without end
 
 
 class _Terms(TypedDict, total=False):
@@ -177,8 +175,8 @@ def _agreed_plan(
             memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
         cp.rank_state.note_call(plan.choices)
         cp.check_device(inputs.q.device)
-        if plan.device.type == "cuda" and cp.ranks > 1 and len(cp.rehearsed) < _MOST_REHEARSED:
-            rehearse(plan, inputs, cp.rehearsed)
+        if plan.is_rehearsed:
+            rehearse_forward(plan, inputs)
         return plan, cp.name_of_next_call(tag)
 
     def agree(mine: tuple[Plan, str] | None, problem: str) -> CallId:

@@ -108,8 +108,8 @@ class ContextParallel(Session):
 
         Arguments are those of `burst_attention`; of tensors shapes, types and strides matter, values do not. Creates
         communicators and buffers, chooses the kernel and tries it out, and runs the passes without their messages,
-        the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs the first calls
-        of new kinds do the same by themselves. Raises ValueError on every rank if any cannot do this.
+        the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
+        a kind do the same by themselves. Raises ValueError on every rank if any cannot do this.
         """
         self._warm_up(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens)))
 

@@ -35,6 +35,8 @@ from burst_plugin.types import FULL, SIDES, Direction, Side, Spec
 
 __all__ = ["Extras", "Plan"]
 
+_MOST_REHEARSED = 32  # passes of a thread
+
 
 class Extras(NamedTuple):
     """What a call has besides queries, keys and values, as ranks compare it.
@@ -84,6 +86,12 @@ class Plan:
     def passes(self) -> tuple[PassPlan, PassPlan]:
         """Both passes."""
         return self.forward, self.backward
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether passes first run without messages; only the first few do, as batches may bring new kinds."""
+        state = self.rank_state
+        return self.device.type == "cuda" and state.consistency is not None and len(state.rehearsed) < _MOST_REHEARSED
 
     @property
     def heads(self) -> int:

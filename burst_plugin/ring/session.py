@@ -24,7 +24,6 @@ from burst_plugin.comm.process_groups import Communicators, barrier, group_devic
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.rehearsal import rehearse
@@ -71,7 +70,6 @@ class Session:
                 "than it expects, so that ranks compare every call there; use check='auto'"
             )
         self.plans: dict[Hashable, Plan] = {}  # of the kinds of attention calls made before: see `choices.make_plan`
-        self.rehearsed: set[PassPlan] = set()  # nothing is planned or compiled any more in these
         self._comparison_count = self._attention_count = self._meetings = 0
         self._process = os.getpid()
         self._watch: FailureWatch | None = None
@@ -125,7 +123,7 @@ class Session:
         def prepared() -> Plan:
             plan = make_plan(self.rank_state, inputs, request, self.plans)
             self.check_device(plan.device)
-            rehearse(plan, inputs, self.rehearsed)
+            rehearse(plan, inputs)
             return plan
 
         def agree(plan: Plan | None, problem: str) -> None:
@@ -193,7 +191,6 @@ class Session:
         """Let go of this rank's buffers, without the other ranks: `close`, but the communicators stay."""
         self.rank_state.close()
         self.plans.clear()
-        self.rehearsed.clear()
         if self._watch is not None:
             self._watch.close()
 

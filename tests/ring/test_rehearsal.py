@@ -61,12 +61,11 @@ def test_every_tile_of_a_call_is_worked_on_and_nothing_else_happens(options: dic
     shards = ring._sharded(Inputs(q, k, v), *[attention.Tokens(33)] * 2)
     for state, mine, plans in zip(ring.rank_states, shards, ring._known, strict=True):
         plan = make_plan(state, mine, Request(tokens=(attention.Tokens(33),) * 2, lse=True), plans)
-        known: set[Any] = set()
         with torch.no_grad():
-            rehearse(plan, mine, known)
-        assert known == {plan.forward}
-        rehearse(plan, mine, known)
-        assert known == {plan.forward, plan.backward}
+            rehearse(plan, mine)
+        assert {which for which, _ in state.rehearsed} == {plan.forward}
+        rehearse(plan, mine)
+        assert {which for which, _ in state.rehearsed} == {plan.forward, plan.backward}
         for transport in (state.transport, state.ulysses_transport):
             assert not transport.sent_bytes
             assert not transport.pool._leased
@@ -122,21 +121,28 @@ def test_what_fails_on_one_rank_is_an_error_on_all_and_the_ring_goes_on() -> Non
 
 
 def _kinds_rehearsed_on_gpus(rank: int) -> list[int]:
-    """Return how often this rank works on a tile, by call: forward once in each thread, and in the call."""
+    """Return how often this rank works on a tile, by pass of each call."""
     torch._dynamo.config.fake_tensor_cache_enabled = False  # which looks at devices as C++ sees them
-    counts, noting = [], mock.Mock(side_effect=TorchFlashKernel.forward)
+    counts, noting, kernel = [], mock.Mock(side_effect=TorchFlashKernel.forward), TorchFlashKernel
+    backward = mock.Mock(side_effect=TorchFlashKernel.backward)
     with pretended_gpus(Topology(1, 4)):
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=4, kernel="torch_flash", layout="striped")
         x = torch.empty(1, 256, 2, 64, dtype=torch.bfloat16, device=GPU, requires_grad=True)
         y = torch.empty(1, 512, 2, 64, dtype=torch.bfloat16, device=GPU)
-        with mock.patch.object(TorchFlashKernel, "forward", lambda *args: noting(*args)):
+        with (
+            mock.patch.object(kernel, "forward", lambda *args: noting(*args)),
+            mock.patch.object(kernel, "backward", lambda *args: backward(*args)),
+        ):
             for each in (x, x, y, y):
                 noting.reset_mock()
-                burst_attention(each, each, each, cp)
-                counts.append(noting.call_count)
+                backward.reset_mock()
+                out = burst_attention(each, each, each, cp)
+                if each is x:
+                    out.sum().backward()
+                counts += [noting.call_count, backward.call_count]
     return counts
 
 
-def test_the_first_call_of_a_kind_on_gpus_is_rehearsed() -> None:
+def test_the_first_passes_of_a_kind_on_gpus_are_rehearsed() -> None:
     (counts,) = run_ranks(_kinds_rehearsed_on_gpus, 1, init=False)
-    assert counts == [12, 4, 8, 4]
+    assert counts == [8, 8, 4, 4, 8, 0, 4, 0]
