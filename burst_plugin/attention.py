@@ -28,7 +28,8 @@ from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, Outputs, Request
+from burst_plugin.ring.rehearsal import rehearse_forward
+from burst_plugin.ring.request import Inputs, Outputs, Request, both_sides, has_gradients
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.listed_masks import QueriesBefore
@@ -137,7 +138,7 @@ def burst_attention(
             "and pass it here"
         )
     inputs = Inputs(q, k, v, sink, bias)
-    request = Request(mask, scores, _both_sides(tokens), return_max_logits, return_lse, softmax_scale)
+    request = Request(mask, scores, both_sides(tokens), return_max_logits, return_lse, softmax_scale)
     if torch.compiler.is_compiling():
         from burst_plugin.ring.compiled import opaque  # which imports the compiler
 
@@ -174,15 +175,16 @@ def _agreed_plan(
             memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)
         cp.rank_state.note_call(plan.choices)
         cp.check_device(inputs.q.device)
+        if plan.is_rehearsed:
+            rehearse_forward(plan, inputs)
         return plan, cp.name_of_next_call(tag)
 
     def agree(mine: tuple[Plan, str] | None, problem: str) -> CallId:
         if mine is None:
             return cp.agree_on_attention({}, problem)
         plan, name = mine
-        gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
         sink = {} if inputs.sink is None else {"sink": TensorValues(inputs.sink)}
-        compared = {"takes part in gradients": gradients, **recalled, **plan.signature, **sink}
+        compared = {"takes part in gradients": has_gradients(inputs), **recalled, **plan.signature, **sink}
         return cp.agree_on_attention(compared, problem, name)
 
     (plan, _), which = prepared_together(prepared, agree)
@@ -195,7 +197,3 @@ def _plan_of_rest(first_kept: int, inputs: Inputs, request: Request, cp: Context
         return None
     before = request._replace(mask=request.mask & QueriesBefore(first_kept))
     return make_plan(cp.rank_state, inputs, before, cp.plans)
-
-
-def _both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:
-    return tokens if isinstance(tokens, tuple) else (tokens, tokens)

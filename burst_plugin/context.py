@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,17 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
-from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
+from burst_plugin.comm.given_groups import as_group, levels_of, place_in
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
-from burst_plugin.ring.request import as_tokens, check_mask, token_dim
+from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
+from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, positions, token_count
-from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
 from burst_plugin.topology import Topology, node_id
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["ContextParallel"]
 
@@ -60,7 +64,7 @@ class ContextParallel(Session):
         **options: Any,
     ) -> None:
         strategy = Strategy.of(strategy, **options)
-        group, levels = _as_group(group), _levels(hierarchy)
+        group, levels = as_group(group), levels_of(hierarchy)
         if group is None and hierarchy is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
@@ -70,7 +74,7 @@ class ContextParallel(Session):
         if strategy.offload:
             offload_while_alive(self)
         groups = [level for level in levels or () if not isinstance(level, int)]
-        super().__init__(group, groups, *_place(group), strategy)
+        super().__init__(group, groups, *place_in(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
         topology = self._find_topology(sizes)
         self._planned = ""
@@ -94,6 +98,26 @@ class ContextParallel(Session):
     def topology(self) -> Topology:
         """Nodes and ranks per node."""
         return self.rank_state.topology
+
+    def warm_up(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask = Causal(),
+        scores: Scores = Scores(),
+        tokens: Tokens | tuple[Tokens, Tokens] | None = None,
+        **extras: Unpack[ExtraTensors],
+    ) -> None:
+        """Do before the first step what would hold it up in the middle of a pass; collective.
+
+        Arguments are those of `burst_attention`; of tensors shapes, types and strides matter, values do not. Creates
+        communicators and buffers, chooses the kernel and tries it out, and runs the passes without their messages,
+        the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
+        a kind do the same by themselves. Raises ValueError on every rank if any cannot do this.
+        """
+        self._warm_up(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens)))
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
@@ -203,7 +227,7 @@ class ContextParallel(Session):
 
         NCCL's own are not among them: see `describe`.
         """
-        return self.rank_state.transport.pool.allocated_bytes + self.rank_state.ulysses_transport.pool.allocated_bytes
+        return sum(pool.allocated_bytes for pool in self.rank_state.pools)
 
     def describe(self) -> dict[str, str]:
         """Return the choices made: topology, schedule, layout and, after the first call, kernel and moving_sides.
@@ -246,55 +270,3 @@ class ContextParallel(Session):
                 )
             return Topology(1, self.ranks)
         return topology
-
-
-def _as_group(group: object) -> dist.ProcessGroup | None:
-    """Return the group, or that of a mesh's only dimension. Raise ValueError for larger meshes and anything else."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"got a mesh of {group.ndim} dimensions, {group.mesh_dim_names}; pass the one of the "
-                'context-parallel ranks, such as mesh["cp"]'
-            )
-        return group.get_group()
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's, where a rank is left out
-        raise _outsider(group)
-    raise ValueError(
-        f"group is {shown(group)}, not a process group; pass the context-parallel ProcessGroup, such as "
-        'torch.distributed.group.WORLD, or a DeviceMesh of one dimension, mesh["cp"]'
-    )
-
-
-def _outsider(group: object) -> ValueError:
-    here = f" (global rank {dist.get_rank()})" if dist.is_initialized() else ""
-    return ValueError(
-        f"this process{here} is not in the group it was given ({group}); pass the context-parallel group that this "
-        "rank belongs to"
-    )
-
-
-def _levels(
-    hierarchy: Sequence[dist.ProcessGroup] | Sequence[int] | None,
-) -> list[dist.ProcessGroup | int] | None:
-    """Return hierarchical groups or their sizes as a list. Raise ValueError for anything else."""
-    if hierarchy is None:
-        return None
-    expected = "give a list of sizes or of process groups, innermost first, such as [8, 2]"
-    levels: list[dist.ProcessGroup | int] = []
-    for level in as_listed("hierarchy={}", hierarchy, expected):
-        if isinstance(level, dist.ProcessGroup):
-            levels.append(level)
-        else:
-            levels.append(whole_number("hierarchy=[...] with a level of {}", level, expected, None))
-    return levels
-
-
-def _place(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
-    """Return the number of this rank within the group, and the global ranks of all of its ranks."""
-    if group is None:
-        return 0, [0]
-    if dist.get_rank(group) < 0:
-        raise _outsider(group)
-    return dist.get_rank(group), dist.get_process_group_ranks(group)

@@ -1,4 +1,4 @@
-"""The options of a run, parsed and validated once; and the choice of the moving side."""
+"""The options of a run, parsed and validated once."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.checks import as_number, as_whole, shown, whole_number
-from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
-from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.types import DIRECTIONS, SIDES, Direction
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
 
-__all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy", "choose_moving_side"]
+__all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
 AUTO = "auto"
 PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
@@ -320,11 +319,3 @@ def _as_positive(value: object) -> int | None:
 def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
     if not isinstance(value, str) or value not in valid:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
-
-
-def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
-    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
-    asked = strategy.forward if direction == "forward" else strategy.backward
-    if asked != AUTO:
-        return "q" if asked == "q" else "kv"
-    return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))

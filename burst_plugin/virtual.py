@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,7 +25,16 @@ from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.request import Inputs, Outputs, Request, check_extras, check_kinds, check_tensors
+from burst_plugin.ring.request import (
+    ExtraTensors,
+    Inputs,
+    Outputs,
+    Request,
+    both_sides,
+    check_extras,
+    check_kinds,
+    check_tensors,
+)
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
@@ -37,13 +46,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["VirtualRing"]
-
-
-class _Extras(TypedDict, total=False):
-    """Tensors that few calls have; see `burst_attention`."""
-
-    sink: Tensor | None
-    bias: Tensor | None
 
 
 class VirtualRing:
@@ -84,14 +86,14 @@ class VirtualRing:
         mask: Mask = Causal(),
         scores: Scores = Scores(),
         tokens: Tokens | tuple[Tokens, Tokens] | None = None,
-        **extras: Unpack[_Extras],
+        **extras: Unpack[ExtraTensors],
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
         As `burst_attention`; extras are its `sink`, whose gradient is the sum over ranks, and its `bias`, here
         [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
         """
-        pair = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+        pair = both_sides(tokens)
         whole = Inputs(q, k, v, **extras)
         check_kinds(whole, Request(mask, scores, pair))
         check_tensors(q, k, v)

@@ -11,7 +11,7 @@ from burst_plugin import Strategy, Topology
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.kernels import KERNELS
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
-from burst_plugin.strategy import choose_moving_side
+from burst_plugin.ring.choices import choose_moving_side
 
 MHA = Shapes(1, 1, 1, 32, 32, 128, 128, torch.bfloat16)
 GQA = MHA._replace(kv_heads=8)

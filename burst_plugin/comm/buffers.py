@@ -34,10 +34,18 @@ class Packing:
         stop = _round_up(stop, LABEL_BYTES) + (LABEL_BYTES if labelled else 0)
         self.nbytes = max(stop, LABEL_BYTES)  # no backend is sure to carry empty messages
 
-    def views(self, data: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors, as views of `data` [nbytes], uint8."""
+    def views(self, data: Tensor, count: int = 0) -> tuple[Tensor, ...]:
+        """Return the tensors, as views of `data` [nbytes], uint8.
+
+        With a `count` those of so many messages one behind the other, [count * nbytes], with a dim more in front.
+        """
         typed = {dtype: data.view(dtype) for dtype, *_ in self._sections}
-        return tuple(typed[dtype].as_strided(shape, strides, at) for dtype, shape, strides, at in self._sections)
+        found = []
+        for dtype, shape, strides, at in self._sections:
+            if count:
+                shape, strides = (count, *shape), (self.nbytes // dtype.itemsize, *strides)
+            found.append(typed[dtype].as_strided(shape, strides, at))
+        return tuple(found)
 
     @property
     def length(self) -> int:
@@ -54,16 +62,16 @@ class Buffer:
     def __init__(self, data: Tensor) -> None:
         self.data = data
         self._label = data[-LABEL_BYTES:]  # if there is one
-        self._views: dict[Packing, tuple[Tensor, ...]] = {}
+        self._views: dict[tuple[Packing, int], tuple[Tensor, ...]] = {}
 
-    def views(self, packing: Packing) -> tuple[Tensor, ...]:
-        """Return the tensors of a message that is laid out by `packing`, as views of `data`."""
-        views = self._views.get(packing)
+    def views(self, packing: Packing, count: int = 0) -> tuple[Tensor, ...]:
+        """Return the tensors of a message that is laid out by `packing`, or of `count`, as views of `data`."""
+        views = self._views.get((packing, count))
         if views is None:
             if len(self._views) == _MOST_CACHED:
                 self._views.clear()
             with torch.inference_mode(False):
-                views = self._views[packing] = packing.views(self.data)
+                views = self._views[packing, count] = packing.views(self.data, count)
         return views
 
     def put_label(self, label: Tensor | None) -> None:

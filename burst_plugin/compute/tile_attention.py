@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,17 @@ from burst_plugin.kernels import How, Kernel
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.types import NOTHING_UNDER_WAY, Band, UnderWay
 
-__all__ = ["NO_POSITIONS", "TileAttention", "VisitPositions", "bias_grad", "fold", "fold_lse", "unfold", "unfold_lse"]
+__all__ = [
+    "NO_POSITIONS",
+    "RowTable",
+    "TileAttention",
+    "VisitPositions",
+    "bias_grad",
+    "fold",
+    "fold_lse",
+    "unfold",
+    "unfold_lse",
+]
 
 
 class VisitPositions(NamedTuple):
@@ -26,6 +36,24 @@ class VisitPositions(NamedTuple):
 
 
 NO_POSITIONS = VisitPositions()
+
+
+class RowTable:
+    """Positions or rows of tokens on a device, made once, and kept for as many as meet in calls of one kind."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Tensor] = {}
+
+    def of(self, key: Hashable, most: int, make: Callable[[], Tensor]) -> Tensor:
+        """Return what `make` gives, which `key` is the name of. What is kept goes before it is more than `most`."""
+        found = self._known.get(key)
+        if found is None:
+            with torch.inference_mode(False):  # other calls use them, too
+                found = make()
+            if found.numel() + sum(each.numel() for each in self._known.values()) > most:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
 
 class TileAttention:

@@ -103,6 +103,10 @@ class FlashKernel(ABC):
         """Return the head dims (of q and k, of v) to fill up to."""
         return (round_up(max(qk_dim, v_dim), 8),) * 2
 
+    def _dims_of(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        """Return the head dims to fill these tensors up to."""
+        return self._dims(k.shape[-1], v.shape[-1])
+
     @abstractmethod
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         """Return out [B, Sq, Hq, Dv] and lse [B, Hq, Sq]."""
@@ -127,8 +131,7 @@ class FlashKernel(ABC):
             if self._can_batch(q, v, how, how.lengths):
                 return self.forward_batched(q, k, v, how, how.lengths)
             return forward_looped(self, q, k, v, how)
-        v_dim = v.shape[-1]
-        qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
+        v_dim, (qk_dims, v_dims) = v.shape[-1], self._dims_of(k, v)
         q, k, v = fit(q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
         outputs = [
             self._forward(q[:, part.rows], k[:, part.keys], v[:, part.keys], _ask(how, part))
@@ -144,7 +147,7 @@ class FlashKernel(ABC):
                 return self.backward_batched(queries, k, v, how, how.lengths)
             return backward_looped(self, queries, k, v, how)
         qk_dim, v_dim = k.shape[-1], v.shape[-1]
-        qk_dims, v_dims = self._dims(qk_dim, v_dim)
+        qk_dims, v_dims = self._dims_of(k, v)
         q, k, v = fit(queries.q, qk_dims, ALIGN_BYTES), fit(k, qk_dims, ALIGN_BYTES), fit(v, v_dims, ALIGN_BYTES)
         dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES) for x in (queries.dout, queries.out))
         parts = pieces(how.band, q.shape[1], k.shape[1], self.tall)
@@ -160,7 +163,7 @@ class FlashKernel(ABC):
     def forward_batched(self, q: Tensor, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> tuple[Tensor, Tensor]:
         """Return `forward` of all sequences, in one call."""
         v_dim, batch = v.shape[-1], q.shape[0]
-        qk_dims, v_dims = self._dims(k.shape[-1], v_dim)
+        qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (q, k))
         v = fit(v, v_dims, ALIGN_BYTES).flatten(0, 1)
         out, lse = self._forward_varlen(q, k, v, _ask_varlen(how), lengths)
@@ -169,7 +172,7 @@ class FlashKernel(ABC):
     def backward_batched(self, queries: Queries, k: Tensor, v: Tensor, how: How, lengths: Lengths) -> Grads:
         """Return `backward` of all sequences, in one call."""
         qk_dim, v_dim, batch = k.shape[-1], v.shape[-1], k.shape[0]
-        qk_dims, v_dims = self._dims(qk_dim, v_dim)
+        qk_dims, v_dims = self._dims_of(k, v)
         q, k = (fit(x, qk_dims, ALIGN_BYTES).flatten(0, 1) for x in (queries.q, k))
         v, dout, out = (fit(x.to(q.dtype), v_dims, ALIGN_BYTES).flatten(0, 1) for x in (v, queries.dout, queries.out))
         lse = queries.lse.transpose(0, 1).flatten(1).contiguous()
@@ -182,7 +185,7 @@ class FlashKernel(ABC):
         if max(lengths.q) == 1:  # then flash-attention 2 makes rows of the heads of a group
             return False
         (qk_dim, v_dim), heads = (q.shape[-1], v.shape[-1]), q.shape[2]
-        dim = round_up(self._dims(qk_dim, v_dim)[0], _DQ_DIMS)
+        dim = round_up(self._dims_of(q, v)[0], _DQ_DIMS)
         dq = (sum(lengths.q) + DQ_ROWS * len(lengths.q)) * dim * heads
         if self.largest_dq is not None and dq > self.largest_dq:
             return False

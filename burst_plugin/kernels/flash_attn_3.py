@@ -4,9 +4,15 @@
 the Python functions around them are not; what `bwd` returns differs too, so gradients are taken from the tensors that
 it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, accept
 `deterministic` and ignore it (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
+
+`fwd` takes q and k of up to 192 with a v of up to 128 (MLA's); not every `bwd` does. So that is first compared with a
+v that is filled up, which is half as wide again, as are out and its gradient.
 """
 
 from __future__ import annotations
+
+import logging
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,16 +21,22 @@ from burst_plugin.kernels import library
 from burst_plugin.kernels.flash import Ask, FlashKernel, sequence_options
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
+from burst_plugin.kernels.trial import problem_of
 
 __all__ = ["FlashAttn3Kernel"]
 
 _MODULE = "flash_attn_interface"
 _RETURNS_IF_DETERMINISTIC = 5
 _SMS, _FLOPS, _CTA_BYTES_PER_S = 132, 6e14, 20e9  # of an H100, about: its multiprocessors, this kernel, a CTA of NCCL
+_UNLIKE = (192, 128)  # head dims of q and k, and of v
+_LOG = logging.getLogger(__name__)
 
 
 class FlashAttn3Kernel(FlashKernel):
-    """16-bit types; windows; softcap; grouped heads."""
+    """16-bit types; windows; softcap; grouped heads.
+
+    fills_up: whether v always gets the head dim of q and k; by default where a trial of unlike ones fails.
+    """
 
     name = "flash_attn_3"
     limits = Limits(
@@ -35,6 +47,9 @@ class FlashAttn3Kernel(FlashKernel):
         library="flash-attention 3 (`flash_attn_interface`)",
     )
     features = FlashKernel.features | {"softcap", "varlen"}
+
+    def __init__(self, fills_up: bool | None = None) -> None:
+        self._fills_up = fills_up
 
     def _refuse_library(self, case: Case) -> str | None:
         if "deterministic" in case.features and max(case.qk_dim, case.v_dim) > 192:
@@ -48,7 +63,16 @@ class FlashAttn3Kernel(FlashKernel):
         returns = len(torch.ops.flash_attn_3.bwd.default._schema.returns)
         if "deterministic" in case.features and returns != _RETURNS_IF_DETERMINISTIC:
             return "this release is not deterministic when asked to be; install one newer than v2.8.3"
+        if _may_be_unlike(case.qk_dim, case.v_dim):
+            _takes_unlike(case.device, case.dtype)  # tried out now, before there are messages under way
         return None
+
+    def _dims_of(self, k: Tensor, v: Tensor) -> tuple[int, int]:
+        dims = k.shape[-1], v.shape[-1]
+        if self._fills_up or not _may_be_unlike(*dims):
+            return self._dims(*dims)
+        takes_unlike = self._fills_up is False or _takes_unlike(k.device.type, k.dtype)
+        return _UNLIKE if takes_unlike else self._dims(*dims)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Tensor]:
         library.load(_MODULE)
@@ -85,6 +109,29 @@ def _sm_margin(q: Tensor, k: Tensor, ask: Ask) -> int:
         return 0
     tile_s, messages_s = 4 * q.numel() * k.shape[1] / _FLOPS, nbytes / (ctas * _CTA_BYTES_PER_S)
     return ctas if messages_s > tile_s * ctas / (_SMS - ctas) else 0
+
+
+_AS_IT_IS, _FILLED_UP = FlashAttn3Kernel(fills_up=False), FlashAttn3Kernel(fills_up=True)
+
+
+def _may_be_unlike(qk_dim: int, v_dim: int) -> bool:
+    """Return whether `fwd` has kernels for such dims, filled up to `_UNLIKE` (`mha_fwd` in hopper/flash_api.cpp)."""
+    return 128 < qk_dim <= 192 and v_dim <= 128
+
+
+def _takes_unlike(device: str, dtype: torch.dtype) -> bool:
+    """Return whether gradients of `_UNLIKE` are right, too: tried out once for each GPU and type."""
+    for kv_heads in (2, 1):
+        problem = problem_of(_AS_IT_IS, _FILLED_UP, Case(device, dtype, 2, kv_heads, *_UNLIKE))
+        if problem is not None:
+            _warn_once(problem)
+            return False
+    return True
+
+
+@cache
+def _warn_once(problem: str) -> None:
+    _LOG.warning("flash_attn_3 gets v filled up to the head dim of q and k, which is slower (without: %s)", problem)
 
 
 def _gradients(queries: Queries, k: Tensor, v: Tensor, options: dict[str, object]) -> tuple[Tensor, Tensor, Tensor]:

@@ -149,7 +149,16 @@ def _dims(k: Tensor, v: Tensor) -> tuple[int, int, int]:
 
 
 def _heads_first(x: Tensor, dim: int) -> Tensor:
-    return fit(x, dim, _ALIGN_BYTES).transpose(1, 2)
+    """Return [B, S, H, D] as [B, H, S, dim], where the stride of a dim of size 1 follows from the dim after it.
+
+    Such a stride says nothing, but plans are kept by it: a rank's own rows and received ones may differ in it alone.
+    """
+    x = fit(x, dim, _ALIGN_BYTES)
+    strides = list(x.stride())
+    for at in (2, 1, 0):
+        if x.shape[at] == 1:
+            strides[at] = x.shape[at + 1] * strides[at + 1]
+    return x.as_strided(x.shape, strides).transpose(1, 2)
 
 
 def _statistics_have_a_dim() -> bool:

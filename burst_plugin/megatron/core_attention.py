@@ -70,6 +70,8 @@ class BurstCoreAttention(MegatronModule):
         self._add_softmax_offset(config)
         self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
+        if self._pg_collection is not None:  # of the script's own; others' rings are there since groups are
+            registry.context(config, self._pg_collection)  # now, since messages of a pipeline are under way later
 
     @property
     def pg_collection(self) -> Any:

@@ -19,7 +19,8 @@ from burst_plugin.compute.online_softmax import LARGEST_WAITING
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Setting
-from burst_plugin.strategy import Strategy, choose_moving_side
+from burst_plugin.ring.choices import choose_moving_side
+from burst_plugin.strategy import Strategy
 
 __all__ = ["BF16", "FP32", "HEAD", "Moment", "Widths", "chunk_of_heads", "moments", "ring_shapes", "saved_by_layer"]
 

@@ -30,8 +30,9 @@ from burst_plugin.planning.layer_memory import (
 )
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Setting
+from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES
-from burst_plugin.strategy import Strategy, choose_moving_side
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
 

@@ -19,8 +19,9 @@ from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
 from burst_plugin.planning.price import Price, price, price_by_name
 from burst_plugin.planning.simulator import Links, Load
+from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
-from burst_plugin.strategy import Strategy, choose_moving_side
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
 from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 

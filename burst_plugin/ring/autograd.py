@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -15,7 +14,8 @@ from burst_plugin.ring.attention_pass import Saved, backward_program, forward_pr
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, Outputs
+from burst_plugin.ring.rehearsal import rehearse_backward
+from burst_plugin.ring.request import Inputs, Outputs, cut_loose, dense
 from burst_plugin.types import Direction
 
 T = TypeVar("T")
@@ -35,10 +35,10 @@ class RingAttention(torch.autograd.Function):
         ctx: Any, plans: Sequence[Plan], which: CallId, memo: Memo | None, *tensors: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         with _one_pass(plans, "forward", which):
-            inputs = [_dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
+            inputs = [dense(Inputs(*each)) for each in by_rank(tensors, len(plans))]  # type: ignore[arg-type]
             each = zip(plans, inputs, strict=True)
             results = lockstep([forward_program(plan, which, mine, memo) for plan, mine in each])
-            kept = [(*_cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
+            kept = [(*cut_loose(saved.given), saved.out, saved.lse) for _, saved in results]
         ctx.plans, ctx.which = plans, which
         ctx.save_for_backward(*(x for of_rank in kept for x in of_rank))
         ctx.mark_non_differentiable(*(x for outputs, _ in results for x in outputs[1:] if x is not None))
@@ -51,7 +51,10 @@ class RingAttention(torch.autograd.Function):
         plans, mine = ctx.plans, douts[:: len(Outputs._fields)]
         with _told_to_others(plans):  # of hooks that bring them back, which may compute a forward pass again
             tensors = ctx.saved_tensors
-        saved = [Saved(Inputs(*each[:-2]), *each[-2:]) for each in by_rank(tensors, len(plans))]
+            saved = [Saved(Inputs(*each[:-2]), *each[-2:]) for each in by_rank(tensors, len(plans))]
+            for plan, dout, kept in zip(plans, mine, saved, strict=True):
+                if plan.is_rehearsed:
+                    rehearse_backward(plan, kept, dout)
         wants_dbias = [Inputs(*each).bias for each in by_rank(ctx.needs_input_grad[3:], len(plans))]
         each = zip(plans, mine, saved, wants_dbias, strict=True)
         programs = [backward_program(plan, ctx.which, *of_rank) for plan, *of_rank in each]  # type: ignore[arg-type]
@@ -61,27 +64,6 @@ class RingAttention(torch.autograd.Function):
             grads = [grad for of_rank in lockstep(programs) for grad in of_rank]
         wanted = zip(ctx.needs_input_grad[3:], grads, strict=True)
         return None, None, None, *(grad if wants else None for wants, grad in wanted)
-
-
-def _dense(inputs: Inputs) -> Inputs:
-    """Return inputs with a dense last dim of q, k and v, as kernels expect and as other ranks' blocks have."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in inputs[:3])
-    return inputs._replace(q=q, k=k, v=v)
-
-
-def _cut_loose(inputs: Inputs) -> Inputs:
-    """Return inputs in which q, k and v are no views of more, which the backward pass would keep alive.
-
-    Values are such views where one projection makes all three and rotary embedding replaces queries and keys.
-    """
-    storages = [x.untyped_storage() for x in inputs[:3]]
-    used_bytes: Counter[int] = Counter()
-    for x, storage in zip(inputs[:3], storages, strict=True):
-        used_bytes[storage.data_ptr()] += x.nbytes
-    whole = (storage.nbytes() <= used_bytes[storage.data_ptr()] for storage in storages)
-    each = zip(inputs[:3], whole, strict=True)
-    q, k, v = (x if is_whole else x.clone(memory_format=torch.contiguous_format) for x, is_whole in each)
-    return inputs._replace(q=q, k=k, v=v)
 
 
 def by_rank(flat: Sequence[T], ranks: int) -> list[tuple[T, ...]]:

@@ -9,7 +9,7 @@ from functools import cache, partial
 import torch
 
 from burst_plugin.comm.buffers import Packing
-from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
 from burst_plugin.ring.pass_plan import KernelTiles, PassPlan
@@ -19,8 +19,8 @@ from burst_plugin.ring.request import Inputs, Request, check_extras, check_kinds
 from burst_plugin.ring.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
-from burst_plugin.strategy import Strategy, choose_moving_side
-from burst_plugin.types import DIRECTIONS, Direction, Side
+from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
 __all__ = ["make_plan"]
 
@@ -220,3 +220,11 @@ def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping
                 f"take all of them along; use {direction}='kv' or 'auto'"
             )
     return dict.fromkeys(DIRECTIONS, "kv")
+
+
+def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
+    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
+    asked = strategy.forward if direction == "forward" else strategy.backward
+    if asked != AUTO:
+        return "q" if asked == "q" else "kv"
+    return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))

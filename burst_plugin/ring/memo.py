@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from burst_plugin.compute.rows import token_dim
+from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Outputs
-from burst_plugin.sequence.layout import positions
 
 __all__ = ["Memo"]
 
@@ -132,9 +133,13 @@ class Memo:
 
 
 def _rows_from(first: int, plan: Plan) -> Tensor:
-    """Return which of this rank's query rows are at position `first` or later."""
-    held = positions(plan.forward.route.runs["q"][plan.rank_state.ring_rank], plan.device)
-    return (held >= first).nonzero().flatten()
+    """Return which of this rank's query rows are at position `first` or later, without waiting for the device."""
+    found, offset = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+    for run in plan.forward.route.runs["q"][plan.rank_state.ring_rank]:
+        before = min(max(0, ceil((first - run.start) / run.stride)), run.length)
+        found.append(torch.arange(offset + before, offset + run.length, device="cpu"))
+        offset += run.length
+    return sent(torch.cat(found), plan.device)
 
 
 def _lse(outputs: Outputs) -> Tensor:

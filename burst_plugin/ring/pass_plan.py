@@ -100,7 +100,11 @@ class PassPlan:
         """Return the positions of the tokens that meet in a visit, if anything depends on them."""
         if not self.kernel_tiles.uses_positions:
             return NO_POSITIONS
-        return VisitPositions(*(positions(self.route.runs[side][owner], self.device) for side in SIDES))
+        table, most = self.rank_state.positions, self.attending.q.length + self.attending.kv.length
+        held = (self.route.runs[side][owner] for side in SIDES)
+        return VisitPositions(
+            *(table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
+        )
 
     @cached_property
     def send_recv(self) -> SendRecvPlan:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -22,17 +22,20 @@ from burst_plugin.compute.passes import BackwardPart, ForwardPart, Part
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
+from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import GroupBlock
+from burst_plugin.ring.ulysses_groups import GroupBlock, member_rows
 from burst_plugin.scores import Scores
 from burst_plugin.types import FULL, SIDES, Direction, Side, Spec
 
 __all__ = ["Extras", "Plan"]
+
+_MOST_REHEARSED = 32  # passes of a thread
 
 
 class Extras(NamedTuple):
@@ -83,6 +86,12 @@ class Plan:
     def passes(self) -> tuple[PassPlan, PassPlan]:
         """Both passes."""
         return self.forward, self.backward
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether passes first run without messages; only the first few do, as batches may bring new kinds."""
+        state = self.rank_state
+        return self.device.type == "cuda" and state.consistency is not None and len(state.rehearsed) < _MOST_REHEARSED
 
     @property
     def heads(self) -> int:
@@ -193,16 +202,37 @@ class Plan:
         """Return the exchange of heads before and after the ring, in one pass."""
         state = self.rank_state
         exchanges = state.ulysses_group.degree > 1  # without it there are no messages to label
+        label = self.label(direction, which) if exchanges else None
         return HeadExchange(
             ulysses_group=state.ulysses_group,
             transport=state.ulysses_transport,
             blocks=self._group_blocks,
             expected_bytes=state.expected_bytes,
             packing=self.packing,
-            label=self.label(direction, which) if exchanges else None,
+            label=label,
             profile=state.profile,
             ranks_per_kv_head=self.ranks_per_kv_head,
+            rows=self._exchanged_rows() if exchanges and label is None else None,
         )
+
+    def _exchanged_rows(self) -> dict[Side, Tensor] | None:
+        """Return the rows of all members of the Ulysses group, by side, if they can be exchanged all at once.
+
+        That saves launches: on CPUs, whose messages have labels, an index takes four times as long as copies of runs.
+        Where PyTorch is to be deterministic it sorts indices first.
+        """
+        blocks, state = self._group_blocks, self.rank_state
+        alike = all(len(set(block.counts)) == 1 for block in blocks.values())
+        if not alike or self.ranks_per_kv_head > 1 or torch.are_deterministic_algorithms_enabled():
+            return None
+        table, most = state.exchanged_rows, self.attending.q.length + self.attending.kv.length
+
+        def rows_of(side: Side) -> Tensor:
+            return sent(member_rows(blocks[side], state.ulysses_group.place), self.device)
+
+        return {
+            side: table.of((self.attending.of(side), self.device), most, partial(rows_of, side)) for side in blocks
+        }
 
     @cached_property
     def _group_blocks(self) -> dict[Side, GroupBlock]:

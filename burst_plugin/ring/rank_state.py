@@ -14,9 +14,11 @@ from functools import cached_property
 
 import torch
 
+from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.transport import Channel, Transport
+from burst_plugin.compute.tile_attention import RowTable
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.ring.ulysses_groups import UlyssesGroup
@@ -49,6 +51,9 @@ class RankState:
     progress: Progress = field(default_factory=Progress)
     passes_digest: int = 0  # of the passes so far, in their order, which ranks compare
     expected_bytes: Counter[Channel] = field(default_factory=Counter)
+    positions: RowTable = field(default_factory=RowTable)
+    exchanged_rows: RowTable = field(default_factory=RowTable)
+    rehearsed: set[tuple[object, int]] = field(default_factory=set)  # passes, and threads in which they have run
     ring_id: str = ""  # tells this ring from others of the same group, once its ranks have met
     is_closed: bool = False
     _busy: threading.Lock = field(default_factory=threading.Lock)
@@ -72,6 +77,11 @@ class RankState:
         """The ranks of its ring."""
         degree = self.strategy.ulysses_degree
         return range(self.rank % degree, self.topology.ranks, degree)
+
+    @property
+    def pools(self) -> tuple[BufferPool, BufferPool]:
+        """The buffers of the ring, and those of its Ulysses group."""
+        return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
         """Return the ranks that share this one's communicators: all of its ring, or those on one link.
@@ -112,17 +122,24 @@ class RankState:
         """Allow one pass at a time and, on GPUs, one stream for all: nothing else has been tested.
 
         A pass that raises leaves messages under way that a later one would take for its own, so later ones raise
-        RuntimeError. The other ranks are told why when they miss this one.
+        RuntimeError. The other ranks are told why when they miss this one. A pass that is refused before it begins,
+        on another stream say, leaves the ring as it was.
         """
-        self.check_usable(device)
-        with self.alone():
+        with self.undisturbed(device):
             try:
-                if device.type == "cuda":
-                    self._check_stream(device)
                 yield
             except BaseException as error:
                 self.give_up(error)
                 raise
+
+    @contextmanager
+    def undisturbed(self, device: torch.device) -> Iterator[None]:
+        """Do the same for a pass that sends nothing: one that raises leaves the ring as it was."""
+        self.check_usable(device)
+        with self.alone():
+            if device.type == "cuda":
+                self._stream = self._stream or torch.cuda.current_stream(device)
+            yield
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -197,10 +214,13 @@ class RankState:
         self.progress.begin_pass(direction, call)
 
     def check_usable(self, device: torch.device) -> None:
-        """Raise RuntimeError if this ring has ended, or while a CUDA graph is captured, in which nothing may wait."""
+        """Raise RuntimeError if this ring has ended, on another stream than before, or while a graph is captured."""
         self.check_open()
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():  # nothing may wait in a CUDA graph
             raise RuntimeError("burst attention inside a CUDA graph is not supported; switch CUDA graphs off")
+        self._check_stream(device)
 
     def check_open(self) -> None:
         """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
@@ -219,6 +239,8 @@ class RankState:
                 "a ContextParallel was closed in the middle of a pass; close it after the backward pass"
             )
         self.is_closed = True
+        self.positions, self.exchanged_rows = RowTable(), RowTable()
+        self.rehearsed.clear()
         self.transport.close()
         self.ulysses_transport.close()
         self._busy.release()
@@ -250,8 +272,7 @@ class RankState:
 
     def _check_stream(self, device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
-        self._stream = self._stream or stream
-        if stream != self._stream:
+        if self._stream not in (None, stream):
             raise RuntimeError(
                 f"burst attention ran on {self._stream} before and now on {stream}; run all passes of one "
                 "context-parallel group on one CUDA stream"

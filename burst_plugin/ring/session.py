@@ -5,7 +5,6 @@ A `ContextParallel` is a session, and what users ask of it.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -18,22 +17,22 @@ from torch._C._distributed_c10d import PrefixStore
 
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.comm.call_identity import CallId, call_name
-from burst_plugin.comm.consistency import ConsistencyCheck
+from burst_plugin.comm.consistency import ConsistencyCheck, prepared_together
 from burst_plugin.comm.failure_watch import Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
+from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.dropped_rings import note_a_dropped_ring, tell_of_dropped_rings
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
+from burst_plugin.ring.rehearsal import rehearse
+from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 
 __all__ = ["Session"]
-
-_LOG = logging.getLogger(__name__)
-_TOLD = 0
-_DROPPED: list[int] = []  # process groups of rings that were dropped without a close; then _TOLD
 
 
 class Session:
@@ -89,8 +88,8 @@ class Session:
         ring, ulysses = (DistributedTransport({}, self._global_ranks) for _ in range(2))  # `_meet` replaces them
         table = RouteTable(topology, self.strategy)
         self.rank_state = RankState(self.rank, topology, self.strategy, ring, ulysses, table, self._consistency)
-        weakref.finalize(self, _note_a_dropped_ring, self.rank_state, self._communicators).atexit = False
-        _tell_of_dropped_rings()
+        weakref.finalize(self, note_a_dropped_ring, self.rank_state, self._communicators).atexit = False
+        tell_of_dropped_rings()
 
     # ------------------------------------------------------------------------------------------- meeting and parting
 
@@ -117,6 +116,22 @@ class Session:
                 if launches_batches(self.group):
                     self._meet_neighbours(peers, each)
 
+    def _warm_up(self, inputs: Inputs, request: Request) -> None:
+        """Make all that such calls need, and run both passes without their messages; collective."""
+
+        def prepared() -> Plan:
+            plan = make_plan(self.rank_state, inputs, request, self.plans)
+            self.check_device(plan.device)
+            rehearse(plan, inputs)
+            return plan
+
+        def agree(plan: Plan | None, problem: str) -> None:
+            at = f"comparison {self._next_comparison()}, of a warm-up"
+            self.rank_state.compare(at, {} if plan is None else plan.signature, problem)
+
+        plan, _ = prepared_together(prepared, agree)
+        self.connect(plan.by_link)
+
     def _meet(self, consistency: ConsistencyCheck) -> None:
         """Give the ring the id that rank 0 draws, a place to record failures, and its transports."""
         said = [text.split() for text in consistency.meet(f"{os.urandom(8).hex()} {socket.gethostname()}")]
@@ -127,13 +142,15 @@ class Session:
         store = PrefixStore(f"burst_plugin/{ring_id}", own)
         board = Board(store, self.rank, names, self.rank_state.progress, self.strategy.late_after)
         consistency.board = board
-        self.rank_state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
+        state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
+        state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
         if self.strategy.ulysses_degree > 1:
             exchange = self._communicators.whole
-            if launches_batches(exchange) and self.rank_state.ulysses_group.nodes < self.rank_state.topology.nodes:
-                exchange = self._communicators.of_ranks(self.rank_state.ulysses_group.peers, ring_id)
+            if launches_batches(exchange) and state.ulysses_group.nodes < state.topology.nodes:
+                exchange = self._communicators.of_ranks(state.ulysses_group.peers, ring_id)
             channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
-            self.rank_state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
+            state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
+        state.transport.pool, state.ulysses_transport.pool = pools
         self._watch = FailureWatch(board)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
@@ -276,21 +293,3 @@ class Session:
                 "there, or make the group with a backend for them: NCCL for GPUs, gloo for CPUs"
             )
         self._devices.add(device)
-
-
-def _note_a_dropped_ring(rank_state: RankState, communicators: Communicators) -> None:
-    """Remember that a ring was dropped with its process groups still there, which nothing else destroys."""
-    if communicators.created and not rank_state.is_closed and dist.is_initialized():
-        _DROPPED.append(len(communicators.created))
-
-
-def _tell_of_dropped_rings() -> None:
-    """Say once, where another ring is made, what those before it have left behind."""
-    if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
-        _LOG.warning(
-            "a ContextParallel was dropped without close(), and another one is made: the process groups that it made "
-            "(%d), with their threads and connections, stay until the process ends; call close() on all ranks after "
-            "the last backward pass",
-            sum(_DROPPED),
-        )
-        _DROPPED.append(_TOLD)

@@ -21,12 +21,10 @@ Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719)
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,116 +34,10 @@ from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transpo
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.request import Inputs, Outputs
 from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup
-from burst_plugin.topology import Traffic
+from burst_plugin.ring.ulysses_pieces import Piece, ToHeads, ToTokens
 from burst_plugin.types import Side, Spec
 
 __all__ = ["HeadExchange"]
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class _Piece(ABC):
-    """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
-
-    Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
-    (`ranks_per_head`), the same ones.
-    """
-
-    local: Tensor
-    joint: Tensor
-    block: GroupBlock
-    ranks_per_head: int
-    traffic: ClassVar[Traffic]
-
-    def local_heads(self, member: int) -> Tensor:
-        """Return the heads of another rank of the group, of the local rows."""
-        heads = self.joint.shape[2]
-        return self.local.narrow(2, member // self.ranks_per_head * heads, heads)
-
-    def spec(self, member: int) -> Spec:
-        """Return shape and type of a message with the rows of a member."""
-        batch, _, heads, dim = self.joint.shape
-        return (batch, self.block.counts[member], heads, dim), self.joint.dtype
-
-    @property
-    @abstractmethod
-    def result(self) -> Tensor:
-        """The side that the exchange fills."""
-
-    @abstractmethod
-    def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the one of the two that the rows in the message belong to."""
-
-    @abstractmethod
-    def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message to a member."""
-
-    @abstractmethod
-    def arrive(self, sender: int, message: Tensor) -> None:
-        """Put a member's message where it belongs."""
-
-    @abstractmethod
-    def stay(self, place: int) -> None:
-        """Put what this rank, the member at `place`, has for itself where it belongs."""
-
-
-class _ToHeads(_Piece):
-    """A message has the sender's rows of the receiver's heads."""
-
-    traffic = Traffic.GATHER
-
-    @property
-    def result(self) -> Tensor:
-        """The rows of the whole group, of this rank's heads."""
-        return self.joint
-
-    def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the sender."""
-        return sender
-
-    def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message with this rank's rows of the receiver's heads."""
-        message.copy_(self.local_heads(receiver))
-
-    def arrive(self, sender: int, message: Tensor) -> None:
-        """Put the sender's rows among those of the group."""
-        for local, joint, length in self.block.spans[sender]:
-            self.joint.narrow(1, joint, length).copy_(message.narrow(1, local, length))
-
-    def stay(self, place: int) -> None:
-        """Put this rank's own rows among those of the group."""
-        self.arrive(place, self.local_heads(place))
-
-
-class _ToTokens(_Piece):
-    """A message has the receiver's rows of the sender's heads; what members have of a head they share is added up."""
-
-    traffic = Traffic.REDUCE
-
-    @property
-    def result(self) -> Tensor:
-        """This rank's rows, of all heads."""
-        return self.local
-
-    def whose_rows(self, sender: int, receiver: int) -> int:
-        """Return the receiver."""
-        return receiver
-
-    def leave(self, receiver: int, message: Tensor) -> None:
-        """Fill the message with the receiver's rows of this rank's heads."""
-        for local, joint, length in self.block.spans[receiver]:
-            message.narrow(1, local, length).copy_(self.joint.narrow(1, joint, length))
-
-    def arrive(self, sender: int, message: Tensor) -> None:
-        """Put this rank's rows of the sender's heads in place, or add them up where members share a head."""
-        mine = self.local_heads(sender)
-        if self.ranks_per_head > 1:
-            mine.add_(message)
-        else:
-            mine.copy_(message)
-
-    def stay(self, place: int) -> None:
-        """Put this rank's rows of its own heads in place."""
-        self.leave(place, self.local_heads(place))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -155,6 +47,7 @@ class HeadExchange:
     `blocks` says of side "q" and "kv" what the group holds; `label` to which call a message belongs (see
     `executor.RingPass`). The bytes that are to be sent are counted in `expected_bytes`; `packing` says how a message
     is laid out. With more members than key/value heads, as many as `ranks_per_kv_head` work with the same one.
+    `rows`, if there are any, are those of `ulysses_groups.member_rows`: then all messages are filled at once.
     """
 
     ulysses_group: UlyssesGroup
@@ -165,6 +58,7 @@ class HeadExchange:
     label: Tensor | None = None
     profile: Profile | None = None
     ranks_per_kv_head: int = 1
+    rows: Mapping[Side, Tensor] | None = None
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
@@ -183,12 +77,19 @@ class HeadExchange:
         ]
         try:
             with nullcontext() if log is None else log.timed("move"):
-                leased, under_way = self._begin(transport, pieces, packings)
+                rows = None if self.rows is None else [self.rows[side] for side in sides]
+                if rows is None:
+                    leased, under_way = self._begin(transport, pieces, packings)
+                else:
+                    leased, under_way = self._begin_at_once(transport, pieces, packings[0], rows)
             yield
             with nullcontext() if log is None else log.timed("move"):
                 for pending in under_way:
                     pending.wait()
-                self._finish(transport, pieces, packings, leased)
+                if rows is None:
+                    self._finish(transport, pieces, packings, leased)
+                else:
+                    self._finish_at_once(transport, pieces, packings[0], rows, leased[0])
         except PeerLostError as lost:
             rank = self.ulysses_group.peers[self.ulysses_group.place]
             raise lost_peer_error(transport, rank, "the exchange of heads", lost) from lost
@@ -248,18 +149,18 @@ class HeadExchange:
             dbias = dbias.sum(1, keepdim=True)
         return Inputs(dq, dk, dv, None if dsink is None else group.spread(dsink, 0.0), dbias)
 
-    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> _Piece:
+    def _piece(self, to_heads: bool, x: Tensor, side: Side) -> Piece:
         block, ranks_per_head = self.blocks[side], self.ranks_per_kv_head if side == "kv" else 1
         different = self.ulysses_group.degree // ranks_per_head
         batch, _, heads, dim = x.shape
         if to_heads:
-            return _ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, ranks_per_head)
+            return ToHeads(x, x.new_empty((batch, block.length, heads // different, dim)), block, ranks_per_head)
         shape = (batch, block.counts[self.ulysses_group.place], heads * different, dim)
         local = x.new_empty(shape) if ranks_per_head == 1 else x.new_zeros(shape)
-        return _ToTokens(local, x, block, ranks_per_head)
+        return ToTokens(local, x, block, ranks_per_head)
 
     def _begin(
-        self, transport: Transport, pieces: Sequence[_Piece], packings: Sequence[Packing]
+        self, transport: Transport, pieces: Sequence[Piece], packings: Sequence[Packing]
     ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
         """Post what goes to and comes from every other member; what stays with this rank is copied meanwhile.
 
@@ -288,10 +189,46 @@ class HeadExchange:
             piece.stay(group.place)
         return leased, under_way
 
+    def _begin_at_once(
+        self, transport: Transport, pieces: Sequence[Piece], packing: Packing, rows: Sequence[Tensor]
+    ) -> tuple[list[tuple[Buffer, Buffer]], list[Pending]]:
+        """Do what `_begin` does in a few launches for each tensor; all messages are in one buffer each way."""
+        group, traffic, count = self.ulysses_group, pieces[0].traffic, self.ulysses_group.degree - 1
+        device = pieces[0].local.device
+        leaving, arriving = (transport.pool.lease(count * packing.nbytes, device) for _ in range(2))
+        for piece, messages, here in zip(pieces, leaving.views(packing, count), rows, strict=True):
+            piece.leave_all(messages, here, group.place)
+        sends, recvs = (
+            [group.message(traffic, member, data) for member, data in zip(group.others, all_data, strict=True)]
+            for all_data in (leaving.data.chunk(count), arriving.data.chunk(count))
+        )
+        for message in sends:
+            self.expected_bytes[message.channel] += packing.nbytes
+        under_way = transport.post(sends, recvs)
+        for piece, here in zip(pieces, rows, strict=True):
+            piece.stay_at(here, group.place)
+        return [(leaving, arriving)], under_way
+
+    def _finish_at_once(
+        self,
+        transport: Transport,
+        pieces: Sequence[Piece],
+        packing: Packing,
+        rows: Sequence[Tensor],
+        leased: tuple[Buffer, Buffer],
+    ) -> None:
+        """Do what `_finish` does, of all messages at once."""
+        leaving, arrived = leased
+        views = arrived.views(packing, self.ulysses_group.degree - 1)
+        for piece, messages, here in zip(pieces, views, rows, strict=True):
+            piece.arrive_all(messages, here, self.ulysses_group.place)
+        transport.pool.release(leaving)
+        transport.pool.release(arrived)
+
     def _finish(
         self,
         transport: Transport,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[Piece],
         packings: Sequence[Packing],
         leased: Sequence[tuple[Buffer, Buffer]],
     ) -> None:

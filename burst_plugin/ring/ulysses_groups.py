@@ -8,13 +8,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.sequence.layout import Run, token_count
 from burst_plugin.topology import Topology, Traffic
 
-__all__ = ["GroupBlock", "Span", "UlyssesGroup", "group_block"]
+__all__ = ["GroupBlock", "Span", "UlyssesGroup", "group_block", "member_rows"]
 
 
 class Span(NamedTuple):
@@ -59,6 +60,19 @@ def group_block(held: Sequence[tuple[Run, ...]]) -> GroupBlock:
             joint_runs.append(run)
     counts = tuple(sum(span.length for span in each) for each in spans)
     return GroupBlock(tuple(joint_runs), tuple(map(tuple, spans)), counts)
+
+
+def member_rows(block: GroupBlock, place: int) -> Tensor:
+    """Return where the rows of every member are among those of the group, [members, S], int64, on the CPU.
+
+    The last are those of the member at `place`; all have equally many.
+    """
+    members = [*(member for member in range(len(block.spans)) if member != place), place]
+    rows = torch.empty(len(members), block.counts[place], dtype=torch.int64, device="cpu")
+    for found, member in zip(rows, members, strict=True):
+        for local, joint, length in block.spans[member]:
+            torch.arange(joint, joint + length, out=found[local : local + length])
+    return rows
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.consistency import error_text
 from burst_plugin.comm.process_groups import new_group_like
 from burst_plugin.ring import autograd, session
+from tests.support.fake_gpu import GPU, fake_driver
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, reference, relative
 
@@ -38,6 +39,16 @@ def test_a_second_thread_that_enters_ends_the_ring() -> None:
     with ring.rank_states[1].alone(), pytest.raises(RuntimeError, match="while another of its passes was running"):
         ring.attention(*Problem.draw(8, (2, 2))[:3])
     assert ring.rank_states[1].is_broken
+
+
+def test_another_stream_is_refused_before_anything_is_sent_and_the_ring_goes_on() -> None:
+    state = VirtualRing(Topology(1, 2)).rank_states[1]
+    for stream in ("training's", "an evaluation's", "training's"):
+        refused = pytest.raises(RuntimeError, match="ran on training's before and now on an evaluation's")
+        here = mock.patch.object(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+        with fake_driver(), here, nullcontext() if stream == "training's" else refused, state.exclusive(GPU):
+            assert stream == "training's"
+    assert not state.is_broken
 
 
 def _entered_by_two(rank: int) -> None:
@@ -63,7 +74,7 @@ def _no_memory_around_a_pass(rank: int, direction: str) -> None:
 
     cp = ContextParallel(dist.group.WORLD)
     x = X.clone().requires_grad_()
-    kept = mock.patch.object(autograd, "_cut_loose", fails) if rank and direction == "forward" else nullcontext()
+    kept = mock.patch.object(autograd, "cut_loose", fails) if rank and direction == "forward" else nullcontext()
     back = fails if rank and direction == "backward" else lambda packed: packed
     with kept, torch.autograd.graph.saved_tensors_hooks(lambda packed: packed, back):
         out = burst_attention(x, x, x, cp)

@@ -30,6 +30,7 @@ from burst_plugin.kernels import (
     torch_cudnn,
     torch_efficient,
 )
+from burst_plugin.kernels import flash_attn_3 as flash_attn_3_module
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
@@ -488,6 +489,21 @@ def test_cudnn_is_given_the_lse_of_any_rows(kernel: Kernel) -> None:
     torch.testing.assert_close(kernel.backward(rows, k, v, How(FULL, SCALED))[:3], expected[:3])
 
 
+@pytest.mark.parametrize("kernel", ["torch_cudnn"], indirect=True)
+@pytest.mark.parametrize("heads", [2, 1])
+def test_cudnn_makes_one_plan_for_own_and_received_rows(kernel: Kernel, calls: Calls, heads: int) -> None:
+    """A batch of one: as received, turned round from Megatron's [S, B, H, D], and the first rows of a longer one."""
+    dense = torch.randn(1, 16, heads, 8, dtype=torch.float64)
+    own = dense.transpose(0, 1).contiguous().transpose(0, 1)
+    some = torch.cat([dense, dense], 1)[:, :16]
+    strides = [x.stride() for x in (dense, own, some)]
+    assert len(set(strides)) > 1
+    found = [kernel.forward(x, x, x, How(FULL, SCALED)) for x in (dense, own, some)]
+    assert len({str(call["strides"]) for call in calls}) == 1
+    for out, lse in found:
+        torch.testing.assert_close((out, lse), found[0], rtol=0, atol=0)
+
+
 class _Tried(TorchCpuKernel):
     """What is tried out."""
 
@@ -553,6 +569,26 @@ def test_the_lse_of_cudnn_has_the_shape_that_this_pytorch_has(monkeypatch: pytes
         run("torch_cudnn", problem, How(FULL, SCALED))
 
 
+@pytest.mark.parametrize(
+    ("release", "dims", "v_dim"),
+    [(5, (192, 128), 128), (5, (160, 96), 128), (8, (192, 128), 192), (5, (192, 136), 192)],
+)
+def test_flash_attention_3_fills_up_v_only_where_it_must(
+    release: int, dims: tuple[int, int], v_dim: int, calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trial, before anything is sent, finds out what its backward pass takes; and is the only one."""
+    flash_attn_3_module._warn_once.cache_clear()
+    case = Case("cpu", torch.float32, 2, 1, *dims)
+    with flash_attn_3(calls, release), caplog.at_level(logging.WARNING):
+        assert KERNELS["flash_attn_3"]._refuse_library(case) is None
+        calls.clear()
+        problem = Problem.draw(8, (2, 1), dims)
+        found = errors(run("flash_attn_3", problem, How(CAUSAL, SCALED)), reference(problem, Causal(), SCALED))
+        assert max(found.values()) < 1e-5
+    assert [call["v_dim"] for call in calls] == [v_dim]
+    assert ("v must have shape" in caplog.text) == (release == 8)
+
+
 GPU = {"V100": (7, 0), "A100": (8, 0), "L40": (8, 9), "H100": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
 PLAIN = Case("cuda", torch.bfloat16, 8, 2, 128, 128)
 
@@ -564,7 +600,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str, cudnn: int = 91501) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPU[gpu])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    monkeypatch.setattr(torch_cudnn, "problem_of", lambda *_: None)
+    for module in (torch_cudnn, flash_attn_3_module):
+        monkeypatch.setattr(module, "problem_of", lambda *_: None)
 
 
 CHOICES = [
@@ -576,6 +613,7 @@ CHOICES = [
     ("H100", ("flash_attn_2",), {"features": frozenset({"deterministic"})}, "flash_attn_2"),
     ("H100", (), {"features": frozenset({"deterministic"})}, "torch_flash"),
     ("H100", (), {"qk_dim": 192, "features": frozenset({"head dims"})}, "torch_cudnn"),
+    ("H100", ("flash_attn_3",), {"qk_dim": 192, "features": frozenset({"head dims"})}, "flash_attn_3"),
     ("H100", (), {"qk_dim": 256, "v_dim": 256}, "torch_flash"),
     (
         "H100",

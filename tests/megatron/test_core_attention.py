@@ -149,6 +149,25 @@ def test_a_layer_may_be_given_other_groups() -> None:
     run_ranks(_rebound, 4)
 
 
+def _built_for(rank: int) -> None:
+    """A layer for pairs of ranks has the communicators of its ring when it is built; its first call makes none."""
+    core, (q, k, v, _) = _core(), _tensors()
+    pairs = SimpleNamespace(cp=[dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2])
+    config = replace(core.config, hierarchical_context_parallel_sizes=None)
+    kind = AttnMaskType.causal
+    built = type(core)(config, 1, kind, "self", registry=core._registry, pg_collection=pairs)
+    ring = core._registry.contexts()[-1]
+    assert ring.group is pairs.cp
+    made = ring.created_groups
+    assert made
+    built(*(_cut(x, 0, rank % 2, 2) for x in (q, k, v)), None)
+    assert (core._registry.contexts()[-1], ring.created_groups) == (ring, made)
+
+
+def test_communicators_are_made_when_a_layer_is_built() -> None:
+    run_ranks(_built_for, 4)
+
+
 VALID = torch.ones(B, S, dtype=torch.bool)
 VALID[0, 20:] = False
 VALID[1, :3] = False  # padded on the left, and in the middle

@@ -26,6 +26,7 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import TileAttention
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
+from burst_plugin.ring import pass_plan
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
@@ -46,6 +47,24 @@ def plan_of(request: Request, **changes: Any) -> Plan:
     q, k, v = Problem.draw(8, (4, 2))[:3]
     ring = VirtualRing(Topology(1, 2), Strategy(kernel="reference"))
     return plans(ring, [Inputs(q, k, v)._replace(**changes)] * 2, request)[0]
+
+
+def test_positions_are_made_once_for_calls_of_one_kind_and_are_bounded_for_others() -> None:
+    ring = VirtualRing(Topology(1, 4), Strategy(kernel="reference"))
+    made = mock.Mock(side_effect=pass_plan.positions)
+
+    def both_passes(length: int) -> int:
+        made.reset_mock()
+        q, k, v = (x.requires_grad_() for x in Problem.draw(length, (4, 2))[:3])
+        ring.attention(q, k, v, scores=Scores(dropout=0.1, seed=1))[0].sum().backward()
+        return int(made.call_count)
+
+    with mock.patch.object(pass_plan, "positions", made):
+        assert [both_passes(32), both_passes(32)] == [4 * 4, 0], "by each rank, those of each"
+        for length in (24, 48, 16):
+            assert [both_passes(length) for _ in range(3)][-1] == 0
+            for state in ring.rank_states:
+                assert length <= sum(map(len, state.positions._known.values())) <= 2 * length
 
 
 def test_calls_that_are_not_alike_are_not_mixed_up() -> None:

@@ -19,14 +19,12 @@ from burst_plugin.comm import in_process, torch_distributed
 from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.in_process import Parcel
-from burst_plugin.ring import memo
 from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.send_recv_plan import Post
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.topology import Traffic
 from burst_plugin.types import SIDES
-from tests.support.pretended_gpu import kept_rows
 from tests.support.races import RaceError
 from tests.support.recorded_layers import SEQ, train
 
@@ -59,9 +57,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.fixture(autouse=True)
-def _small_pages_and_kept_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "PAGE_BYTES", 1 << 12)  # several of each tensor
-    monkeypatch.setattr(memo, "_rows_from", kept_rows)
 
 
 def _name(case: object) -> str:
@@ -204,7 +201,7 @@ THREAD = "autograd's thread"
 DIRECT = {**OPTIONS, "schedule": "direct"}
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], str]] = [
     (_no_wait, NCCL, OPTIONS, "written by receive .* NCCL stream of gather; they are read by attention"),
-    (_no_wait, NCCL, {"ulysses_degree": 2}, "written by receive .*; they are read by copy_ at ring/ulysses.* arrive"),
+    (_no_wait, NCCL, {"ulysses_degree": 2}, "written by receive .*; they are read by index_put_ at ring/ulysses.*"),
     (_no_wait, COPIES, OPTIONS, "written by copy_ .* side stream .*; they are read by attention"),
     (_operands_released_early, NCCL, OPTIONS, "written by receive .*; they are read by send"),
     (

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from burst_plugin import (
     Causal,
@@ -37,6 +38,7 @@ from burst_plugin.comm.in_process import HostileNetwork
 from burst_plugin.comm.transport import Channel
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import UlyssesGroup, group_block
@@ -122,6 +124,70 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     for rank in range(3):
         assert expected[rank] == transports[rank].sent_bytes
         assert set(expected[rank]) == {Channel(traffic, Link.INTRA) for traffic in Traffic}
+
+
+class _Written(TorchDispatchMode):
+    """Counts operators that write to tensors, but for those of the network, of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        writes = any(x.alias_info is not None and x.alias_info.is_write for x in func._schema.arguments)
+        self.count += writes and args[0].dtype != torch.uint8
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("heads", "options"),
+    [
+        ((8, 4), {"ulysses_degree": 4}),
+        ((8, 8), {"ulysses_degree": 8, "backward": "q"}),
+        ((4, 2), {"ulysses_degree": 2, "layout": "striped"}),
+        ((4, 2), {"ulysses_degree": 2, "tokens": Tokens(64, (0, 16, 64)), "mask": Causal() & Documents((0, 16, 64))}),
+        ((4, 4), {"ulysses_degree": 2, "bias": (2, 4)}),
+        ((4, 4), {"ulysses_degree": 2, "bias": (1, 1)}),
+    ],
+    ids=str,
+)
+def test_all_messages_are_filled_at_once_as_on_gpus(
+    heads: tuple[int, int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits and buffers, by four launches per tensor: to the ranks before and after, two with an index."""
+    at_once, written = [], _Written()
+    begin, finish = HeadExchange._begin_at_once, HeadExchange._finish_at_once
+
+    def begun(exchange: HeadExchange, *args: Any) -> Any:
+        at_once.append(len(args[1]))
+        with written:
+            return begin(exchange, *args)
+
+    def finished(exchange: HeadExchange, *args: Any) -> None:
+        with written:
+            finish(exchange, *args)
+
+    monkeypatch.setattr(HeadExchange, "_begin_at_once", begun)
+    monkeypatch.setattr(HeadExchange, "_finish_at_once", finished)
+    terms = {name: options.pop(name) for name in ("mask", "tokens") if name in options}
+    problem, shape = Problem.draw(64, heads, dtype=torch.float64), options.pop("bias", None)
+    found = []
+    for has_labels in (True, False):
+        if not has_labels:  # as on GPUs
+            monkeypatch.setattr(Plan, "label", lambda *_: None)
+        ring = VirtualRing(Topology(1, 8), Strategy(**options))
+        drawn = problem if shape is None else problem.with_bias(shape)
+        q, k, v, dout, *bias = (x.clone().requires_grad_() for x in drawn if x is not None)
+        if bias:
+            terms["bias"] = bias[0]
+        out, lse = ring.attention(q, k, v, **terms)
+        grads = torch.autograd.grad(out, (q, k, v, *bias), dout.detach())
+        assert bool(at_once) != has_labels
+        bytes_leased = [state.ulysses_transport.pool.allocated_bytes for state in ring.rank_states]
+        assert ring.traffic(0) == ring.expected_traffic(0)
+        found.append((out.detach(), lse, *grads, torch.tensor(bytes_leased)))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+    assert written.count <= 4 * sum(at_once)
 
 
 LENGTH = 64

@@ -33,13 +33,10 @@ from burst_plugin.comm import process_groups
 from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.kernels.protocol import Queries
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
-from burst_plugin.ring import memo
-from burst_plugin.ring.plan import Plan
-from burst_plugin.sequence.layout import positions
 from burst_plugin.topology import Topology
 from tests.support.fake_gpu import GPU, fake_driver
 
-__all__ = ["kept_rows", "pretended_gpus", "values"]
+__all__ = ["pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _OF_VALUES = (torch.tensor, torch.as_tensor)
@@ -154,14 +151,6 @@ def _with_workspace(queries: Queries, k: Tensor, *others: Any) -> Any:
     return grads
 
 
-def kept_rows(first: int, plan: Plan) -> Tensor:
-    """Do what `memo._rows_from` does, which looks at positions."""
-    with values():
-        held = positions(plan.forward.route.runs["q"][plan.rank_state.ring_rank])
-        count = int((held >= first).sum())
-    return torch.empty(count, dtype=torch.long, device=GPU)
-
-
 def _of_driver() -> list[tuple[Any, str, Any]]:
     """Return what DeepSpeed and checkpoints ask of the driver, beside what this package does."""
     state = torch.get_rng_state()
@@ -190,7 +179,6 @@ def _of_tensors() -> list[tuple[Any, str, Any]]:
         (FakeTensor, "is_meta", False),
         (FakeTensor, "data_ptr", lambda x: x.untyped_storage()._cdata),
         (torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata),
-        (memo, "_rows_from", kept_rows),
         (TorchFlashKernel, "_run_backward", staticmethod(_with_workspace)),
     ]
 

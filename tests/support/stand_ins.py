@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from burst_plugin.kernels import library
+from burst_plugin.kernels import library, trial
 
 __all__ = ["INSTALL", "Calls", "flash_attn_3", "flash_attn_4"]
 
@@ -284,7 +284,10 @@ def flash_attn_2(calls: Calls) -> Iterator[None]:
 
 @contextmanager
 def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
-    """The operators of flash-attention 3; `returned` tensors come back from the backward one: 8 in v2.8, later 5."""
+    """The operators of flash-attention 3; `returned` tensors come back from the backward one: 8 in v2.8, later 5.
+
+    With 8 it refuses a v of another head dim than q and k, as early ones do.
+    """
     options = (
         "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, int? max_seqlen_q=None, int? max_seqlen_k=None, "
         "float? softmax_scale=None, bool is_causal=False, int window_size_left=-1, int window_size_right=-1, "
@@ -316,7 +319,8 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
         softcap=0.0, deterministic=False,
     ):  # fmt: skip
         assert not is_causal
-        calls.append({"deterministic": deterministic})
+        assert returned == 5 or v.shape[-1] == q.shape[-1], "v must have shape (batch, seqlen, heads, head_size)"
+        calls.append({"deterministic": deterministic, "v_dim": v.shape[-1]})
         if cu_seqlens_q is not None:
             demand_flash(*(x.unsqueeze(0) for x in (q, k, v, dout, out, dq, dk, dv)))
             each = sequences(q, k, (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k))
@@ -349,8 +353,10 @@ def flash_attn_3(calls: Calls, returned: int) -> Iterator[None]:
         ours.impl("fwd", forward, "CPU")
         ours.impl("bwd", backward, "CPU")
         _module(patch, "flash_attn_interface")
+        trial._problem.cache_clear()  # what another release takes says nothing of this one
         yield
     library.find.cache_clear()
+    trial._problem.cache_clear()
 
 
 @contextmanager
@@ -440,7 +446,7 @@ def torch_cudnn(calls: Calls) -> Iterator[None]:
         assert (bias, wants_lse, dropout, debug) == (None, True, 0.0, False)
         demand(q, k, v, heads_first=True)
         assert k.shape[2] > 1, "cuDNN has no kernel for one key"
-        calls.append({"by": "torch_cudnn"})
+        calls.append({"by": "torch_cudnn", "strides": [x.stride() for x in (q, k, v)]})
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out, lse = attend(q, k, v, Terms(from_top_left(q, k, causal), scale))
         rest = (torch.empty(0) for _ in range(3))

@@ -1,0 +1,124 @@
+"""Both passes of a call without its messages, so that nothing is planned or compiled in the middle of a real one.
+
+The first tile of a kind may take a library seconds, with Triton, CuTe or a plan of cuDNN's, while other ranks wait
+for what this one is to send. cuDNN's plans are those of a thread (`MHAGraphCache` in MHA.cpp): so passes run in each
+that they are called in: forward also in autograd's, where layers are computed again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import BufferPool
+from burst_plugin.comm.call_identity import CallId, Progress
+from burst_plugin.comm.null_transport import NullTransport
+from burst_plugin.ring.attention_pass import Saved, backward_program, forward_program
+from burst_plugin.ring.executor import lockstep
+from burst_plugin.ring.pass_plan import PassPlan
+from burst_plugin.ring.plan import Plan
+from burst_plugin.ring.request import Inputs, cut_loose, dense, has_gradients
+from burst_plugin.types import Direction
+
+__all__ = ["rehearse", "rehearse_backward", "rehearse_forward"]
+
+_CALL = CallId(0, "warm-up")
+
+
+def rehearse(plan: Plan, inputs: Inputs) -> None:
+    """Run both passes of a call in the threads that will, unless they have been; the backward pass with gradients.
+
+    With these tensors, in the buffers of the ring; their values do not matter, nor do results. No other rank takes
+    part, and a failure leaves the ring as it was.
+    """
+    rehearse_forward(plan, inputs)
+    if has_gradients(inputs):
+        _in_autograds_thread(plan.device, partial(_both, plan, inputs))
+
+
+def rehearse_forward(plan: Plan, inputs: Inputs) -> None:
+    """Do the same for the forward pass, in this thread."""
+    if _is_new(plan, plan.forward):
+        with _unnoticed(plan, plan.forward):
+            _forward(plan, inputs)
+
+
+def rehearse_backward(plan: Plan, saved: Saved, dout: Tensor) -> None:
+    """Do the same for the backward pass, in this thread, with what that is given: it takes no more memory then."""
+    if _is_new(plan, plan.backward):
+        with _unnoticed(plan, plan.backward):
+            lockstep([backward_program(_alone(plan, "backward"), _CALL, dout, saved)])
+
+
+def _both(plan: Plan, inputs: Inputs) -> None:
+    if _is_new(plan, plan.backward):
+        with _unnoticed(plan, plan.forward):
+            out, saved = _forward(plan, inputs)
+        rehearse_backward(plan, saved, out)
+
+
+def _forward(plan: Plan, inputs: Inputs) -> tuple[Tensor, Saved]:
+    ((outputs, saved),) = lockstep([forward_program(_alone(plan, "forward"), _CALL, dense(inputs))])
+    return outputs.out, saved._replace(given=cut_loose(saved.given))
+
+
+def _is_new(plan: Plan, which: PassPlan) -> bool:
+    return (which, get_ident()) not in plan.rank_state.rehearsed
+
+
+@contextmanager
+def _unnoticed(plan: Plan, which: PassPlan) -> Iterator[None]:
+    """Run a pass without its messages inside the block, and note that this thread need not do so again."""
+    state = plan.rank_state
+    with state.undisturbed(plan.device), torch.no_grad(), torch.autocast(plan.device.type, enabled=False):
+        try:
+            yield
+        except BaseException:  # what was leased then is lost
+            state.transport.pool, state.ulysses_transport.pool = BufferPool(), BufferPool()
+            raise
+    state.rehearsed.add((which, get_ident()))
+
+
+def _alone(plan: Plan, direction: Direction) -> Plan:
+    """Return the same plan on a ring whose messages go nowhere, and of which nothing is noted."""
+    state, label = plan.rank_state, plan.label(direction, _CALL)
+    ring, ulysses = (NullTransport(pool, label, copies=False) for pool in state.pools)
+    alone = replace(
+        state,
+        transport=ring,
+        ulysses_transport=ulysses,
+        consistency=None,
+        profile=None,
+        expected_bytes=Counter(),
+        progress=Progress(),
+    )
+    return replace(plan, rank_state=alone)
+
+
+class _InBackward(torch.autograd.Function):
+    """A number whose backward pass does some work."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, work: Callable[[], None]) -> Tensor:
+        ctx.work = work
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.work()
+        return None, None
+
+
+def _in_autograds_thread(device: torch.device, work: Callable[[], None]) -> None:
+    """Do some work where backward passes run: for GPUs that is a thread of autograd's."""
+    with torch.enable_grad():
+        number = torch.zeros((), device=device, requires_grad=True)
+        _InBackward.apply(number, work).backward()  # type: ignore[no-untyped-call]
