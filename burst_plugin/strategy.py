@@ -170,6 +170,13 @@ class Strategy:
             compared=False,
         ),
     )
+    abort: bool = field(
+        default=True,
+        metadata=_about(
+            "whether ranks on GPUs [end within seconds](pytorch.md#when-something-goes-wrong) once another one of "
+            "their ring has failed: by an error, and an abort of the ring's NCCL communicators"
+        ),
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, type):
@@ -179,7 +186,7 @@ class Strategy:
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
                 _one_of(each.name, getattr(self, each.name), each.metadata["choices"])
-        for name in ("deterministic", "offload"):
+        for name in ("deterministic", "offload", "abort"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
         if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
