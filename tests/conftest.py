@@ -1,4 +1,4 @@
-"""Hides GPUs from all tests but those of `pytest -m gpu`: a process that has initialised CUDA cannot fork ranks."""
+"""Hides GPUs from all tests but `pytest -m gpu` and `-m nccl`: a process that has initialised CUDA cannot fork."""
 
 import os
 
@@ -6,5 +6,5 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr not in ("gpu", "nccl"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
