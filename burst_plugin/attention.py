@@ -129,8 +129,9 @@ def burst_attention(
         ValueError: before data moves, for shapes, types or options that do not fit, here or between ranks; says what
             was got, what was expected, and what to change. On every rank, at calls that ranks compare (see
             `Strategy.check`); at others only where something is wrong, and the ring has ended then.
-        RingError: a rank was lost; names it and the step at which it was missed. Not with NCCL, whose watchdog ends
-            the process instead.
+        RingError: a rank was lost; names it and the step at which it was missed, or why it gave up. With NCCL only
+            the latter, and wherever this rank is by then (see `Strategy.abort`): where a process of another rank
+            dies, NCCL's watchdog ends this one.
     """
     if not isinstance(cp, ContextParallel):
         raise ValueError(

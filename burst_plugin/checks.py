@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, SupportsFloat
 
-__all__ = ["as_listed", "as_number", "as_whole", "number", "shown", "unreadable", "whole_number", "whole_numbers"]
+__all__ = [
+    "as_listed",
+    "as_number",
+    "as_positive",
+    "as_whole",
+    "check_one_of",
+    "number",
+    "shown",
+    "unreadable",
+    "whole_number",
+    "whole_numbers",
+]
 
 _MOST = 80  # characters of a value in a message
 
@@ -106,3 +117,14 @@ def as_listed(pattern: str, values: object, expected: str) -> tuple[object, ...]
 
 def _is_bool(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+
+
+def as_positive(value: object) -> int | None:
+    """Return a positive whole number of any type as an int; None for anything else."""
+    return whole if (whole := as_whole(value)) is not None and whole >= 1 else None
+
+
+def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
+    """Raise ValueError, with those that are, if a value is not one of the valid names of an option."""
+    if not isinstance(value, str) or value not in valid:
+        raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.checks import as_number, as_whole, shown, whole_number
+from burst_plugin.checks import as_number, as_positive, check_one_of, shown, whole_number
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
@@ -180,6 +180,13 @@ class Strategy:
             compared=False,
         ),
     )
+    abort: bool = field(
+        default=True,
+        metadata=_about(
+            "whether ranks on GPUs [end within seconds](pytorch.md#when-something-goes-wrong) once another one of "
+            "their ring has failed: by an error, and an abort of the ring's NCCL communicators"
+        ),
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.kernel, type):
@@ -188,8 +195,8 @@ class Strategy:
         for each in fields(self):
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
-                _one_of(each.name, getattr(self, each.name), each.metadata["choices"])
-        for name in ("deterministic", "offload"):
+                check_one_of(each.name, getattr(self, each.name), each.metadata["choices"])
+        for name in ("deterministic", "offload", "abort"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
         if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
@@ -214,13 +221,13 @@ class Strategy:
     def _normalize_numbers(self) -> None:
         """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
         pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
-        parts = tuple(filter(None, map(_as_positive, pair)))
+        parts = tuple(filter(None, map(as_positive, pair)))
         if not len(parts) == len(pair) == 2:
             raise ValueError(
                 f"parts={shown(self.parts)} is not valid; use a positive number, or two: forward and backward"
             )
         object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
-        degree, per_node = _as_positive(self.ulysses_degree), _as_positive(self.ranks_per_node)
+        degree, per_node = as_positive(self.ulysses_degree), as_positive(self.ranks_per_node)
         if degree is None:
             raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
         object.__setattr__(self, "ulysses_degree", degree)
@@ -244,7 +251,7 @@ class Strategy:
                 "and pass the options by name"
             )
         for name in options:
-            _one_of("option", name, [each.name for each in fields(cls)])
+            check_one_of("option", name, [each.name for each in fields(cls)])
         if strategy is not None and options:
             raise ValueError(
                 f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
@@ -310,12 +317,3 @@ class MeasuredStrategy(Strategy):
     measured: ClusterProfile = field(repr=False, hash=False, metadata=_about(""))
     model: Model = field(metadata=_about(""))
     given: tuple[str, ...] = field(metadata=_about(""))
-
-
-def _as_positive(value: object) -> int | None:
-    return whole if (whole := as_whole(value)) is not None and whole >= 1 else None
-
-
-def _one_of(option: str, value: Any, valid: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in valid:
-        raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")

@@ -1,4 +1,4 @@
-"""Hides GPUs from all tests but those of `pytest -m gpu`, begins with the longest tests, and spares the collector."""
+"""Hides GPUs from all tests but `-m gpu` and `-m nccl`, begins with the longest tests, and spares the collector."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs: a process that has initialised CUDA cannot fork ranks."""
-    if config.option.markexpr != "gpu":
+    if config.option.markexpr not in ("gpu", "nccl"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 

@@ -34,6 +34,7 @@ else
     # GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.
     if "$PY" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         "$PY" -m pytest -m gpu || status=1
+        "$PY" -m pytest -m nccl || status=1
     fi
 fi
 

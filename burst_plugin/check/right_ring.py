@@ -6,8 +6,8 @@ Every rank compares its own part, so that a rank whose GPU or link is at fault i
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from burst_plugin.attention import burst_attention
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, Finding
 from burst_plugin.check.problem import BOUNDS, Problem, definition, differences, worst
+from burst_plugin.check.right_gpu import memory_finding
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import Outcome, World
 from burst_plugin.context import ContextParallel
+from burst_plugin.kernels import Kernel
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Documents, Mask
@@ -105,28 +107,45 @@ def _node_sizes(ranks: int) -> list[int]:
     return [ranks, ranks // 2] if ranks % 2 == 0 else [ranks]
 
 
-def check_rings(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding per way to run the ring, and one for `close`; collective.
+def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> Iterator[Finding]:
+    """Yield a finding per way to run the ring, one for `close`, and on GPUs one for memory; collective.
 
-    An error in the middle of a pass ends the section, since messages may still be under way.
+    is_bound: that the world's group is bound to a device; then some rings will do. An error in the middle of a pass
+    ends the section, since messages may still be under way.
     """
     if world.size == 1:
         yield Finding("right", NOT_SHOWN, "ring", "there is one rank, which has no ring; start 2 or more")
         return
     sizes = settings.sizes(world.device)
-    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     rows = max(16, min(sizes.tile // 3, _MOST_TOKENS // world.size))
-    tokens = even_length(rows * world.size, world.size)
-    kernel = load_kernel(settings.kernel)
-    for ring in rings(world, tokens):
-        start = time.perf_counter()
-        found = world.attempt(ring.name, lambda ring=ring: _run(world, ring, kernel, dtype, sizes.steps))  # type: ignore[misc]
-        finding = _finding(world, ring, found, BOUNDS[dtype], time.perf_counter() - start)
+    every = list(rings(world, even_length(rows * world.size, world.size)))
+    if is_bound:
+        every = [replace(ring, name=f"{ring.name}, device_id") for ring in (every[0], every[-1])]
+    outside = {}
+    for ring, finding, found in _each(world, every, load_kernel(settings.kernel), sizes.steps):
         yield finding
         if any(each.error and not each.error.startswith("ValueError") for each in found):
             yield Finding("right", NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
             return
+        if not first_error(found):
+            outside[ring.name] = [each.value["outside_bytes"] for each in found]
     yield from _check_close(world)
+    if outside and world.device.type == "cuda":
+        yield memory_finding(world, outside)
+    whole = replace(settings, quick=False).sizes(world.device).steps
+    if sizes.steps < whole:
+        yield Finding("right", NOT_SHOWN, f"{whole} steps", f"each ring ran for {sizes.steps}; leave out --quick")
+
+
+def _each(
+    world: World, every: Iterable[Ring], kernel: str | Kernel, steps: int
+) -> Iterator[tuple[Ring, Finding, list[Outcome]]]:
+    """Yield rings with what was found of each, and what came of it on every rank; collective."""
+    dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
+    for ring in every:
+        start = time.perf_counter()
+        found = world.attempt(ring.name, lambda ring=ring: _run(world, ring, kernel, dtype, steps))  # type: ignore[misc]
+        yield ring, _finding(world, ring, found, BOUNDS[dtype], time.perf_counter() - start), found
 
 
 def _run(world: World, ring: Ring, kernel: Any, dtype: torch.dtype, steps: int) -> dict[str, Any]:
@@ -134,17 +153,20 @@ def _run(world: World, ring: Ring, kernel: Any, dtype: torch.dtype, steps: int) 
     heads = heads_for(world.size)
     problem = Problem.draw((ring.tokens, ring.tokens), heads, (_DIM, _DIM), dtype, world.device)
     cps = [world.ring(**{"kernel": kernel, **ring.options}) for _ in range(ring.rings)]
-    tokens = Tokens(ring.tokens)
+    tokens, outside = Tokens(ring.tokens), world.outside_bytes()
     for number in range(steps * ring.rings):
         cp = cps[number % ring.rings]
         found = _step(cp, problem, ring, tokens)
+    world.synchronize()
+    outside = world.outside_bytes() - outside
     local = differences(found, _own_part(cps[0], definition(problem, ring.allowed(world.device)), tokens))
     traffic = [(each.traffic(), each.expected_traffic()) for each in cps]
     for each in cps:
         each.close()
     sent = sum(sum(by_traffic.values()) for by_traffic in traffic[0][0].values())
     unequal = next((f"{sent} instead of {due}" for sent, due in traffic if sent != due), "")
-    return {"errors": local, "kernel": cps[0].describe().get("kernel", ""), "traffic": unequal, "sent": sent}
+    kernel_name = cps[0].describe().get("kernel", "")
+    return {"errors": local, "kernel": kernel_name, "traffic": unequal, "sent": sent, "outside_bytes": outside}
 
 
 def _step(cp: ContextParallel, problem: Problem, ring: Ring, tokens: Tokens) -> tuple[Tensor, ...]:

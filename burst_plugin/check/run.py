@@ -15,6 +15,8 @@ from burst_plugin.check.crew import Crew
 from burst_plugin.check.fast import fast
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, Finding
 from burst_plugin.check.right import right
+from burst_plugin.check.right_gpu import BOUND, ONLY_GPUS
+from burst_plugin.check.right_ring import check_rings
 from burst_plugin.check.safe import safe
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.tuned import tuned
@@ -57,6 +59,8 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
     if place is not None:
         yield from _of_machine(settings.sections, int(os.environ.get("LOCAL_WORLD_SIZE", asked)), gpus)
         yield from _in_launcher(settings, place, gpus)
+        if gpus and "right" in settings.sections:
+            yield Finding("right", NOT_SHOWN, BOUND, "a launcher's ranks join once, without a device; spawn ranks")
         return
     yield from _of_machine(settings.sections, asked, gpus)
     yield from _spawned(settings, min(asked, gpus) if gpus else asked)
@@ -66,6 +70,8 @@ def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Fi
     """Yield what this machine cannot show."""
     if not gpus:
         yield Finding(sections[0], NOT_SHOWN, "GPUs", "torch sees none: ranks run on CPUs, over gloo instead of NCCL")
+        if "right" in sections:
+            yield from (Finding("right", NOT_SHOWN, what, "there are no GPUs") for what in ONLY_GPUS)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if local > cores and "fast" in sections:
             text = f"{local} ranks share {cores} processors, so that times are no measure of either"
@@ -79,6 +85,8 @@ def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:
     """Run the sections in processes that are spawned here."""
     if any(section in _TOGETHER for section in settings.sections):
         yield from _of_crew(settings, ranks)
+    if "right" in settings.sections and ranks > 1 and _kind().type == "cuda":
+        yield from _of_crew(settings, ranks, is_bound=True)
     if "safe" in settings.sections:
         yield from safe(settings, ranks, _kind())
 
@@ -87,9 +95,9 @@ def _kind() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
-    start, section, last = time.monotonic(), settings.sections[0], ""
-    with Crew(ranks, spawned_rank, settings, limit_s=_LIMIT_S) as crew:
+def _of_crew(settings: Settings, ranks: int, *, is_bound: bool = False) -> Iterator[Finding]:
+    start, section, last = time.monotonic(), "right" if is_bound else settings.sections[0], ""
+    with Crew(ranks, spawned_rank, settings, is_bound, limit_s=_LIMIT_S) as crew:
 
         def enough() -> bool:
             """Return whether a rank has ended for so long that the others will not."""
@@ -106,12 +114,15 @@ def _of_crew(settings: Settings, ranks: int) -> Iterator[Finding]:
             yield Finding(section, FAILED, f"rank {rank}", text + last, {}, time.monotonic() - start)
 
 
-def spawned_rank(rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings) -> None:
-    """Run the sections on one rank; rank 0 says what is found."""
+def spawned_rank(
+    rank: int, ranks: int, directory: Path, say: Callable[[Any], None], settings: Settings, is_bound: bool = False
+) -> None:
+    """Run the sections on one rank, or the rings of groups that are bound to a device; rank 0 says what is found."""
     timeout_s = settings.sizes(_kind()).timeout_s
-    with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node) as world:
+    with joined((rank, ranks, rank), timeout_s, directory, settings.ranks_per_node, is_bound=is_bound) as world:
         try:
-            for finding in run_sections(world, settings):
+            found = check_rings(world, settings, is_bound=True) if is_bound else run_sections(world, settings)
+            for finding in found:
                 if rank == 0:
                     say(finding)
             _part(world)

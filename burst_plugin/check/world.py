@@ -122,6 +122,13 @@ class World:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def outside_bytes(self) -> int:
+        """Return the bytes of the GPU that are taken outside of PyTorch's allocator, as by NCCL; 0 on CPUs."""
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
     def together(self) -> None:
         """Wait for all ranks, and for their GPUs."""
         self.synchronize()
@@ -152,12 +159,18 @@ def launcher_environment() -> tuple[int, int, int] | None:
 
 @contextmanager
 def joined(
-    place: tuple[int, int, int], timeout_s: float, directory: Path | None = None, ranks_per_node: int | None = None
+    place: tuple[int, int, int],
+    timeout_s: float,
+    directory: Path | None = None,
+    ranks_per_node: int | None = None,
+    *,
+    is_bound: bool = False,
 ) -> Iterator[World]:
     """Join the ranks as `place`, (rank, ranks, local rank), and leave them at the end; collective.
 
     directory: where ranks of one machine find each other; None for the launcher's own way. A process group that is
-    there already is used, and stays.
+    there already is used, and stays. is_bound: whether the process group is bound to the rank's GPU (`device_id`), so
+    that NCCL connects at once, and torch splits later groups off it.
     """
     rank, size, local = place
     device = _device(local)
@@ -170,7 +183,8 @@ def joined(
             if device.type == "cpu":
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        bound = device if is_bound and device.type == "cuda" else None
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     shared = dist.distributed_c10d._get_default_store()
     yield World(rank, size, device, PrefixStore("burst check", shared), timeout_s, ranks_per_node)
     if not had_group and dist.is_initialized():  # not after an error, when it could wait for ranks that are gone

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from torch._C._distributed_c10d import Store
@@ -32,6 +32,7 @@ class Board:
         self, store: Store, rank: int, names: Sequence[str], progress: Progress, late_after: float = 60.0
     ) -> None:
         self.store, self.rank, self.progress, self.late_after = store, rank, progress, late_after
+        self.ended = ""  # why this rank was told to end, by another thread
         self._names = names
         self._is_counted = False  # among the ranks that wait
         self._epoch = 0  # the number of the wait of this rank
@@ -107,13 +108,16 @@ class FailureWatch:
 
     Without it ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, or with gloo
     until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason.
-    Ending the processes is left to the time-out and the launcher. The thread also keeps the board up to date.
+    The thread also keeps the board up to date.
+
+    end: called with the text of the error for this rank, "" where it has raised one itself; should end what it waits
+        for. Without it that is left to the time-out and the launcher.
     """
 
-    def __init__(self, board: Board, period_s: float | None = None) -> None:
+    def __init__(self, board: Board, period_s: float | None = None, end: Callable[[str], None] | None = None) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
         period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
-        arguments = (board, period_s, self._closed, self._seen)
+        arguments = (board, period_s, end, self._closed, self._seen)
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
 
     def some_gave_up(self) -> bool:
@@ -128,23 +132,38 @@ class FailureWatch:
         self.close()
 
 
-def _watch(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
+def _watch(
+    board: Board, period_s: float, end: Callable[[str], None] | None, closed: threading.Event, seen: threading.Event
+) -> None:
     try:
-        _look(board, period_s, closed, seen)
+        text = _first_failure(board, period_s, closed)
+        if text:
+            seen.set()
+            _tell(board, text, end)
         board.close()
     except RuntimeError:  # the store went with the rank that hosted it
         return
 
 
-def _look(board: Board, period_s: float, closed: threading.Event, seen: threading.Event) -> None:
-    """Look at the store until a rank has given up, or the ring is closed."""
-    own = f"rank {board.rank} "
+def _first_failure(board: Board, period_s: float, closed: threading.Event) -> str:
+    """Look at the store until a rank has given up. Return what it has recorded; "" if the ring is closed before."""
     while not closed.wait(period_s):
         board.publish()
-        if not board.store.check([FIRST_FAILURE]):
-            continue
-        text = board.store.get(FIRST_FAILURE).decode()
-        seen.set()
+        if board.store.check([FIRST_FAILURE]):
+            return board.store.get(FIRST_FAILURE).decode()
+    return ""
+
+
+def _tell(board: Board, text: str, end: Callable[[str], None] | None) -> None:
+    """Log why another rank has given up, and end what this one waits for."""
+    own = f"rank {board.rank} "
+    if end is None:
         if not text.startswith(own):
             _LOG.error("%sof a ring waits for nothing, until PyTorch's time-out ends it: %s", own, text)
         return
+    if text.startswith(own + "gave up"):  # it raises that error, and the others send it nothing any more
+        end("")
+        return
+    _LOG.error("%sof a ring ends, with the ring's NCCL communicators: %s", own, text)
+    board.ended = f"{text}; {own.rstrip()} has aborted the ring, and what it computed since then is not to be used"
+    end(board.ended)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from burst_plugin.comm.abort import abort_groups
 from burst_plugin.comm.transport import Channel
 from burst_plugin.topology import Link, Traffic
 
@@ -28,6 +29,7 @@ __all__ = [
     "launches_batches",
     "new_group_like",
     "peer_bytes",
+    "refuse_torchcomms",
     "timeout_of",
     "warm_up",
 ]
@@ -48,6 +50,7 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         self.created: list[dist.ProcessGroup] = []
         self._known: dict[tuple[Traffic, tuple[int, ...]], dist.ProcessGroup] = {}  # by what is on them, and ranks
         self._attempts = 0
+        self._is_aborted = False
 
     @property
     def whole(self) -> dist.ProcessGroup:
@@ -105,6 +108,12 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
             return True
         options: Any = backend.options
         return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
+
+    def abort(self) -> None:
+        """Abort all groups, also those that were given, so that what waits in them ends; not collective."""
+        if not self._is_aborted:
+            self._is_aborted = True
+            abort_groups({*self._given, *self.created})
 
     def destroy(self) -> None:
         """Forget all channels, and destroy the groups that were made here; collective."""
@@ -178,7 +187,11 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def barrier(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of a group: an all-reduce, since `dist.barrier` has to guess a device."""
+    """Have all ranks of a group wait for each other: an all-reduce, since `dist.barrier` has to guess a device.
+
+    With gloo the host waits. With NCCL only the current stream does, and the host goes on: synchronize the stream if
+    the host has to wait, too.
+    """
     dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
 
 
@@ -210,6 +223,16 @@ def _created_by_members_alone(name: str) -> Iterator[None]:
         torch_private._process_group_name = original
         if device is not None:
             world.bound_device_id = device
+
+
+def refuse_torchcomms() -> None:
+    """Raise ValueError if torch makes process groups by TorchComms, which cannot make them for some ranks alone."""
+    is_enabled = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", None)  # since torch 2.12
+    if is_enabled is not None and is_enabled():
+        raise ValueError(
+            "burst attention cannot make its process groups over TorchComms: set TORCH_DISTRIBUTED_USE_TORCHCOMMS=0 "
+            "before torch.distributed is initialised, for NCCL or gloo as they are"
+        )
 
 
 def launches_batches(group: dist.ProcessGroup) -> bool:

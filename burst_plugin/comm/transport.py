@@ -109,7 +109,7 @@ class Transport(ABC):
 
 
 class RingError(RuntimeError):
-    """A rank of the ring was lost; the text names it and when it was missed. Not raised with NCCL."""
+    """A rank of the ring was lost; the text names it, and when it was missed or why it gave up."""
 
 
 def lost_peer_error(transport: Transport, rank: int, where: str, lost: PeerLostError) -> RingError:

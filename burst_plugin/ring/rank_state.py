@@ -17,7 +17,7 @@ import torch
 from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck
-from burst_plugin.comm.transport import Channel, Transport
+from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.tile_attention import RowTable
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
@@ -179,7 +179,11 @@ class RankState:
         }
         self.progress.where = f"before {at}"
         with self.alone(), self._noted(self.consistency):
-            self.consistency.compare(at, compared, problem)
+            try:
+                self.consistency.compare(at, compared, problem)
+            except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
+                self._check_not_aborted()
+                raise
 
     @contextmanager
     def _noted(self, consistency: ConsistencyCheck) -> Iterator[None]:
@@ -226,11 +230,17 @@ class RankState:
         """Raise RuntimeError if this ring has ended: its ranks are not to be expected at anything collective."""
         if self.is_closed:
             raise RuntimeError("this ContextParallel is closed; make a new one, or close it after the last backward")
+        self._check_not_aborted()
         if self._broken:
             raise RuntimeError(
                 f"an earlier call on this ring was left half way ({self._broken}), and its messages may still be on "
                 "their way; restart the processes, or, on CPUs, make a new process group and a ContextParallel of it"
             )
+
+    def _check_not_aborted(self) -> None:
+        """Raise RingError if the ring was aborted because another rank has given up."""
+        if self.transport.board is not None and self.transport.board.ended:
+            raise RingError(self.transport.board.ended)
 
     def close(self) -> None:
         """End this ring: no pass comes any more. Raise RuntimeError in the middle of one."""

@@ -8,18 +8,28 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import weakref
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from burst_plugin.comm.abort import end_waiting
 from burst_plugin.comm.buffers import LABEL_BYTES
 from burst_plugin.comm.call_identity import CallId, call_name
 from burst_plugin.comm.consistency import ConsistencyCheck, prepared_together
 from burst_plugin.comm.failure_watch import Board, FailureWatch
-from burst_plugin.comm.process_groups import Communicators, barrier, group_device, is_alive, launches_batches
+from burst_plugin.comm.process_groups import (
+    Communicators,
+    barrier,
+    group_device,
+    is_alive,
+    launches_batches,
+    refuse_torchcomms,
+)
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
 from burst_plugin.ring.choices import make_plan
@@ -57,6 +67,8 @@ class Session:
     ) -> None:
         self.strategy, self.rank, self._global_ranks = strategy, rank, list(global_ranks)
         self.group = group if self.ranks > 1 else None  # one rank has no others to talk to
+        if self.group is not None:
+            refuse_torchcomms()
         self._consistency = (
             None if self.group is None else ConsistencyCheck(self.group, self.rank, self._global_ranks)
         )
@@ -77,6 +89,11 @@ class Session:
     def ranks(self) -> int:
         """Number of ranks."""
         return len(self._global_ranks)
+
+    @property
+    def _aborts(self) -> bool:
+        """Whether this rank aborts its communicators once a rank has given up."""
+        return self.strategy.abort and self.group is not None and launches_batches(self.group)
 
     @property
     def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -151,7 +168,8 @@ class Session:
             channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
             state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         state.transport.pool, state.ulysses_transport.pool = pools
-        self._watch = FailureWatch(board)
+        end = partial(end_waiting, threading.get_ident(), self._communicators.abort)
+        self._watch = FailureWatch(board, end=end if self._aborts else None)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, link_peers: Mapping[Link, tuple[int, ...]], by_link: bool) -> None:
@@ -180,14 +198,16 @@ class Session:
         For programs that make one ring after another. Attention, and backward passes of earlier calls, raise
         RuntimeError from then on. The groups that it was given stay; where `torch.distributed` has ended already,
         nothing is left to destroy. All ranks wait for each other first, but not while an exception is handled, as in
-        `finally`, nor once a rank has given up; with NCCL communicators are left alone then, since destroying them
-        could wait. Raises RuntimeError in the middle of a pass.
+        `finally`, nor once a rank has given up; with NCCL communicators are aborted or left alone then, since
+        destroying them could wait. Raises RuntimeError in the middle of a pass.
         """
         some_gave_up = self.rank_state.is_broken or (self._watch is not None and self._watch.some_gave_up())
         self.release()
         if self.group is not None and self._communicators and dist.is_initialized():
             if some_gave_up or sys.exc_info()[0] is not None:
                 if launches_batches(self.group):
+                    if some_gave_up and self._aborts:
+                        self._communicators.abort()
                     return
             elif is_alive(self.group):
                 self._wait_for_all(self.group)
@@ -201,7 +221,11 @@ class Session:
             self._watch.close()
 
     def _wait_for_all(self, group: dist.ProcessGroup) -> None:
-        """Wait until no rank is in a pass any more. If that fails, the next `close` does not wait."""
+        """Have this rank wait until no rank is in a pass any more. If that fails, the next `close` does not wait.
+
+        With NCCL only the stream waits, behind the rank's passes: that will do, since NCCL finishes what is enqueued
+        on a communicator before it destroys it.
+        """
         try:
             barrier(group)
         except RuntimeError as error:

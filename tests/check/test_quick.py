@@ -11,6 +11,7 @@ import pytest
 
 from burst_plugin import Strategy, Topology
 from burst_plugin.check.findings import FAILED, NOT_SHOWN, SECTIONS, Finding, failed, shown_time, table
+from burst_plugin.check.right_gpu import ONLY_GPUS
 from burst_plugin.check.run import run_sections
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import joined
@@ -42,6 +43,9 @@ def test_quick_on_four_ranks(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["passed"]
     names = [each["what"] for each in found["findings"] if each["verdict"] == "ok"]
+    hidden = [each["what"] for each in found["findings"] if each["verdict"] == "not shown"]
+    for name in (*ONLY_GPUS, "20 steps"):
+        assert name in hidden
     for name in (
         *("kernel torch_cpu", "kernel reference", "ring 1x4, moves kv, q", "ring 2x2, moves q, kv", "uneven lengths"),
         *("heads exchanged by 2", "heads exchanged by 4", "recomputation", "two rings by turns", "close"),

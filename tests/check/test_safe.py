@@ -50,6 +50,12 @@ def test_what_is_safe(ended: dict[int, Ended], fails: bool, verdict: str, said: 
     assert crew.limit_s == (33.0 if fails else 120.0)
 
 
+def test_with_nccl_a_rank_that_says_nothing_is_not_named() -> None:
+    crew = Crew({0: Ended(None, "killed by SIGABRT", 4.5)})
+    assert room._outcome("stops", crew, 2, 30.0, is_named=False).verdict == OK  # type: ignore[arg-type]
+    assert room._outcome("stops", crew, 2, 30.0, is_named=True).verdict == FAILED  # type: ignore[arg-type]
+
+
 def test_one_rank_cannot_be_missed() -> None:
     (finding,) = safe(Settings(), 1, torch.device("cpu"))
     assert finding.verdict == NOT_SHOWN

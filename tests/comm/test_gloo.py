@@ -42,47 +42,19 @@ from burst_plugin.ring import session
 from burst_plugin.ring.plan import Plan
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import Tokens
+from tests.support.exactness import RINGS, ring_errors, train_step
 from tests.support.ranks import as_on_gpus, last_lines, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
 # ------------------------------------------------------------------------------------------------- exactness
 
 
-def _train_step(cp: ContextParallel, problem: Problem) -> Result:
-    """Whole out, dq, dk, dv, put together from all ranks."""
-    q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
-    out = burst_attention(q, k, v, cp)
-    grads = torch.autograd.grad(out, (q, k, v), cp.shard(problem.dout))
-    return Result(*(cp.unshard(x) for x in (out.detach(), *grads)))
-
-
-def _exactness(rank: int, strategy: Strategy, problem: Problem, truth: Result) -> dict[str, float]:
-    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
-    for _ in range(2):  # the second time with buffers that were used before
-        found = errors(_train_step(cp, problem), truth)
-    assert cp.traffic() == cp.expected_traffic()
-    return found
-
-
 def _exactness_of_both(rank: int, options: dict[str, Any], problem: Problem, truth: Result) -> list[dict[str, float]]:
     """Return the errors where queries move in the backward pass, and where keys and values do."""
-    return [_exactness(rank, Strategy(backward=side, **options), problem, truth) for side in ("q", "kv")]
+    return [ring_errors(Strategy(backward=side, **options), problem, truth) for side in ("q", "kv")]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, {"ranks_per_node": 2}),
-        (2, {"ranks_per_node": 1, "layout": "striped"}),
-        (4, {"ranks_per_node": 2}),
-        (4, {"ranks_per_node": 2, "schedule": "flat_ring", "layout": "contiguous"}),
-        (4, {"ranks_per_node": 1}),
-        (4, {}),
-        (8, {"ranks_per_node": 4}),
-        (8, {"ranks_per_node": 2, "layout": "striped"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("ranks", "options"), RINGS, ids=str)
 def test_exact_over_gloo(ranks: int, options: dict[str, Any]) -> None:
     problem = Problem.draw(2 * ranks * 3, (4, 2))
     for found in run_ranks(_exactness_of_both, ranks, options, problem, reference(problem, Causal())):
@@ -91,7 +63,7 @@ def test_exact_over_gloo(ranks: int, options: dict[str, Any]) -> None:
 
 def _own_kernel(rank: int, problem: Problem, truth: Result) -> dict[str, float]:
     apart = [TorchCpuKernel() for _ in range(1 + 9 * rank)]  # so that the same object lies elsewhere on every rank
-    return _exactness(rank, Strategy(ranks_per_node=2, kernel=apart[-1]), problem, truth)
+    return ring_errors(Strategy(ranks_per_node=2, kernel=apart[-1]), problem, truth)
 
 
 def test_a_kernel_of_ones_own_is_the_same_one_on_all_ranks() -> None:
@@ -103,7 +75,7 @@ def test_a_kernel_of_ones_own_is_the_same_one_on_all_ranks() -> None:
 def _unlike_groups(rank: int, problem: Problem, truth: Result) -> list[dict[str, float]]:
     backends = [None, "cpu:gloo", "gloo"]
     groups = [dist.new_group([0, 1], backend=backend) for backend in backends]
-    return [errors(_train_step(ContextParallel(group, ranks_per_node=2), problem), truth) for group in groups]
+    return [errors(train_step(ContextParallel(group, ranks_per_node=2), problem), truth) for group in groups]
 
 
 def test_a_group_may_name_its_backend_by_device() -> None:
@@ -123,7 +95,7 @@ def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[st
     worst: dict[str, float] = {}
     with mock.patch("burst_plugin.comm.process_groups.warm_up", side_effect=warm_up) as warmed:
         for cp in (pair, everyone, pair, everyone):
-            for name, error in errors(_train_step(cp, problem), truth).items():
+            for name, error in errors(train_step(cp, problem), truth).items():
                 worst[name] = max(error, worst.get(name, 0.0))
     made = len(dist.distributed_c10d._world.pg_map) - before
     return worst, made, [call.args[0] for call in warmed.call_args_list if call.args[0] in levels] == levels
@@ -144,7 +116,7 @@ def _one_ring_after_another(
     worst, groups, files = 0.0, [], []
     for _ in range(3):
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2, ulysses_degree=2)
-        worst = max(worst, *errors(_train_step(cp, problem), truth).values())
+        worst = max(worst, *errors(train_step(cp, problem), truth).values())
         q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
         out = burst_attention(q, k, v, cp)
         assert cp.allocated_bytes() > 0
@@ -180,7 +152,7 @@ def _as_with_nccl(rank: int, problem: Problem, truth: Result, options: dict[str,
     meet = mock.patch.object(ContextParallel, "_meet_neighbours", autospec=True, side_effect=_meet_neighbours)
     with mock.patch.object(session, "launches_batches", return_value=True), meet as met:
         cp = ContextParallel(dist.group.WORLD, **options)
-        worst = max(errors(_train_step(cp, problem), truth).values())
+        worst = max(errors(train_step(cp, problem), truth).values())
     assert met.call_count == len(cp.created_groups and {channel.by_link for channel in cp._communicators})
     assert cp.traffic() == cp.expected_traffic()
     groups = [*cp._communicators.items(), *cp.rank_state.ulysses_transport._groups.items()]  # type: ignore[attr-defined]
@@ -290,7 +262,7 @@ def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[
     dist.ProcessGroup.send = count  # type: ignore[method-assign, assignment]
     cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     problem = Problem.draw(64, heads, dim=16)
-    _train_step(cp, problem)
+    train_step(cp, problem)
     consistency = (
         7 * (cp.ranks - 1) * EXCHANGE_BYTES
     )  # to connect, before both passes, and to look at out, dq, dk, dv
@@ -340,9 +312,9 @@ def test_the_chosen_traveller_is_the_one_with_fewer_bytes(heads: tuple[int, int]
 def _events(rank: int, nodes: int) -> list[Event]:
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=dist.get_world_size() // nodes)
     problem = Problem.draw(64, (4, 2))
-    _train_step(cp, problem)
+    train_step(cp, problem)
     with cp.profile() as profile:
-        _train_step(cp, problem)
+        train_step(cp, problem)
     assert cp.rank_state.profile is None
     return profile.events
 
@@ -484,7 +456,7 @@ def _allocations(rank: int) -> list[int]:
     seen = []
     for _ in range(4):
         for _ in range(3):  # layers
-            _train_step(cp, Problem.draw(64, (4, 2)))
+            train_step(cp, Problem.draw(64, (4, 2)))
         seen.append(cp.allocated_bytes())
     return seen
 

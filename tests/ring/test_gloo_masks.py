@@ -12,7 +12,6 @@ from burst_plugin import (
     Causal,
     ContextParallel,
     Documents,
-    Full,
     Mask,
     Scores,
     SlidingWindow,
@@ -21,50 +20,22 @@ from burst_plugin import (
     burst_attention,
     key_padding,
 )
+from tests.support.exactness import DOCUMENTS, LENGTH, MASKS, masked_errors
 from tests.support.ranks import run_ranks, run_ranks_outcomes
-from tests.support.reference import Problem, Result, errors, reference
-
-LENGTH = 61
-DOCUMENTS = (0, 7, 8, 40, 61)
-PADDED = torch.arange(LENGTH).expand(2, LENGTH) >= torch.tensor([[0], [9]])
+from tests.support.reference import Problem, Result, reference
 
 
-def _exactness(rank: int, strategy: Strategy, mask: Mask, tokens: Tokens | None) -> tuple[Result, bool, str]:
-    """The whole result of two calls, whether bytes were as counted, and the schedule."""
-    problem = Problem.draw(LENGTH, (4, 2)).with_sink()
-    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
-    tokens = tokens or cp.tokens(LENGTH, mask)
-    assert problem.sink is not None
-    for _ in range(2):
-        inputs = [*(cp.shard(x, tokens=tokens) for x in problem[:3]), problem.sink.clone()]
-        q, k, v, sink = (x.requires_grad_() for x in inputs)
-        out = burst_attention(q, k, v, cp, mask=mask, sink=sink, tokens=tokens)
-        grads = torch.autograd.grad(out, (q, k, v, sink), cp.shard(problem.dout, tokens=tokens))
-    dist.all_reduce(grads[3])
-    whole = (cp.unshard(x.detach(), tokens=tokens) for x in (out, *grads[:3]))
-    return Result(*whole, grads[3]), cp.traffic() == cp.expected_traffic(), cp.describe()["schedule"]
+def _masked(rank: int, *case: Any) -> tuple[dict[str, float], bool, str]:
+    return masked_errors(*case)
 
 
-@pytest.mark.parametrize(
-    ("mask", "tokens", "schedule"),
-    [
-        (Causal(), Tokens(LENGTH), "two_level_ring"),
-        (SlidingWindow(5), Tokens(LENGTH, layout="contiguous"), "direct"),
-        (SlidingWindow(3, 2), Tokens(LENGTH), "direct"),
-        (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, DOCUMENTS), "two_level_ring"),
-        (Causal() & Documents(DOCUMENTS), Tokens(LENGTH, layout="striped"), "two_level_ring"),
-        (Full() & key_padding(PADDED), Tokens(LENGTH), "two_level_ring"),
-        (SlidingWindow(9), None, "direct"),
-        (Causal() & Documents((0, 30, 61)), Tokens(LENGTH, holders=(2, 3, 1, 0, 0, 1)), "direct"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("mask", "tokens", "schedule"), MASKS, ids=str)
 def test_exact_over_processes(mask: Mask, tokens: Tokens | None, schedule: str) -> None:
-    layout = "auto" if tokens is None else "zigzag"
-    truth = reference(Problem.draw(LENGTH, (4, 2)).with_sink(), mask)
-    for result, as_counted, ran in run_ranks(_exactness, 4, Strategy(ranks_per_node=2, layout=layout), mask, tokens):
-        assert max(errors(result, truth).values()) < 2e-6
-        assert as_counted
+    strategy = Strategy(ranks_per_node=2, layout="auto" if tokens is None else "zigzag")
+    problem = Problem.draw(LENGTH, (4, 2)).with_sink()
+    for found, is_counted, ran in run_ranks(_masked, 4, strategy, mask, tokens, problem, reference(problem, mask)):
+        assert max(found.values()) < 2e-6, found
+        assert is_counted
         assert ran == schedule
 
 
