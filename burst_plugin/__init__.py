@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.attention import burst_attention
-from burst_plugin.batch import shard_batch
 from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
 from burst_plugin.schedule.rings import direct, flat_ring, two_level_ring
@@ -37,6 +36,7 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 
 if TYPE_CHECKING:
+    from burst_plugin.batch import shard_batch
     from burst_plugin.virtual import VirtualRing
 
 __version__ = "0.1.0"
@@ -79,4 +79,8 @@ def __getattr__(name: str) -> Any:
         from burst_plugin.virtual import VirtualRing
 
         return VirtualRing
+    if name == "shard_batch":
+        from burst_plugin.batch import shard_batch
+
+        return shard_batch
     raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")

@@ -28,7 +28,6 @@ from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.rehearsal import rehearse_forward
 from burst_plugin.ring.request import Inputs, Outputs, Request, both_sides, has_gradients
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
@@ -177,6 +176,8 @@ def _agreed_plan(
         cp.rank_state.note_call(plan.choices)
         cp.check_device(inputs.q.device)
         if plan.is_rehearsed:
+            from burst_plugin.ring.rehearsal import rehearse_forward
+
             rehearse_forward(plan, inputs)
         return plan, cp.name_of_next_call(tag)
 

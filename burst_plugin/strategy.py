@@ -310,7 +310,7 @@ class Strategy:
         return default_schedule_name(topology) if self.schedule == AUTO else self.schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MeasuredStrategy(Strategy):
     """Options of which a ring, when it is made, plans those of `PLANNED` that are not `given`, for `model`."""
 

@@ -14,7 +14,6 @@ from burst_plugin.ring.attention_pass import Saved, backward_program, forward_pr
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.rehearsal import rehearse_backward
 from burst_plugin.ring.request import Inputs, Outputs, cut_loose, dense
 from burst_plugin.types import Direction
 
@@ -54,6 +53,8 @@ class RingAttention(torch.autograd.Function):
             saved = [Saved(Inputs(*each[:-2]), *each[-2:]) for each in by_rank(tensors, len(plans))]
             for plan, dout, kept in zip(plans, mine, saved, strict=True):
                 if plan.is_rehearsed:
+                    from burst_plugin.ring.rehearsal import rehearse_backward
+
                     rehearse_backward(plan, kept, dout)
         wants_dbias = [Inputs(*each).bias for each in by_rank(ctx.needs_input_grad[3:], len(plans))]
         each = zip(plans, mine, saved, wants_dbias, strict=True)

@@ -29,7 +29,7 @@ from burst_plugin.types import Direction
 __all__ = ["RankState"]
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class RankState:
     """A rank of the context-parallel group, and its transports: of its ring, and of its Ulysses group.
 

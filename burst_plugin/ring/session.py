@@ -36,7 +36,6 @@ from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.dropped_rings import note_a_dropped_ring, tell_of_dropped_rings
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.rehearsal import rehearse
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import Strategy
@@ -135,6 +134,7 @@ class Session:
 
     def _warm_up(self, inputs: Inputs, request: Request) -> None:
         """Make all that such calls need, and run both passes without their messages; collective."""
+        from burst_plugin.ring.rehearsal import rehearse
 
         def prepared() -> Plan:
             plan = make_plan(self.rank_state, inputs, request, self.plans)
