@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +27,9 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
 from burst_plugin.virtual import VirtualRing
 
-__all__ = ["fast", "links_of", "rates_of"]
+__all__ = ["fast", "links_of", "of_thread_blocks", "rates_of"]
 
+_CTAS = (0, 4, 8, 16, 32)
 _WHERE = {Link.INTRA: "inside nodes", Link.INTER: "between nodes"}
 
 
@@ -67,6 +69,8 @@ def fast(world: World, settings: Settings) -> Iterator[Finding]:
         yield Finding("fast", NOT_SHOWN, "ring", "there is one rank, which has no ring; start 2 or more")
     else:
         yield _of_ring(world, settings, links)
+        if world.device.type == "cuda":
+            yield of_thread_blocks(world, settings)
     yield _of_host(world)
     yield Finding("fast", NOT_SHOWN, "other libraries", "none is measured here; benchmarks/ compares with them")
 
@@ -147,12 +151,27 @@ def _kernel_seconds(world: World, settings: Settings) -> float:
     return flops / rate.forward_flops_per_s + 2.5 * flops / rate.backward_flops_per_s
 
 
-def _time_ring(world: World, settings: Settings) -> _Times:
+def of_thread_blocks(world: World, settings: Settings) -> Finding:
+    """Return the time of the ring by how many thread blocks NCCL may take, and with them of multiprocessors."""
+    start = time.perf_counter()
+    times = {ctas: _time_ring(world, settings, max_ctas=ctas).ring_s for ctas in _CTAS}
+    best = min(times, key=times.__getitem__)
+    shown = ", ".join(f"{ctas or 'no limit'} {shown_time(took_s)}" for ctas, took_s in times.items())
+    connections = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "not set")
+    text = (
+        f"both passes by max_ctas: {shown}; the fastest is max_ctas={best}, the default {Strategy().max_ctas}; "
+        f"CUDA_DEVICE_MAX_CONNECTIONS is {connections}: run this again with 1, and without, to compare"
+    )
+    figures = {"ring_s": {str(ctas): took_s for ctas, took_s in times.items()}, "connections": connections}
+    return Finding("fast", OK, "thread blocks of NCCL", text, figures, time.perf_counter() - start)
+
+
+def _time_ring(world: World, settings: Settings, **options: Any) -> _Times:
     """Time the ring with and without transfers, by turns."""
     sizes, device = settings.sizes(world.device), world.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads, dim = timed_heads(settings, device), settings.model.head_dim
-    cp = world.ring(kernel=load_kernel(settings.kernel))
+    cp = world.ring(kernel=load_kernel(settings.kernel), **options)
     local = Problem.draw((sizes.tokens, sizes.tokens), heads, (dim, dim), dtype, device)
     q, k, v = (x.requires_grad_() for x in local[:3])
 

@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from burst_plugin.check.fast import fast
+from burst_plugin.check.fast import fast, of_thread_blocks
 from burst_plugin.check.findings import FAILED, OK, Finding
 from burst_plugin.check.links import Edge, slow_edges
 from burst_plugin.check.settings import Settings
-from burst_plugin.check.world import joined
+from burst_plugin.check.world import World, joined
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from tests.support.ranks import run_ranks
 
@@ -54,3 +54,23 @@ def test_links_are_slow_by_the_median_of_their_kind() -> None:
     edges = [Edge(0, 1, 10.0), Edge(1, 2, 4.0), Edge(2, 3, 9.0), Edge(3, 0, 4.9), Edge(0, 2, 11.0)]
     assert slow_edges(edges) == [Edge(1, 2, 4.0)]
     assert slow_edges([Edge(0, 1, 1.0), Edge(1, 0, 10.0)]) == [Edge(0, 1, 1.0)]
+
+
+def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:
+    made: list[int] = []
+
+    def ring(**options: Any) -> Any:
+        made.append(options["max_ctas"])
+        return World.ring(world, **options)
+
+    with joined((rank, 2, rank), 20.0) as world, mock.patch.object(world, "ring", ring):
+        return of_thread_blocks(world, QUICK), made
+
+
+def test_thread_blocks_are_compared_ring_by_ring() -> None:
+    (first, made), (second, _) = run_ranks(_thread_blocks, 2)
+    assert first.text == second.text, "ranks say the same"
+    assert made == [0, 4, 8, 16, 32]
+    times = first.figures["ring_s"]
+    assert f"the fastest is max_ctas={min(times, key=times.get)}, the default 8" in first.text
+    assert "no limit" in first.text

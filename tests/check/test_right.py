@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -18,6 +19,7 @@ from burst_plugin.check.right_ring import check_rings
 from burst_plugin.check.settings import Settings, load_kernel
 from burst_plugin.check.world import World, joined
 from burst_plugin.cli import main
+from burst_plugin.comm import torch_distributed
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from tests.support.ranks import run_ranks
 
@@ -95,6 +97,38 @@ def test_a_ring_names_the_rank_that_raises_and_ends_the_section() -> None:
     first, _ = run_ranks(_rings, 2, _raises, timeout_s=10.0)
     assert [each.verdict for each in first] == [FAILED, NOT_SHOWN]
     assert first[0].text == "rank 1: MemoryError: no room"
+
+
+def _without_a_wait(rank: int) -> list[Finding]:
+    """The first rings of two ranks: the first sends late, and the second goes on without waiting for it."""
+    post, wait, forgotten = torch_distributed._Communicator.post, torch_distributed._DistributedPending._wait, []
+
+    def late(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return post(*arguments)
+
+    def not_yet(self: Any, waited: Any) -> None:
+        if self.messages[0].data.nbytes < 4096:  # of a comparison
+            wait(self, waited)
+            return
+        for work in forgotten:  # before its buffer is used again
+            work.wait()
+        forgotten[:], self.works = self.works, []
+        wait(self, waited)
+        if waited is not None:
+            waited(self.messages)
+
+    fault: tuple[str, Any] = ("_DistributedPending._wait", not_yet) if rank else ("_Communicator.post", late)
+    with joined((rank, 2, rank), 6.0) as world, mock.patch(f"{torch_distributed.__name__}.{fault[0]}", fault[1]):
+        return list(islice(check_rings(world, QUICK), 2))
+
+
+@pytest.mark.slow
+def test_a_missing_wait_is_found_and_the_rank_named() -> None:
+    first, _ = run_ranks(_without_a_wait, 2, timeout_s=10.0)
+    assert first[0].verdict == FAILED
+    assert "by rank 1" in first[0].text, first[0].text
+    assert "what it sent belongs to another call" in first[0].text, "as the label of an old message says"
 
 
 def _other_bytes() -> Any:
