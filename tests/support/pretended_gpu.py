@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -39,6 +39,11 @@ from tests.support.fake_gpu import GPU, fake_driver
 __all__ = ["pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
+_ATEN = torch.ops.aten
+_VIEWS = {  # of which most calls are, and which need not be looked up with all that fake tensors remember
+    *(_ATEN.slice.Tensor, _ATEN.alias.default, _ATEN.detach.default, _ATEN.view.default, _ATEN.transpose.int),
+    *(_ATEN.t.default, _ATEN.unsqueeze.default, _ATEN._unsafe_view.default),
+}
 _OF_VALUES = (torch.tensor, torch.as_tensor)
 _make_subclass, _empty = torch.Tensor._make_subclass, torch.empty
 _attention_backward = TorchFlashKernel._run_backward
@@ -125,9 +130,12 @@ class _Operators(FakeTensorMode):
         kwargs = kwargs or {}
         if _type_of(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": GPU}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func is _ATEN._local_scalar_dense.default:
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func in _VIEWS and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self):
+                return FakeTensor(self, func(*args, **kwargs), args[0].fake_device)
         return super().dispatch(func, types, args, kwargs)
 
 
