@@ -93,6 +93,10 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--flash-attention-version 3 is not supported: kernels are chosen by --burst",
         ),
         ({"cp_comm_type": ["p2p"], "burst_backward": "q"}, "--burst-backward needs --cp-comm-type burst: add that"),
+        (
+            {"cp_comm_type": ["p2p", "burst"], "burst_layout": "striped"},
+            "--burst-layout striped needs --cp-comm-type burst in all layers, got burst p2p",
+        ),
         ({"cp_comm_type": ["p2p"], "burst_ranks_per_node": 2}, "--burst-ranks-per-node needs --cp-comm-type burst"),
     ],
     ids=str,
