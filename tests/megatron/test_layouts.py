@@ -207,6 +207,34 @@ def test_positions_are_those_of_a_ranks_own_tokens(fused: bool) -> None:
     run_ranks(_rotated, 1, fused)
 
 
+def _cut_as_since_0_18(rank: int, has_te: bool) -> None:
+    """Megatron's functions of later releases, or stand-ins, behind the plugin."""
+    from megatron.core import utils
+
+    def in_zigzag(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+        raise AssertionError("Megatron's own function cuts in zigzag")
+
+    utils.tex = object() if has_te else None
+    utils.get_pretrain_batch_on_this_cp_rank = in_zigzag
+    utils.get_sft_batch_on_this_cp_rank = in_zigzag
+    cpu.enable(force=True)
+    install(Strategy(layout="striped"))
+    rows, seen = list(range(1, 48, 2)), torch.ones(1, 1, 48, 48).tril()
+    whole = {"tokens": torch.arange(48)[None], "labels": None, "attention_mask": seen, "cu_seqlens": None}
+    cut = utils.get_pretrain_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
+    assert cut["tokens"].tolist() == [rows]
+    assert torch.equal(cut["attention_mask"], seen[:, :, rows])
+    whole["cu_seqlens"], whole["cu_seqlens_padded"] = torch.tensor([REAL]), torch.tensor([STARTS])
+    cut = utils.get_sft_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
+    assert cut["tokens"].tolist() == [rows]
+    assert cut["cu_seqlens"].tolist() == [list(REAL)]
+
+
+@pytest.mark.parametrize("has_te", [False, True])
+def test_batches_of_later_releases_are_cut_by_the_layout(has_te: bool) -> None:
+    run_ranks(_cut_as_since_0_18, 1, has_te)
+
+
 def _rolled(rank: int, layout: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_model
