@@ -14,12 +14,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.batch_repairs import WANT_TE, cut_packed, functions_that_cut
-from burst_plugin.megatron.packed import assign_by, layout_of
+from burst_plugin.megatron.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.strategy import AUTO
@@ -40,6 +41,7 @@ def follow_layout(registry: Registry) -> str:
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", cuts.rotary_embedding)
     wrap_everywhere(rope_utils, "apply_rotary_pos_emb", cuts.rotate)
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
+    wrap(GPTModel, "_preprocess", cuts.look_at_first_batch)
     wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
     assign_by(registry.packed_tokens)
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
@@ -50,6 +52,7 @@ class _Cuts:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._has_looked = False
 
     def _apply_to(self, group: Any) -> bool:
         return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
@@ -134,6 +137,36 @@ class _Cuts:
         offsets = tuple(cu_seqlens.flatten().tolist())
         return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else self._tokens(length)
 
+    def look_at_first_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
+        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        held, group = given.get("position_ids"), _group(given)
+        if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
+            self._has_looked = True
+            if self._are_of_zigzag(held[0], given.get("packed_seq_params"), group):
+                raise ValueError(
+                    f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
+                    "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
+                    "packed_indices, which follow the layout; or use --burst-layout zigzag"
+                )
+        return original(model, *args, **kwargs)
+
+    def _are_of_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> bool:
+        """Return whether positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
+        length, is_packed = len(held) * group.size(), packed is not None and packed.qkv_format == "thd"
+        starts = _starts(packed) if is_packed else torch.tensor([0, length])
+        offsets = tuple(starts.flatten().tolist())
+        if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
+            return False
+        ours = self._documents(starts, length, group) if is_packed else self._tokens(length)
+
+        def fit(tokens: Tokens) -> bool:
+            """Return whether positions are those of `tokens`, in the whole or in their documents."""
+            whole = torch.tensor([0, length])
+            return any(held.tolist() == _in_documents(tokens, each, group).tolist() for each in (whole, starts))
+
+        return fit(by_document(offsets, group.size())) and not fit(ours)
+
     def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the tables of multi-latent attention's fused rotary embedding.
 
@@ -160,8 +193,7 @@ class _Cuts:
         length, packed = local.shape[dim] * group.size(), given.arguments["packed_seq_params"]
         tokens = self._tokens(length)
         if packed is not None:
-            padded = packed.cu_seqlens_q_padded
-            tokens = self._documents(packed.cu_seqlens_q if padded is None else padded, length, group)
+            tokens = self._documents(_starts(packed), length, group)
         shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(shards, local.contiguous(), group=group)
         given.arguments.update(tensor=layout_of(tokens).unshard(shards, dim, tokens), cp_group=None)
@@ -173,6 +205,12 @@ class _Cuts:
 def _group(given: Any) -> Any:
     """Return the group among arguments of Megatron's, or else the one that it takes then."""
     return given.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
+
+
+def _starts(packed: Any) -> Tensor:
+    """Return where packed documents begin, and the last one ends."""
+    padded: Tensor | None = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
 
 
 def _cut(x: Tensor, dim: int, tokens: Tokens, group: dist.ProcessGroup) -> Tensor:

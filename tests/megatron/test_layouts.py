@@ -15,6 +15,7 @@ from burst_plugin import Causal, Documents, Strategy, Topology
 from burst_plugin.megatron import cpu, install, packed_indices
 from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 from tests.megatron.test_model_parity import DEEPSEEK, LLAMA_PACKED, MTP, TWO_LAYERS, _step, check_equal
 from tests.support.core_attentions import WrittenOut
 from tests.support.megatron_gpt import GptRun, StepResult, batches, build, cut_batch, join, loss_of, random_tokens
@@ -63,6 +64,10 @@ def test_sequences_equal_one_rank(changes: dict[str, Any], sizes: dict[str, Any]
     check_over(over(one, layout, **sizes), one)
 
 
+def test_auto_leaves_sequences_in_zigzag() -> None:
+    check_over(over(TWO_LAYERS, "auto", cp=2), TWO_LAYERS)
+
+
 def test_mla_equals_the_definition() -> None:
     check_over(over(DEEPSEEK, "striped"), replace(DEEPSEEK, core=WrittenOut))
 
@@ -96,6 +101,26 @@ def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
 def test_positions_of_another_layout_would_be_noticed() -> None:
     results = run_ranks(_with_positions_of_zigzag, 4, over(TWO_LAYERS, "striped"))
     assert abs(results[0].loss - _on_one_rank(TWO_LAYERS, None).loss) > 1e-4
+
+
+def _cut_elsewhere(rank: int, kind: str) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = build(replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1))
+    starts = (0, 64) if kind == "sequence" else (0, 16, 64)
+    rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts)))
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    params = None if kind == "sequence" else PackedSeqParams("thd", *[offsets] * 4, 48, 48)
+    held = torch.where(rows < 16, rows, rows - 16) if kind == "documents" else rows
+    with pytest.raises(ValueError, match="this batch has been cut in zigzag, but layout='striped'"):
+        model(rows[None], held[None], None, labels=rows[None], packed_seq_params=params)
+    rows = torch.arange(rank, 64, 2)
+    model(rows[None], rows[None], None, labels=rows[None], packed_seq_params=params)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "documents", "documents, positions of the whole"])
+def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> None:
+    run_ranks(_cut_elsewhere, 2, kind)
 
 
 # ------------------------------------------------------------------------------------------------- packed documents
