@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
 
-__all__ = ["announce", "wrap"]
+__all__ = ["announce", "wrap", "wrap_everywhere"]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,6 +24,16 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any
 
     setattr(owner, name, wrapper)
     return wrapper
+
+
+def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Do what `wrap` does, also in modules that have imported the function by its name before."""
+    original = getattr(owner, name)
+    wrapper = wrap(owner, name, around)
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})  # looking up an attribute may import things
+        if names.get(name) is original:
+            names[name] = wrapper
 
 
 def announce(cp: ContextParallel) -> None:

@@ -32,7 +32,7 @@ def install(strategy: Strategy | None = None) -> Adapter:
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: the layout is not zigzag, heads are in chunks, or an earlier `install()` had another strategy.
+        ValueError: heads are in chunks, or an earlier `install()` had another strategy.
     """
     from burst_plugin.megatron.adapter import install_adapter
 

@@ -37,6 +37,7 @@ from burst_plugin.megatron.config import is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
+from burst_plugin.megatron.layouts import MEGATRONS_OWN, follow_layout
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
@@ -45,10 +46,7 @@ from burst_plugin.strategy import Strategy
 __all__ = ["Adapter", "install_adapter"]
 
 _MARK = "_burst_plugin_adapter"
-_OTHER_MIXER = (
-    "{kind} layers are not supported with hybrid_context_parallel: they take a rank's tokens for consecutive ones; "
-    "use context_parallel_size"
-)
+_OTHER_MIXER = "{kind} layers are not supported with {option}: they take a rank's tokens for {tokens}; use {instead}"
 
 
 class Adapter:
@@ -68,10 +66,6 @@ class Adapter:
 
 def install_adapter(strategy: Strategy | None) -> Adapter:
     """Install the adapter once, and return it; see `burst_plugin.megatron.install`."""
-    if strategy is not None and strategy.layout != "zigzag":
-        raise ValueError(
-            f"layout={strategy.layout!r} is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
-        )
     if strategy is not None and strategy.head_chunk:
         raise ValueError(
             f"head_chunk={strategy.head_chunk} is for models of transformers; Megatron's layers project all heads at "
@@ -86,10 +80,12 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
         return installed
     adapter = Adapter(strategy)
     version = parse_version(megatron_version)
-    adapter.report += [about(version), *apply_repairs(version)]
+    adapter.report.append(about(version))
+    adapter.report.append(follow_layout(adapter.registry))  # before repairs, which wrap what it wraps
+    adapter.report += apply_repairs(version)
     setattr(wrap(TransformerLayer, "__init__", partial(_choose_core_attention, adapter)), _MARK, adapter)
     adapter.report.append('layers with cp_comm_type="burst" compute attention on the ring, whatever their spec says')
-    wrap(MambaLayer, "__init__", _refuse_mamba)
+    wrap(MambaLayer, "__init__", partial(_refuse_mamba, adapter))
     for model in _models_that_count_positions():
         wrap(model, "__init__", _refuse_counted_positions)
     wrap(GPTModel, "_preprocess", _refuse_packed_mrope)
@@ -127,9 +123,10 @@ def _choose_core_attention(
     """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
     if spreads_sequences(config) and not _asks_for_burst(config) and burst_is_possible():
         _warn_of_another_kind(config.cp_comm_type)
+    _refuse_other_attention(config, adapter.registry.layout)
     if _asks_for_burst(config):
         submodules = copy.copy(submodules)
-        _refuse_other_mixers(config, submodules)
+        _refuse_other_mixers(config, adapter.registry.layout, submodules)
         for name, spec in vars(submodules).items():
             if name in ("self_attention", "cross_attention"):
                 setattr(submodules, name, _with_choice(spec, adapter.registry))
@@ -163,20 +160,42 @@ def _warn_of_another_kind(cp_comm_type: Any) -> None:
     )
 
 
-def _refuse_other_mixers(config: Any, submodules: Any) -> None:
-    """Raise ValueError for layers that assume consecutive tokens, where each microbatch brings its own group."""
+def _refuse_other_attention(config: Any, layout: str) -> None:
+    """Raise ValueError for models with layers that Megatron's own context parallelism computes, always in zigzag."""
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    if spreads_sequences(config) and layout != MEGATRONS_OWN and set(kinds) != {"burst"}:
+        raise ValueError(
+            f"layout={layout!r} needs cp_comm_type='burst' in all layers, got {config.cp_comm_type!r}: Megatron's "
+            "own context parallelism takes batches to be cut in zigzag; use --burst-layout zigzag"
+        )
+
+
+def _refuse_other_mixers(config: Any, layout: str, submodules: Any) -> None:
+    """Raise ValueError for layers that rely on which tokens a rank holds, where it holds others."""
     mixer = submodules.self_attention
     kind = getattr(mixer, "module", mixer)
     core = getattr(getattr(mixer, "submodules", None), "core_attention", None)
-    if is_hybrid(config) and core is None and kind not in (IdentityOp, None):
-        raise ValueError(_OTHER_MIXER.format(kind=getattr(kind, "__name__", kind)))
+    if core is None and kind not in (IdentityOp, None):
+        _refuse_mixer(getattr(kind, "__name__", kind), config, layout)
 
 
-def _refuse_mamba(original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a `MambaLayer`, or raise ValueError where its tokens would not be consecutive."""
-    if is_hybrid(config) and _asks_for_burst(config):
-        raise ValueError(_OTHER_MIXER.format(kind="MambaLayer"))
+def _refuse_mamba(
+    adapter: Adapter, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Build a `MambaLayer`, or raise ValueError where a rank holds other tokens than it takes them for."""
+    if _asks_for_burst(config):
+        _refuse_mixer("MambaLayer", config, adapter.registry.layout)
     original(layer, config, *args, **kwargs)
+
+
+def _refuse_mixer(kind: object, config: Any, layout: str) -> None:
+    if is_hybrid(config):
+        option, tokens, instead = "hybrid_context_parallel", "consecutive ones", "context_parallel_size"
+    elif layout != MEGATRONS_OWN:
+        option, tokens, instead = f"layout={layout!r}", "those of zigzag", "--burst-layout zigzag"
+    else:
+        return
+    raise ValueError(_OTHER_MIXER.format(kind=kind, option=option, tokens=tokens, instead=instead))
 
 
 def _asks_for_burst(config: Any) -> bool:

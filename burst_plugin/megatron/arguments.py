@@ -23,6 +23,7 @@ __all__ = [
     "flag_problems",
     "mend_help",
     "parsed_arguments",
+    "parsed_layout",
     "parsed_strategy",
     "refuse_flags",
     "warn_of_quantizers",
@@ -63,7 +64,6 @@ _LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
 # Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
 _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
     {
-        "layout": "always zigzag",
         "head_chunk": "–",  # its fused projection writes gradients to buffers that a part of its rows does not have
         "forward": "–",  # keys and values move, which is nearly always best
         "deterministic": "PyTorch's switch, set by `--deterministic-mode`",
@@ -139,6 +139,12 @@ def refuse_flags() -> None:
             reasons.append(
                 "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
                 "rotates them in another way; drop one of them"
+            )
+        kinds = sorted(set(args.cp_comm_type))
+        if parsed_layout() != Strategy.layout and kinds != ["burst"]:
+            reasons.append(
+                f"{_flag(_dest('layout'), parsed_layout())} needs --cp-comm-type burst in all layers, got "
+                f"{' '.join(kinds)}: Megatron's own context parallelism takes batches to be cut in zigzag"
             )
         _warn_of_square_masks(args)
         _warn_of_unequal_ranks(args)
@@ -230,6 +236,11 @@ def parsed_arguments() -> Any:
     """Return what Megatron's parser found; None if it did not run."""
     global_vars: Any = sys.modules.get("megatron.training.global_vars")
     return getattr(global_vars, "_GLOBAL_ARGS", None)
+
+
+def parsed_layout() -> str:
+    """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
+    return str(getattr(parsed_arguments(), _dest("layout"), Strategy.layout))
 
 
 def parsed_strategy() -> Strategy | None:

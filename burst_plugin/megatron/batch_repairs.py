@@ -22,8 +22,10 @@ __all__ = [
     "WANT_TE",
     "count_no_labels_as_one",
     "cut_over_context_parallel_ranks",
+    "cut_packed",
     "cut_packed_batches",
     "cut_without_transformer_engine",
+    "functions_that_cut",
     "roll_padded_documents",
     "wants_absent_te",
 ]
@@ -84,19 +86,20 @@ def wants_absent_te() -> bool:
     return getattr(utils, "tex", None) is None and any(hasattr(utils, name) for name in WANT_TE)
 
 
+def cut_packed(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+    """Cut a batch of packed documents in the form that it has from 0.18 on."""
+    if cp_group.size() > 1:
+        padded = batch.get("cu_seqlens_padded")
+        offsets = batch["cu_seqlens"] if padded is None else padded
+        _take_rows(batch, _BY_TOKEN, offsets, cp_group.size(), cp_group.rank())
+    return batch
+
+
 def cut_without_transformer_engine() -> None:
     """Cut packed batches without Transformer Engine: from 0.18 on offsets are right, but only it cuts by them."""
-
-    def cut(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
-        if cp_group.size() > 1:
-            padded = batch.get("cu_seqlens_padded")
-            offsets = batch["cu_seqlens"] if padded is None else padded
-            _take_rows(batch, _BY_TOKEN, offsets, cp_group.size(), cp_group.rank())
-        return batch
-
     for name in WANT_TE:
         if hasattr(utils, name):
-            setattr(utils, name, cut)
+            setattr(utils, name, cut_packed)
 
 
 # In 0.18 and later, `get_batch_on_this_cp_rank` leaves the cutting to these.
@@ -105,6 +108,14 @@ CUT_BATCH = (
     "_get_batch_on_this_cp_rank_per_sequence_balancing",
     *WANT_TE,
 )
+
+
+def functions_that_cut() -> tuple[str, ...]:
+    """Return the names of Megatron's functions that get the whole batch on every rank, and cut it.
+
+    Until 0.17 that is the one that scripts call, later those that it calls.
+    """
+    return tuple(name for name in CUT_BATCH if hasattr(utils, name)) or ("get_batch_on_this_cp_rank",)
 
 
 def cut_over_context_parallel_ranks() -> None:

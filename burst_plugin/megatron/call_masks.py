@@ -101,7 +101,8 @@ class MaskReader:
                 in_this_call[id(tensor)] = self._numbers(tensor)
             return in_this_call[id(tensor)]
 
-        tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read)
+        assign = self._registry.packed_tokens
+        tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read, assign)
         return documents, tokens
 
     def _numbers(self, tensor: Tensor) -> tuple[int, ...]:

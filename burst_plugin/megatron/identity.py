@@ -7,7 +7,6 @@ of a ring.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -20,9 +19,9 @@ from megatron.core.pipeline_parallel import schedules
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.arguments import parsed_arguments
-from burst_plugin.megatron.batch_repairs import CUT_BATCH
+from burst_plugin.megatron.batch_repairs import functions_that_cut
 
 __all__ = ["Identity", "follow_schedules"]
 
@@ -43,13 +42,13 @@ class Identity:
     def __init__(self) -> None:
         self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
         self.microbatches = 1  # of the schedule in progress
-        self._forward_steps = 0  # on this rank, of all models
+        self.forward_steps = 0  # on this rank, of all models
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
 
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
-        self._forward_steps += 1
+        self.forward_steps += 1
         self._microbatch = microbatch
 
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
@@ -61,11 +60,11 @@ class Identity:
         if own_group:
             return (f"layer {layer_number}",)
         counts = self._rings.setdefault(cp, _Counts())
-        number, calls = counts.of(layer, self._forward_steps)
+        number, calls = counts.of(layer, self.forward_steps)
         iteration = getattr(parsed_arguments(), "curr_iteration", None)
         return (
             None if iteration is None else f"iteration {iteration}",
-            f"forward step {counts.forward_steps}" if self._forward_steps else None,
+            f"forward step {counts.forward_steps}" if self.forward_steps else None,
             None if self._microbatch is None else f"microbatch {self._microbatch}",
             f"layer {layer_number}" if number == layer_number else f"layer {layer_number} (core attention {number})",
             None if calls == 1 else f"call {calls} of it",
@@ -144,12 +143,6 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
     wrap(schedules, "set_current_microbatch", begin)
     for name in _SCHEDULES:
         wrap(schedules, name, run)
-    # The function that gets the whole batch on every rank: until 0.17 the outer one, later those that it calls.
-    outer, inner = "get_batch_on_this_cp_rank", [name for name in CUT_BATCH if hasattr(utils, name)]
-    for name in inner or [outer]:
-        original = getattr(utils, name)
-        wrapped = wrap(utils, name, cut)
-        for module in map(sys.modules.get, ("megatron.training.utils", "megatron.training.training")):
-            if getattr(module, name, None) is original:  # imported by name before the plugin was installed
-                setattr(module, name, wrapped)
+    for name in functions_that_cut():
+        wrap_everywhere(utils, name, cut)
     return "attention calls know their iteration, forward step, microbatch, layer and batch, which ranks compare"

@@ -1,11 +1,13 @@
-"""Megatron's packed sequences ("thd"): documents one after another, each cut over the ranks on its own.
+"""Megatron's packed sequences ("thd"): documents one after another, in zigzag each cut over the ranks on its own.
 
 8 + 4 tokens over 2 ranks, in documents 0 ... 7 and 8 ... 11:
 
-    rank 0: 0 1 6 7  8 11        rank 1: 2 3 4 5  9 10
+    zigzag     rank 0: 0 1 6 7  8 11        rank 1: 2 3 4 5  9 10
+    striped    rank 0: 0 2 4 6  8 10        rank 1: 1 3 5 7  9 11
 
-A rank holds two of a document's 2 * ranks chunks, number `rank` and its mirror image, as in Transformer Engine's
-`thd_get_partitioned_indices`. Megatron's rotary embedding relies on it.
+In zigzag a rank holds two of a document's 2 * ranks chunks, number `rank` and its mirror image, as in Transformer
+Engine's `thd_get_partitioned_indices`. Megatron's rotary embedding relies on it. Other layouts cut all documents
+together, whatever their lengths.
 """
 
 from __future__ import annotations
@@ -17,10 +19,21 @@ from typing import Any
 
 from torch import Tensor
 
-from burst_plugin.sequence.layout import LAYOUTS, Tokens, check_cu_seqlens, positions
+from burst_plugin.sequence.layout import LAYOUTS, Layout, Tokens, check_cu_seqlens, in_chunks, positions
 from burst_plugin.sequence.masks import Documents
 
-__all__ = ["check_known", "is_packed", "packed_documents", "packed_indices"]
+__all__ = [
+    "Assign",
+    "assign_by",
+    "by_document",
+    "check_known",
+    "is_packed",
+    "layout_of",
+    "packed_documents",
+    "packed_indices",
+]
+
+Assign = Callable[[tuple[int, ...], int], Tokens]  # (where documents begin, ranks) -> which tokens ranks hold
 
 # Fields of PackedSeqParams: those read here, or with no bearing on attention; and those on how batches are cut.
 _KNOWN = frozenset(
@@ -69,10 +82,37 @@ def is_packed(params: Any) -> bool:
     return bool(params.qkv_format == "thd")
 
 
+def by_document(offsets: tuple[int, ...], ranks: int) -> Tokens:
+    """Return the assignment of Megatron itself. Raise ValueError for a document that does not divide by 2 * ranks."""
+    for number, (start, stop) in enumerate(pairwise(offsets)):
+        if ranks > 1 and (stop - start) % (2 * ranks):
+            raise ValueError(
+                f"packed document {number} has {stop - start} tokens, expected a multiple of 2 * "
+                f"context_parallel_size = {2 * ranks}: pad it, and pass cu_seqlens_padded besides cu_seqlens; or "
+                "write --burst-layout striped, which takes documents of any length"
+            )
+    return Tokens(offsets[-1], offsets)
+
+
+_assign: Assign = by_document
+
+
+def assign_by(assign: Assign) -> None:
+    """Let `packed_indices` give ranks the tokens that `assign` does."""
+    global _assign
+    _assign = assign
+
+
+def layout_of(tokens: Tokens) -> Layout:
+    """Return the layout of tokens that have one of their own, or else zigzag."""
+    return LAYOUTS[tokens.layout or "zigzag"] if tokens.holders is None else in_chunks(tokens.holders)
+
+
 def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:
     """Return the tokens of a packed sequence that a rank holds: `batch[name].index_select(1, indices)` cuts a batch.
 
-    It is `transformer_engine_torch.thd_get_partitioned_indices` for any device.
+    In zigzag, as long as `install()` was told no other layout, it is
+    `transformer_engine_torch.thd_get_partitioned_indices` for any device.
 
     Args:
         cu_seqlens: where documents begin, 0 first and the number of tokens last. For padded documents give
@@ -83,26 +123,31 @@ def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: in
         int64 [tokens / cp_size], on the device of `cu_seqlens`.
 
     Raises:
-        ValueError: cu_seqlens decrease, or the length of a document does not divide by 2 * cp_size.
+        ValueError: cu_seqlens decrease; in zigzag the length of a document does not divide by 2 * cp_size, in other
+            layouts the number of tokens by cp_size.
     """
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None
     listed = cu_seqlens.flatten().tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    offsets = _divisible(check_cu_seqlens(listed), cp_size)
-    runs = LAYOUTS["zigzag"].runs(cp_rank, cp_size, Tokens(offsets[-1], offsets))
-    return positions(runs, device)
+    tokens = _assign(check_cu_seqlens(listed), cp_size)
+    return positions(layout_of(tokens).runs(cp_rank, cp_size, tokens), device)
 
 
 def packed_documents(
-    params: Any, ranks: int, lengths: tuple[int, int], read: Callable[[Tensor], Sequence[int]]
+    params: Any,
+    ranks: int,
+    lengths: tuple[int, int],
+    read: Callable[[Tensor], Sequence[int]],
+    assign: Assign = by_document,
 ) -> tuple[tuple[Tokens, Tokens], Documents]:
     """Return the tokens of queries and of keys, and the documents, that a `PackedSeqParams` of Megatron describes.
 
     Its offsets are those of the whole sequence: `*_padded` say where documents begin, the others how long they are
-    without padding. `lengths` are those of q and k on this rank; `read` turns a tensor into ints. Raises ValueError
-    for offsets that do not fit together, or that do not fit the lengths.
+    without padding. `lengths` are those of q and k on this rank; `read` turns a tensor into ints; `assign` says which
+    tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths.
     """
-    q, q_lengths = _side(params, "q", ranks, read)
-    kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", ranks, read)
+    q, q_lengths = _side(params, "q", read)
+    kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", read)
+    tokens = assign(q, ranks), assign(kv, ranks)
     for name, offsets, length in (("q", q, lengths[0]), ("kv", kv, lengths[1])):
         if ranks > 1 and offsets[-1] == length:
             raise ValueError(
@@ -118,11 +163,11 @@ def packed_documents(
     documents = (
         Documents(q, q_lengths) if (q, q_lengths) == (kv, kv_lengths) else Documents(q, q_lengths, kv, kv_lengths)
     )
-    return (Tokens(q[-1], q), Tokens(kv[-1], kv)), documents
+    return tokens, documents
 
 
 def _side(
-    params: Any, side: str, ranks: int, read: Callable[[Tensor], Sequence[int]]
+    params: Any, side: str, read: Callable[[Tensor], Sequence[int]]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Return where documents begin, and their lengths without padding if they are padded."""
     name = f"cu_seqlens_{side}"
@@ -139,16 +184,5 @@ def _side(
             "for the same documents"
         )
     lengths = tuple(stop - start for start, stop in pairwise(real))
-    room = tuple(stop - start for start, stop in pairwise(_divisible(offsets, ranks)))
+    room = tuple(stop - start for start, stop in pairwise(offsets))
     return offsets, None if lengths == room else lengths
-
-
-def _divisible(offsets: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the offsets. Raise ValueError for a document that does not divide by 2 * ranks."""
-    for number, (start, stop) in enumerate(pairwise(offsets)):
-        if ranks > 1 and (stop - start) % (2 * ranks):
-            raise ValueError(
-                f"packed document {number} has {stop - start} tokens, expected a multiple of 2 * "
-                f"context_parallel_size = {2 * ranks}: pad it, and pass cu_seqlens_padded besides cu_seqlens"
-            )
-    return offsets

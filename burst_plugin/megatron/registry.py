@@ -13,14 +13,18 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import parsed_strategy
+from burst_plugin.megatron.arguments import parsed_layout, parsed_strategy
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.masks import check_same
+from burst_plugin.megatron.packed import by_document
 from burst_plugin.megatron.tensor_cache import TensorCache
-from burst_plugin.sequence.masks import Mask
-from burst_plugin.strategy import Strategy
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Documents, Mask
+from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["Registry"]
+
+_KNOWN = 64  # packed batches, of all that a pipeline has under way
 
 
 class Registry:
@@ -37,6 +41,7 @@ class Registry:
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()
+        self._packed_tokens: dict[tuple[tuple[int, ...], int], Tokens] = {}  # the latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -44,6 +49,43 @@ class Registry:
     def asked(self) -> Strategy:
         """Return the options: those of `install()`, else those of Megatron's parsed arguments, else the defaults."""
         return self.strategy or parsed_strategy() or Strategy()
+
+    @property
+    def layout(self) -> str:
+        """The option `layout`, which is looked up for every batch."""
+        return parsed_layout() if self.strategy is None else self.strategy.layout
+
+    @property
+    def layout_of_sequences(self) -> str:
+        """The layout of batches without packed documents; of the causal ones that Megatron has, if that is "auto"."""
+        return "zigzag" if self.layout == AUTO else self.layout
+
+    def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:
+        """Return which of the packed documents that begin at `offsets` ranks hold, by the option `layout`.
+
+        Raises ValueError for lengths that the layout cannot cut, or of which ranks cannot hold equally many tokens.
+        """
+        if ranks == 1 or self.layout == "zigzag":
+            return by_document(offsets, ranks)
+        if offsets[-1] % ranks:
+            raise ValueError(
+                f"packed documents of {offsets[-1]} tokens do not divide by context_parallel_size={ranks}: pad the "
+                "last one, and pass cu_seqlens_padded besides cu_seqlens"
+            )
+        if self.layout != AUTO:
+            return Tokens(offsets[-1], layout=self.layout)
+        if (offsets, ranks) not in self._packed_tokens:
+            cp = next((cp for cp in self._contexts.values() if cp.ranks == ranks), None)
+            if cp is None:
+                raise ValueError(
+                    f"layout='auto' assigns packed documents to the {ranks} ranks of a ring, and there is none yet; "
+                    "cut batches after initialize_model_parallel()"
+                )
+            if len(self._packed_tokens) >= _KNOWN:
+                self._packed_tokens.pop(next(iter(self._packed_tokens)))
+            chosen = cp.tokens(offsets[-1], Causal() & Documents(offsets), alike=True)
+            self._packed_tokens[offsets, ranks] = chosen
+        return self._packed_tokens[offsets, ranks]
 
     def contexts(self) -> list[ContextParallel]:
         """Return all rings in use."""
@@ -61,6 +103,7 @@ class Registry:
         self._contexts.clear()
         self._of_microbatches.clear()
         self._calls_with_mask.clear()
+        self._packed_tokens.clear()
         self.identity = Identity()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
@@ -93,7 +136,7 @@ class Registry:
 
         hierarchy: Megatron's list of groups, innermost first. part: whether the group may be smaller than a node.
         """
-        strategy = self.asked()
+        strategy = replace(self.asked(), layout=self.layout_of_sequences)
         size = 1 if group is None else group.size()
         if part and isinstance(strategy.ranks_per_node, int):
             strategy = replace(strategy, ranks_per_node=min(size, strategy.ranks_per_node))

@@ -35,7 +35,7 @@ def _install_report(rank: int) -> tuple[str, bool, list[str], list[str]]:
     made = cp.describe()
     again = install() is adapter
     errors = []
-    for strategy in (Strategy(layout="striped"), Strategy(head_chunk=2), Strategy(backward="q")):
+    for strategy in (Strategy(head_chunk=2), Strategy(backward="q")):
         try:
             install(strategy)
         except ValueError as error:
@@ -51,9 +51,8 @@ def test_install_is_explicit_idempotent_and_says_what_it_did() -> None:
         assert 'layers with cp_comm_type="burst"' in report
         assert "two_level_ring 2x2" in report
         assert again
-        assert errors[0] == "layout='striped' is not valid here: Megatron assigns tokens to ranks in zigzag; use that"
-        assert errors[1].startswith("head_chunk=2 is for models of transformers; Megatron's layers project all heads")
-        assert errors[2].startswith("already installed with")
+        assert errors[0].startswith("head_chunk=2 is for models of transformers; Megatron's layers project all heads")
+        assert errors[1].startswith("already installed with")
         assert kinds == ["BurstCoreAttention"] * 2
 
 
@@ -379,18 +378,20 @@ def test_layers_that_know_no_groups_of_microbatches_are_refused_beside_them() ->
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from burst_plugin.megatron.adapter import _refuse_mamba, _refuse_other_mixers
+    from burst_plugin.megatron.adapter import Adapter, _refuse_mamba, _refuse_other_mixers
 
     config = types.SimpleNamespace(context_parallel_size=1, hybrid_context_parallel=True, cp_comm_type="burst")
     plain = types.SimpleNamespace(context_parallel_size=2, cp_comm_type="burst")
     delta_net = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
     with pytest.raises(ValueError, match="Linear layers are not supported with hybrid_context_parallel"):
-        _refuse_other_mixers(config, delta_net)
-    _refuse_other_mixers(config, types.SimpleNamespace(self_attention=IdentityOp))
-    _refuse_other_mixers(plain, delta_net)
+        _refuse_other_mixers(config, "zigzag", delta_net)
+    _refuse_other_mixers(config, "zigzag", types.SimpleNamespace(self_attention=IdentityOp))
+    _refuse_other_mixers(plain, "zigzag", delta_net)
     with pytest.raises(ValueError, match="MambaLayer layers are not supported with hybrid_context_parallel"):
-        _refuse_mamba(lambda layer, config: None, None, config)
-    _refuse_mamba(lambda layer, config: None, None, plain)
+        _refuse_mamba(Adapter(None), lambda layer, config: None, None, config)
+    _refuse_mamba(Adapter(None), lambda layer, config: None, None, plain)
+    with pytest.raises(ValueError, match="MambaLayer layers are not supported with layout='auto'"):
+        _refuse_mamba(Adapter(Strategy(layout="auto")), lambda layer, config: None, None, plain)
 
 
 def test_packed_sequences_on_other_ranks_than_the_layers_are_refused() -> None:

@@ -93,6 +93,10 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             "--flash-attention-version 3 is not supported: kernels are chosen by --burst",
         ),
         ({"cp_comm_type": ["p2p"], "burst_backward": "q"}, "--burst-backward needs --cp-comm-type burst: add that"),
+        (
+            {"cp_comm_type": ["p2p", "burst"], "burst_layout": "striped"},
+            "--burst-layout striped needs --cp-comm-type burst in all layers, got burst p2p",
+        ),
         ({"cp_comm_type": ["p2p"], "burst_ranks_per_node": 2}, "--burst-ranks-per-node needs --cp-comm-type burst"),
     ],
     ids=str,
@@ -157,13 +161,13 @@ def test_flags_become_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = add_arguments(argparse.ArgumentParser())
     assert "--burst-backward" in parser.format_help()
     assert parsed_strategy() is None
-    parsed = parser.parse_args(
-        ["--burst-backward", "q", "--burst-kernel", "reference", "--burst-ranks-per-node", "2"]
-    )
+    flags = {"backward": "q", "kernel": "reference", "ranks-per-node": "2", "layout": "striped"}
+    parsed = parser.parse_args([word for name, value in flags.items() for word in (f"--burst-{name}", value)])
     parsed.reset_attention_mask = False
     module = argparse.Namespace(_GLOBAL_ARGS=parsed)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)  # type: ignore[arg-type]
-    assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2)
+    assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2, layout="striped")
+    assert Registry(None).layout == "striped"
     assert flag_problems() == []
     parsed.reset_attention_mask = True
     assert "--reset-attention-mask is not supported" in flag_problems()[0]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from burst_plugin import Strategy
 from tests.megatron.test_core_attention import RUN, SK, B, S, _cut
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import (
@@ -82,7 +83,7 @@ LENGTHS = (64, 32, 32, 16, 16, 16, 16)
 HYBRID = (((0, 1, 2, 3), 4), ((0, 1), 2), ((2, 3), 2), ((0,), 1), ((1,), 1), ((2,), 1), ((3,), 1))
 
 
-def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
+def _hybrid(rank: int, world: int, layout: str = "zigzag") -> dict[str, torch.Tensor]:
     """Gradients of all samples, each run by the ranks that `HYBRID` says."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -90,6 +91,7 @@ def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
     spread = world > 1
     config = {"hybrid_context_parallel": True, "max_seqlen_per_dp_cp_rank": 16} if spread else {}
     run = replace(RUN, cp=1, hierarchical=None, config=config, cp_comm_type="burst", per_token_loss=True)
+    run = replace(run, strategy=Strategy(layout=layout))
     original = parallel_state.initialize_model_parallel
     parallel_state.initialize_model_parallel = lambda **options: original(**options, hybrid_context_parallel=spread)
     model = build(run)
@@ -115,9 +117,10 @@ def _hybrid(rank: int, world: int) -> dict[str, torch.Tensor]:
     return {name: param.main_grad.clone() for name, param in model.named_parameters()}
 
 
-def test_hybrid_context_parallel_groups_equal_one_rank() -> None:
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_hybrid_context_parallel_groups_equal_one_rank(layout: str) -> None:
     (expected,) = run_ranks(_hybrid, 1, 1)
-    for grads in run_ranks(_hybrid, 4, 4):
+    for grads in run_ranks(_hybrid, 4, 4, layout):
         for name, grad in grads.items():
             error = torch.linalg.vector_norm(grad - expected[name])
             assert error <= 1e-4 * torch.linalg.vector_norm(expected[name]), name

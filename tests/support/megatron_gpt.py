@@ -58,6 +58,8 @@ class GptRun:
     """A core attention for every layer, in the place of Megatron's own."""
     tied: bool = False
     """Whether the output layer has the embedding's weight."""
+    positions: str = "rope"
+    """Megatron's position_embedding_type."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,20 @@ def transformer_config(run: GptRun) -> Any:
     }
     if run.cp_comm_type is not None:
         options["cp_comm_type"] = run.cp_comm_type
-    return kind(**{**options, **recompute, **run.config})
+    found = kind(**{**options, **recompute, **run.config})
+    vars(found).update(_YARN if run.positions == "yarn" else {})  # as Megatron's scripts do
+    return found
+
+
+_YARN = {
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 
 
 def _gpt_model(run: GptRun, config: Any) -> Any:
@@ -252,7 +267,7 @@ def _gpt_model(run: GptRun, config: Any) -> Any:
         max_sequence_length=run.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        position_embedding_type="rope",
+        position_embedding_type=run.positions,
         share_embeddings_and_output_weights=run.tied,
     )
 

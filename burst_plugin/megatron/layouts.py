@@ -1,0 +1,225 @@
+"""What Megatron itself cuts in zigzag, cut by the ring's layout: batches, rotary embedding, and what it rolls.
+
+With 8 tokens over 2 ranks, and `layout="striped"`, rank 0 gets of everything what belongs to tokens 0 2 4 6, and
+rank 1 what belongs to 1 3 5 7. In zigzag Megatron's own code runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, utils
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
+
+from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.megatron.batch_repairs import WANT_TE, cut_packed, functions_that_cut
+from burst_plugin.megatron.packed import assign_by, by_document, layout_of
+from burst_plugin.megatron.registry import Registry
+from burst_plugin.sequence.layout import Tokens, positions
+from burst_plugin.strategy import AUTO
+
+__all__ = ["MEGATRONS_OWN", "follow_layout"]
+
+MEGATRONS_OWN = "zigzag"
+# Entries of a batch without one value per token.
+_NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
+_POSITIONS = "_burst_plugin_positions"  # an attribute of the offsets of packed documents
+
+
+def follow_layout(registry: Registry) -> str:
+    """Let Megatron cut everything by the layout of `registry`, over any group; return a line that says so."""
+    cuts = _Cuts(registry)
+    for name in functions_that_cut():
+        wrap_everywhere(utils, name, cuts.packed_batch if name in WANT_TE else cuts.batch)
+    wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", cuts.rotary_embedding)
+    wrap_everywhere(rope_utils, "apply_rotary_pos_emb", cuts.rotate)
+    wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
+    wrap(GPTModel, "_preprocess", cuts.look_at_first_batch)
+    wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
+    assign_by(registry.packed_tokens)
+    return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
+
+
+class _Cuts:
+    """Functions in place of Megatron's, which cut over its groups in zigzag: these cut as `registry` says."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._has_looked = False
+
+    def _apply_to(self, group: Any) -> bool:
+        return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
+
+    def _tokens(self, length: int) -> Tokens:
+        return Tokens(length, layout=self._registry.layout_of_sequences)
+
+    def batch(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Cut entries [B, S, ...] of a batch of whole sequences, and its attention_mask [B, 1, S, S] by the queries.
+
+        Raises ValueError for a length of which ranks cannot hold equally many tokens, as pipelines and rotary
+        embedding have it.
+        """
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        batch, group = given["batch"], _group(given)
+        if not self._apply_to(group):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        for name, x in batch.items():
+            dim = 2 if name == "attention_mask" else 1
+            if not isinstance(x, Tensor) or x.dim() <= dim or name in _NOT_BY_TOKEN:
+                continue
+            tokens = self._tokens(x.shape[dim])
+            divisor = layout_of(tokens).chunks_per_rank * group.size()
+            if tokens.length % divisor:
+                raise ValueError(
+                    f"{name} {list(x.shape)} has {tokens.length} tokens, expected a multiple of {divisor} with "
+                    f"context_parallel_size={group.size()} and layout={tokens.layout!r}; pad the sequence"
+                )
+            batch[name] = _cut(x, dim, tokens, group)
+        return batch  # type: ignore[no-any-return]
+
+    def packed_batch(self, original: Any, batch: dict[str, Any], cp_group: Any = None) -> dict[str, Any]:
+        """Cut a batch of packed documents, as Megatron does by Transformer Engine from 0.18 on."""
+        cp_group = _group({"cp_group": cp_group})
+        return (cut_packed if self._apply_to(cp_group) else original)(batch, cp_group)
+
+    def rotary_embedding(self, original: Any, pos_emb: Tensor, seq_dim: int, cp_group: Any = None) -> Tensor:
+        """Cut the rotary embedding of a whole sequence along `seq_dim`."""
+        if not self._apply_to(cp_group):
+            return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
+        return _cut(pos_emb, seq_dim, self._tokens(pos_emb.shape[seq_dim]), cp_group)
+
+    def rotate(
+        self,
+        original: Any,
+        t: Tensor,
+        freqs: Tensor,
+        config: Any,
+        cu_seqlens: Tensor | None = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """Rotate queries or keys; those of packed documents, [T/CP, H, D], by their positions in these."""
+        group = _group({"cp_group": cp_group})
+        if cu_seqlens is None or not self._apply_to(group):
+            return original(t, freqs, config, cu_seqlens, mscale, cp_group, **options)  # type: ignore[no-any-return]
+        rows = self._positions(cu_seqlens, t.shape[0] * group.size(), group)
+        freqs = freqs[rows.clamp(max=freqs.shape[0] - 1)]  # padding may be longer than any document
+        rotated: Tensor = original(t.unsqueeze(1), freqs, config, None, mscale, cp_group, **options)
+        return rotated.squeeze(1)
+
+    def _positions(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+        """Return the positions of this rank's tokens in the documents of a packed sequence of `length`.
+
+        They are looked up for every layer, and computed once where that reads a tensor.
+        """
+        if self._registry.layout != AUTO:
+            return _in_documents(self._tokens(length), cu_seqlens, group)
+        version = None if cu_seqlens.is_inference() else cu_seqlens._version
+        moment = (self._registry.identity.forward_steps, version, group.size(), group.rank())
+        known = getattr(cu_seqlens, _POSITIONS, None)
+        if known is None or known[0] != moment:
+            known = moment, _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
+            setattr(cu_seqlens, _POSITIONS, known)
+        return known[1]
+
+    def _documents(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tokens:
+        """Return which tokens of a packed sequence ranks hold; core attention tells offsets that do not fit it."""
+        if self._registry.layout != AUTO:
+            return self._tokens(length)
+        offsets = tuple(cu_seqlens.flatten().tolist())
+        return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else self._tokens(length)
+
+    def look_at_first_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
+        given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+        held, group = given.get("position_ids"), _group(given)
+        if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
+            self._has_looked = True
+            if self._are_of_zigzag(held[0], given.get("packed_seq_params"), group):
+                raise ValueError(
+                    f"this batch has been cut in zigzag, but layout={self._registry.layout!r}: cut it by "
+                    "megatron.core.utils.get_batch_on_this_cp_rank, packed documents by burst_plugin.megatron."
+                    "packed_indices, which follow the layout; or use --burst-layout zigzag"
+                )
+        return original(model, *args, **kwargs)
+
+    def _are_of_zigzag(self, held: Tensor, packed: Any, group: dist.ProcessGroup) -> bool:
+        """Return whether positions [S/CP] are what this rank holds in zigzag, and not in the layout."""
+        length, is_packed = len(held) * group.size(), packed is not None and packed.qkv_format == "thd"
+        starts = _starts(packed) if is_packed else torch.tensor([0, length])
+        offsets = tuple(starts.flatten().tolist())
+        if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
+            return False
+        ours = self._documents(starts, length, group) if is_packed else self._tokens(length)
+
+        def fit(tokens: Tokens) -> bool:
+            """Return whether positions are those of `tokens`, in the whole or in their documents."""
+            whole = torch.tensor([0, length])
+            return any(held.tolist() == _in_documents(tokens, each, group).tolist() for each in (whole, starts))
+
+        return fit(by_document(offsets, group.size())) and not fit(ours)
+
+    def fused_tables(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the tables of multi-latent attention's fused rotary embedding.
+
+        Raises ValueError for packed documents, of which its kernels take the positions to be in zigzag.
+        """
+        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
+        if given.get("packed_seq") and self._apply_to(_group(given) or embedding.cp_group):
+            raise ValueError(
+                f"apply_rope_fusion=True of multi-latent attention is not supported with packed documents in "
+                f"layout={self._registry.layout!r}: its kernels rotate them in zigzag; use --no-rope-fusion"
+            )
+        return original(embedding, *args, **kwargs)
+
+    def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Roll what is cut over a group as one rank rolls the whole; return this rank's part of it, and its sum.
+
+        Collective, without gradient, as Megatron's own.
+        """
+        given = inspect.signature(original).bind(*args, **kwargs)
+        given.apply_defaults()
+        local, dim, group = (given.arguments[name] for name in ("tensor", "dims", "cp_group"))
+        if local is None or not self._apply_to(group):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        length, packed = local.shape[dim] * group.size(), given.arguments["packed_seq_params"]
+        tokens = self._tokens(length)
+        if packed is not None:
+            tokens = self._documents(_starts(packed), length, group)
+        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(shards, local.contiguous(), group=group)
+        given.arguments.update(tensor=layout_of(tokens).unshard(shards, dim, tokens), cp_group=None)
+        rolled, _ = original(*given.args, **given.kwargs)
+        mine = _cut(rolled, dim, tokens, group)
+        return mine, mine.sum()
+
+
+def _group(given: Any) -> Any:
+    """Return the group among arguments of Megatron's, or else the one that it takes then."""
+    return given.get("cp_group") or parallel_state.get_context_parallel_group(check_initialized=False)
+
+
+def _starts(packed: Any) -> Tensor:
+    """Return where packed documents begin, and the last one ends."""
+    padded: Tensor | None = packed.cu_seqlens_q_padded
+    return packed.cu_seqlens_q if padded is None else padded
+
+
+def _cut(x: Tensor, dim: int, tokens: Tokens, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's tokens of a whole sequence `x`, along `dim`."""
+    return layout_of(tokens).shard(x, dim, (group.rank(), group.size()), tokens)
+
+
+def _in_documents(tokens: Tokens, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the positions of this rank's tokens in their documents, without reading `cu_seqlens`."""
+    held = positions(layout_of(tokens).runs(group.rank(), group.size(), tokens), cu_seqlens.device)
+    starts = cu_seqlens.flatten().long()
+    return held - starts[torch.searchsorted(starts, held, right=True) - 1]

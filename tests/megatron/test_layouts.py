@@ -1,0 +1,321 @@
+"""Layouts other than Megatron's zigzag, of sequences and of packed documents: models against one rank, and parts."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from burst_plugin import Causal, Documents, Strategy, Topology
+from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.ring import load_balance
+from burst_plugin.ring.routes import RouteTable
+from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
+from tests.megatron.test_model_parity import DEEPSEEK, LLAMA_PACKED, MTP, TWO_LAYERS, _step, check_equal
+from tests.support.core_attentions import WrittenOut
+from tests.support.megatron_gpt import GptRun, StepResult, batches, build, cut_batch, join, loss_of, random_tokens
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+
+def over(run: GptRun, layout: str, **sizes: Any) -> GptRun:
+    """The same model over 2 nodes of 2 ranks, or as `sizes` say."""
+    sizes = sizes or {"cp": 4, "hierarchical": (2, 2)}
+    return replace(run, cp_comm_type="burst", core=None, strategy=Strategy(layout=layout), **sizes)
+
+
+def check_over(run: GptRun, one: GptRun, step: Any = None) -> None:
+    results = run_ranks(_step, run.tp * run.pp * run.cp, run, step)
+    check_equal(results, _on_one_rank(one, step))
+
+
+_known: dict[str, StepResult] = {}
+
+
+def _on_one_rank(run: GptRun, step: Any) -> StepResult:
+    key = f"{run} {step}"
+    if key not in _known:
+        (_known[key],) = run_ranks(_step, 1, run, step)
+    return _known[key]
+
+
+# -------------------------------------------------------------------------------------------------- whole sequences
+
+
+@pytest.mark.parametrize("layout", ["striped", "contiguous"])
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, {}),
+        ({"config": {"rotary_interleaved": True}}, {"cp": 2, "tp": 2, "sequence_parallel": True}),
+        ({"positions": "learned_absolute"}, {"cp": 2, "pp": 2}),
+        ({"positions": "yarn"}, {"cp": 2}),
+    ],
+    ids=["rope_cp4_2x2", "interleaved_tp2_cp2", "learned_pp2_cp2", "yarn_cp2"],
+)
+def test_sequences_equal_one_rank(changes: dict[str, Any], sizes: dict[str, Any], layout: str) -> None:
+    one = replace(TWO_LAYERS, **changes)
+    check_over(over(one, layout, **sizes), one)
+
+
+def test_auto_leaves_sequences_in_zigzag() -> None:
+    check_over(over(TWO_LAYERS, "auto", cp=2), TWO_LAYERS)
+
+
+def test_mla_equals_the_definition() -> None:
+    check_over(over(DEEPSEEK, "striped"), replace(DEEPSEEK, core=WrittenOut))
+
+
+def test_any_length_that_ranks_hold_equally_many_tokens_of() -> None:
+    odd = replace(TWO_LAYERS, seq_length=36)  # zigzag would want a multiple of 8
+    check_over(over(odd, "striped"), odd)
+
+
+def first_tokens_masked(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    """A microbatch of which every rank has as many tokens to predict as it has tokens after the next to predict."""
+    batch = next(data)
+    batch["loss_mask"][:, :4] = 0
+    batch = cut_batch(batch)
+    mask = batch["loss_mask"]
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    return output, partial(loss_of, mask)
+
+
+def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
+    check_over(over(MTP, "striped"), MTP, first_tokens_masked)
+
+
+def _with_positions_of_zigzag(rank: int, run: GptRun) -> StepResult:
+    from burst_plugin.megatron.layouts import _Cuts
+
+    _Cuts.rotary_embedding = lambda cuts, original, *args: original(*args)  # type: ignore[assignment]
+    return _step(rank, run)
+
+
+def test_positions_of_another_layout_would_be_noticed() -> None:
+    results = run_ranks(_with_positions_of_zigzag, 4, over(TWO_LAYERS, "striped"))
+    assert abs(results[0].loss - _on_one_rank(TWO_LAYERS, None).loss) > 1e-4
+
+
+def _cut_elsewhere(rank: int, kind: str) -> None:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = build(replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1))
+    starts = (0, 64) if kind == "sequence" else (0, 16, 64)
+    rows = positions(LAYOUTS["zigzag"].runs(rank, 2, Tokens(64, starts)))
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    params = None if kind == "sequence" else PackedSeqParams("thd", *[offsets] * 4, 48, 48)
+    held = torch.where(rows < 16, rows, rows - 16) if kind == "documents" else rows
+    with pytest.raises(ValueError, match="this batch has been cut in zigzag, but layout='striped'"):
+        model(rows[None], held[None], None, labels=rows[None], packed_seq_params=params)
+    rows = torch.arange(rank, 64, 2)
+    model(rows[None], rows[None], None, labels=rows[None], packed_seq_params=params)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "documents", "documents, positions of the whole"])
+def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> None:
+    run_ranks(_cut_elsewhere, 2, kind)
+
+
+# ------------------------------------------------------------------------------------------------- packed documents
+
+# 13, 2, 24 and 9 tokens; of the last 5 are real.
+STARTS, REAL = (0, 13, 15, 39, 48), (0, 13, 15, 39, 44)
+
+
+def packed_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+    """A microbatch of packed documents, of lengths that zigzag does not take."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    batch = next(data)
+    real = torch.zeros_like(batch["loss_mask"])
+    for start, length in zip(STARTS, torch.tensor(REAL).diff().tolist(), strict=False):
+        real[:, start : start + length - 1] = 1  # the last token of a document predicts nothing
+    batch["loss_mask"] = real
+    cp = parallel_state.get_context_parallel_group()
+    rows = packed_indices(STARTS, cp.size(), cp.rank())
+    batch = {name: x.index_select(1, rows) for name, x in batch.items()}
+    lengths, starts = torch.tensor(REAL, dtype=torch.int32), torch.tensor(STARTS, dtype=torch.int32)
+    params = PackedSeqParams("thd", lengths, lengths, starts, starts, 24, 24)
+    mask = batch["loss_mask"]
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        loss_mask=mask,
+        packed_seq_params=params,
+    )
+    return output, partial(loss_of, mask)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
+    for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
+        monkeypatch.setattr(load_balance, price, 0)
+    table, mask = RouteTable(Topology(2, 2), Strategy()), Causal() & Documents(STARTS)
+    assert load_balance.choose_tokens(table, STARTS[-1], mask, alike=True).holders
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("layout", ["striped", "auto"])
+def test_documents_of_any_length_equal_the_definition(layout: str) -> None:
+    check_over(over(LLAMA_PACKED, layout), replace(LLAMA_PACKED, core=WrittenOut), packed_step)
+
+
+@pytest.mark.usefixtures("chunks")
+def test_documents_with_mla_and_recomputation_equal_the_definition() -> None:
+    run = replace(DEEPSEEK, seq_length=48, microbatch_size=1, per_token_loss=True)
+    check_over(replace(over(run, "auto"), recompute="full"), replace(run, core=WrittenOut), packed_step)
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+class Group:
+    """A process group that is not there."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def _rotated(rank: int, fused: bool) -> None:
+    """Rotary embedding for each of four ranks is rows of that of the whole, of documents too."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import (
+        MultimodalRotaryEmbedding,
+        RotaryEmbedding,
+    )
+
+    cpu.enable(force=True)
+    install(Strategy(layout="striped"))
+    if fused:
+        rope_utils.fused_apply_rotary_pos_emb = lambda t, freqs, interleaved: rope_utils._apply_rotary_pos_emb_bshd(
+            t, freqs, rotary_interleaved=interleaved
+        )
+    config = types.SimpleNamespace(
+        apply_rope_fusion=fused, rotary_interleaved=False, multi_latent_attention=False, mrope_section=None
+    )
+    one, plain, visual = Group(1, 0), RotaryEmbedding(8, 1.0), MultimodalRotaryEmbedding(8, 1.0)
+    at = torch.randint(9, (3, 2, 48))
+    x, offsets = torch.randn(48, 2, 8), torch.tensor(STARTS, dtype=torch.int32)
+    whole = (plain(48, cp_group=one), visual(at, [1, 1, 2], cp_group=one))
+    freqs = plain(24, packed_seq=True, cp_group=one)
+    parts = [
+        rope_utils._apply_rotary_pos_emb_bshd(part[:, None], freqs[: len(part)]) for part in x.split([13, 2, 24, 9])
+    ]
+    rotated = torch.cat(parts).squeeze(1)
+    for number in range(4):
+        group, rows = Group(4, number), torch.arange(number, 48, 4)
+        torch.testing.assert_close(plain(48, cp_group=group), whole[0][rows], rtol=0, atol=0)
+        torch.testing.assert_close(visual(at, [1, 1, 2], cp_group=group), whole[1][rows], rtol=0, atol=0)
+        got = rope_utils.apply_rotary_pos_emb(x[rows], freqs, config, cu_seqlens=offsets, cp_group=group)
+        torch.testing.assert_close(got, rotated[rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_positions_are_those_of_a_ranks_own_tokens(fused: bool) -> None:
+    run_ranks(_rotated, 1, fused)
+
+
+def _cut_as_since_0_18(rank: int, has_te: bool) -> None:
+    """Megatron's functions of later releases, or stand-ins, behind the plugin."""
+    from megatron.core import utils
+
+    def in_zigzag(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
+        raise AssertionError("Megatron's own function cuts in zigzag")
+
+    utils.tex = object() if has_te else None
+    utils.get_pretrain_batch_on_this_cp_rank = in_zigzag
+    utils.get_sft_batch_on_this_cp_rank = in_zigzag
+    cpu.enable(force=True)
+    install(Strategy(layout="striped"))
+    rows, seen = list(range(1, 48, 2)), torch.ones(1, 1, 48, 48).tril()
+    whole = {"tokens": torch.arange(48)[None], "labels": None, "attention_mask": seen, "cu_seqlens": None}
+    cut = utils.get_pretrain_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
+    assert cut["tokens"].tolist() == [rows]
+    assert torch.equal(cut["attention_mask"], seen[:, :, rows])
+    whole["cu_seqlens"], whole["cu_seqlens_padded"] = torch.tensor([REAL]), torch.tensor([STARTS])
+    cut = utils.get_sft_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
+    assert cut["tokens"].tolist() == [rows]
+    assert cut["cu_seqlens"].tolist() == [list(REAL)]
+
+
+@pytest.mark.parametrize("has_te", [False, True])
+def test_batches_of_later_releases_are_cut_by_the_layout(has_te: bool) -> None:
+    run_ranks(_cut_as_since_0_18, 1, has_te)
+
+
+def _rolled(rank: int, layout: str) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import multi_token_prediction
+
+    join(over(TWO_LAYERS, layout))
+    group, whole = parallel_state.get_context_parallel_group(), torch.arange(1, 49).view(1, 48)
+    of_sequence = cut_batch({"tokens": whole})["tokens"] - 1
+    packed = PackedSeqParams("thd", *[torch.tensor(REAL)] * 2, *[torch.tensor(STARTS)] * 2)
+    for rows, params in ((of_sequence[0], None), (packed_indices(STARTS, 4, rank), packed)):
+        assert len(rows) == 12
+        expected, _ = multi_token_prediction.roll_tensor(whole.clone(), packed_seq_params=params)
+        for module in (multi_token_prediction, gpt_model):
+            if hasattr(module, "roll_tensor"):  # until 0.16 the latter, too
+                got, total = module.roll_tensor(whole[:, rows], cp_group=group, packed_seq_params=params)
+                assert got.tolist() == expected[:, rows].tolist()
+                assert total == got.sum()
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("layout", ["contiguous", "auto"])
+def test_what_token_prediction_rolls_is_rolled_as_a_whole(layout: str) -> None:
+    run_ranks(_rolled, 4, layout)
+
+
+def _refused(rank: int) -> list[str]:
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from burst_plugin.megatron.adapter import _refuse_other_attention, _refuse_other_mixers
+
+    run = over(TWO_LAYERS, "striped", cp=2)
+    build(run)
+    config = types.SimpleNamespace(context_parallel_size=2, cp_comm_type=["p2p", "burst"])
+    mixer = types.SimpleNamespace(self_attention=ModuleSpec(module=torch.nn.Linear))
+    found = []
+    for call in (
+        lambda: _refuse_other_attention(config, "striped"),
+        lambda: _refuse_other_mixers(config, "striped", mixer),
+        lambda: cut_batch(next(batches(random_tokens(replace(run, seq_length=33))))),
+        lambda: YarnRotaryEmbedding(8).get_cached_cos_sin(8, packed_seq=True),
+        lambda: packed_indices((0, 5, 7), 2, rank),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            call()
+        found.append(str(error.value))
+    _refuse_other_attention(config, "zigzag")
+    _refuse_other_mixers(config, "zigzag", mixer)
+    return found
+
+
+def test_what_relies_on_zigzag_is_refused_by_name() -> None:
+    for found in run_ranks(_refused, 2):
+        assert found[0].startswith("layout='striped' needs cp_comm_type='burst' in all layers, got ['p2p', 'burst']")
+        assert found[1].startswith("Linear layers are not supported with layout='striped'")
+        assert "tokens [2, 33] has 33 tokens, expected a multiple of 2 " in found[2]
+        assert "apply_rope_fusion=True of multi-latent attention is not supported with packed documents" in found[3]
+        assert found[4].startswith("packed documents of 7 tokens do not divide by context_parallel_size=2")
