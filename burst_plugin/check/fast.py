@@ -72,7 +72,6 @@ def fast(world: World, settings: Settings) -> Iterator[Finding]:
         if world.device.type == "cuda":
             yield of_thread_blocks(world, settings)
     yield _of_host(world)
-    yield Finding("fast", NOT_SHOWN, "other libraries", "none is measured here; benchmarks/ compares with them")
 
 
 def _of_kernel(rates: Rates, world: World, start: float) -> Finding:
