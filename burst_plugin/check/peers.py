@@ -128,12 +128,9 @@ def _transformer_engine(world: World, heads: tuple[int, int], dim: int) -> Step:
 
 
 def _ulysses(world: World, heads: tuple[int, int], dim: int) -> Step:
-    """Return DeepSpeed's Ulysses over PyTorch's attention of whole sequences."""
-    deepspeed = importlib.import_module("deepspeed")
-    deepspeed.init_distributed(world.backend, auto_mpi_discovery=False, verbose=False)
-    layer = importlib.import_module("deepspeed.sequence.layer").DistributedAttention
-    attend = layer(_attend, dist.group.WORLD, scatter_idx=2, gather_idx=1)
-    return _with_gradients(lambda q, k, v: attend(q, k, v, batch_dim_idx=0))
+    """Return Ulysses, all ranks exchanging heads, as this package runs it."""
+    cp = world.ring(ulysses_degree=world.size)
+    return _with_gradients(lambda q, k, v: burst_attention(q, k, v, cp))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,6 +150,6 @@ PEERS: Mapping[str, tuple[str, Peer]] = MappingProxyType(
         "Transformer Engine": ("transformer_engine", _transformer_engine),
         "ring-flash-attn": ("ring_flash_attn", _ring_flash_attn),
         "PyTorch context_parallel": ("torch", _pytorch),
-        "DeepSpeed Ulysses": ("deepspeed", _ulysses),
+        "Ulysses": ("torch", _ulysses),
     }
 )

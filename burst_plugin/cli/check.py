@@ -20,7 +20,7 @@ from burst_plugin.profiling.cluster_profile import Model, device_name
 __all__ = ["add_arguments", "lines"]
 
 _BAR_WIDTH = 20
-_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1}  # findings of each section
+_USUAL = {"right": 28, "safe": 4, "fast": 6, "tuned": 1, "peers": 4}  # findings of each section
 _ERASE = f"\r{' ' * 60}\r"
 _DESCRIPTION = """\
 Prove, measure and tune this machine, or the ranks that a launcher has started

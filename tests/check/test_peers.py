@@ -41,8 +41,7 @@ def _found(rank: int) -> tuple[list[Finding], list[Finding]]:
         "transformer_engine": _module("transformer_engine"),
         "transformer_engine.pytorch": None,
     }
-    known = {name: each for name, each in peers.PEERS.items() if each[0] != "deepspeed"}
-    known["Absent"] = ("no_such_package", peers._ulysses)
+    known = {**peers.PEERS, "Absent": ("no_such_package", peers._ulysses)}
     with (
         joined((rank, 2, rank), 20.0) as world,
         mock.patch.dict(sys.modules, installed),
@@ -61,6 +60,7 @@ def test_libraries_are_timed_beside_the_ring_and_none_fails_the_check() -> None:
     assert f"{slow.figures['peer_s'] / slow.figures['ring_s']:.2f} x the ring" in slow.text
     assert found["Transformer Engine"].verdict == NOT_SHOWN
     assert "it does not run here: rank 0: ModuleNotFoundError" in found["Transformer Engine"].text
+    assert found["Ulysses"].verdict == OK, found["Ulysses"].text
     assert found["Absent"].text == "no_such_package is not installed"
     assert "it does not run here: rank 0: NotImplementedError: " in found["PyTorch context_parallel"].text, "on CPUs"
     (no_gpus,) = on_cpus
