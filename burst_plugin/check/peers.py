@@ -49,18 +49,16 @@ def peers(world: World, settings: Settings) -> Iterator[Finding]:
 
 
 def measure_peers(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding for each library; collective."""
+    """Yield a finding for each library, and for Ulysses as this package runs it; collective."""
     sizes, device = settings.sizes(world.device), world.device
     heads, dim = timed_heads(settings, device), settings.model.head_dim
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     local = Problem.draw((sizes.tokens, sizes.tokens), heads, (dim, dim), dtype, device)
-    cp = world.ring(kernel=load_kernel(settings.kernel))
     q, k, v = (x.requires_grad_() for x in local[:3])
-
-    def ours(*_: Tensor) -> None:
-        torch.autograd.grad(burst_attention(q, k, v, cp), (q, k, v), local.dout)
-
-    for name, (module, made) in PEERS.items():
+    kernel = load_kernel(settings.kernel)
+    rings = [world.ring(kernel=kernel, ulysses_degree=degree) for degree in (1, world.size)]
+    ours, ulysses = (_with_gradients(partial(burst_attention, cp=cp)) for cp in rings)
+    for name, (module, made) in {**PEERS, "Ulysses": ("torch", lambda *_: ulysses)}.items():
         start = time.perf_counter()
         if not _is_installed(module):
             yield Finding("peers", NOT_SHOWN, name, f"{module} is not installed")
@@ -74,7 +72,8 @@ def measure_peers(world: World, settings: Settings) -> Iterator[Finding]:
             return [[world.timed(work) for work in by_turns] for _ in range(sizes.rounds)]
 
         yield _finding(name, world.attempt(name, both), time.perf_counter() - start)
-    cp.close()
+    for cp in rings:
+        cp.close()
 
 
 def _finding(name: str, found: list[Any], seconds: float) -> Finding:
@@ -127,12 +126,6 @@ def _transformer_engine(world: World, heads: tuple[int, int], dim: int) -> Step:
     return _with_gradients(lambda q, k, v: layer(q, k, v).unflatten(-1, (heads[0], dim)))
 
 
-def _ulysses(world: World, heads: tuple[int, int], dim: int) -> Step:
-    """Return Ulysses, all ranks exchanging heads, as this package runs it."""
-    cp = world.ring(ulysses_degree=world.size)
-    return _with_gradients(lambda q, k, v: burst_attention(q, k, v, cp))
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal attention, [B, S, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -150,6 +143,5 @@ PEERS: Mapping[str, tuple[str, Peer]] = MappingProxyType(
         "Transformer Engine": ("transformer_engine", _transformer_engine),
         "ring-flash-attn": ("ring_flash_attn", _ring_flash_attn),
         "PyTorch context_parallel": ("torch", _pytorch),
-        "Ulysses": ("torch", _ulysses),
     }
 )

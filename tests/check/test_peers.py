@@ -41,7 +41,7 @@ def _found(rank: int) -> tuple[list[Finding], list[Finding]]:
         "transformer_engine": _module("transformer_engine"),
         "transformer_engine.pytorch": None,
     }
-    known = {**peers.PEERS, "Absent": ("no_such_package", peers._ulysses)}
+    known = {**peers.PEERS, "Absent": ("no_such_package", peers._pytorch)}
     with (
         joined((rank, 2, rank), 20.0) as world,
         mock.patch.dict(sys.modules, installed),
