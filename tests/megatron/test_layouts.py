@@ -18,7 +18,17 @@ from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 from tests.megatron.test_model_parity import DEEPSEEK, LLAMA_PACKED, MTP, TWO_LAYERS, _step, check_equal
 from tests.support.core_attentions import WrittenOut
-from tests.support.megatron_gpt import GptRun, StepResult, batches, build, cut_batch, join, loss_of, random_tokens
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    batches,
+    build,
+    cut_batch,
+    join,
+    loss_of,
+    packed_forward_step,
+    random_tokens,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -128,32 +138,7 @@ def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> Non
 # 13, 2, 24 and 9 tokens; of the last 5 are real.
 STARTS, REAL = (0, 13, 15, 39, 48), (0, 13, 15, 39, 44)
 
-
-def packed_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
-    """A microbatch of packed documents, of lengths that zigzag does not take."""
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    batch = next(data)
-    real = torch.zeros_like(batch["loss_mask"])
-    for start, length in zip(STARTS, torch.tensor(REAL).diff().tolist(), strict=False):
-        real[:, start : start + length - 1] = 1  # the last token of a document predicts nothing
-    batch["loss_mask"] = real
-    cp = parallel_state.get_context_parallel_group()
-    rows = packed_indices(STARTS, cp.size(), cp.rank())
-    batch = {name: x.index_select(1, rows) for name, x in batch.items()}
-    lengths, starts = torch.tensor(REAL, dtype=torch.int32), torch.tensor(STARTS, dtype=torch.int32)
-    params = PackedSeqParams("thd", lengths, lengths, starts, starts, 24, 24)
-    mask = batch["loss_mask"]
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        None,
-        labels=batch["labels"],
-        loss_mask=mask,
-        packed_seq_params=params,
-    )
-    return output, partial(loss_of, mask)
+packed_step = partial(packed_forward_step, starts=STARTS, real=REAL)  # zigzag does not take such lengths
 
 
 @pytest.fixture

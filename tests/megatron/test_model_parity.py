@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from burst_plugin.megatron import packed_indices
 from tests.support.core_attentions import OneRankBurst, WrittenOut
-from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    cut_batch,
+    loss_of,
+    one_step,
+    packed_forward_step,
+    random_tokens,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -125,26 +132,7 @@ def test_multi_token_prediction_equals_megatron_on_one_rank() -> None:
 
 # ------------------------------------------------------------------------------------------------- packed documents
 
-
-def packed_step(
-    data: Iterator[dict[str, torch.Tensor]], model: Any, *, plain: tuple[int, ...] = REAL
-) -> tuple[torch.Tensor, Any]:
-    """A microbatch of packed documents, cut as Megatron's rotary embedding expects it."""
-    from megatron.core import parallel_state
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    batch = next(data)
-    real = torch.zeros_like(batch["loss_mask"])
-    for start, length in zip(STARTS, torch.tensor(plain).diff().tolist(), strict=False):
-        real[:, start : start + length - 1] = 1  # the last token of a document predicts nothing
-    batch["loss_mask"] = real
-    cp = parallel_state.get_context_parallel_group()
-    rows = packed_indices(STARTS, cp.size(), cp.rank())
-    batch = {name: x.index_select(1, rows) for name, x in batch.items()}
-    lengths, starts = torch.tensor(plain, dtype=torch.int32), torch.tensor(STARTS, dtype=torch.int32)
-    params = PackedSeqParams("thd", lengths, lengths, starts, starts, 24, 24)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
-    return output, partial(loss_of, batch["loss_mask"])
+packed_step = partial(packed_forward_step, starts=STARTS, real=REAL)
 
 
 @pytest.mark.parametrize("core", [WrittenOut, OneRankBurst], ids=["definition", "one_rank"])

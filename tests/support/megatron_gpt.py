@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from burst_plugin import Strategy
-from burst_plugin.megatron import cpu
+from burst_plugin.megatron import cpu, packed_indices
 
 _WEIGHT_STD = 0.1  # larger than usual, so that a wrong token order is plain to see
 
@@ -166,6 +166,28 @@ def forward_step(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[t
     batch = cut_batch(next(data))
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(loss_of, batch["loss_mask"])
+
+
+def packed_forward_step(
+    data: Iterator[dict[str, torch.Tensor]], model: Any, *, starts: tuple[int, ...], real: tuple[int, ...]
+) -> tuple[torch.Tensor, Any]:
+    """The same of packed documents, which begin at `starts` and have the lengths of `real` without padding."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    batch, lengths = next(data), torch.tensor(real, dtype=torch.int32)
+    batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
+    for start, length in zip(starts, lengths.diff().tolist(), strict=False):
+        batch["loss_mask"][:, start : start + length - 1] = 1  # the last token of a document predicts nothing
+    cp = parallel_state.get_context_parallel_group()
+    rows = packed_indices(starts, cp.size(), cp.rank())
+    tokens, labels, mask, position_ids = (
+        batch[name].index_select(1, rows) for name in ("tokens", "labels", "loss_mask", "position_ids")
+    )
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    params = PackedSeqParams("thd", lengths, lengths, offsets, offsets, 24, 24)
+    output = model(tokens, position_ids, None, labels=labels, loss_mask=mask, packed_seq_params=params)
+    return output, partial(loss_of, mask)
 
 
 def cut_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> dict[str, torch.Tensor]:
