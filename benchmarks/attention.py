@@ -1,12 +1,12 @@
-"""Distributed attention, forward and backward: time, rate, share of the kernel's rate, exposed communication, memory.
+"""Distributed attention, forward and backward: time, rate, share of the kernel's rate, memory.
 
 It runs (`--on`) in `processes` of this machine over gloo, in those of `torchrun`, one per GPU where there are any
 (`torchrun --nproc-per-node 8 -m benchmarks attention ...`), or as a `virtual` ring: all ranks in turn in this
 process, on its GPU if it has one, with a copy in memory for every message.
 
 `kernel_share` is the time of the one-rank kernel on the whole sequence, by as many copies at once as there are ranks,
-divided by their number, over the time of the ring; in a virtual ring nothing is divided. `exposed_s` is the time with
-transfers minus that of the same visits without. Times are medians of the slowest rank over rounds taken by turns.
+divided by their number, over the time of the ring; in a virtual ring nothing is divided. Times are medians of the
+slowest rank over rounds taken by turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import RefusedError
-from benchmarks.attention_ranks import KERNEL, KERNEL_ALONE, SILENT, Measured, World, group_rank, measure
+from benchmarks.attention_ranks import KERNEL, KERNEL_ALONE, Measured, World, group_rank, measure
 from benchmarks.contenders import CONTENDERS, Case, Contender
 from benchmarks.contenders.burst import Burst
 from benchmarks.report.files import Recording, Row, default_path, under_torchrun
@@ -135,12 +135,7 @@ def _reason(contender: Contender, case: Case, on: str) -> dict[str, str]:
         return {"refused": "a virtual ring is one of this project's"}
     if on == "torchrun" and torch.cuda.is_available() and not isinstance(contender, Burst):
         return {"refused": "other libraries run on CPUs here, on stand-ins for the GPU packages that they need"}
-    absent = contender.absent()  # which tries imports in forked processes: not where a GPU is in use
-    if absent is not None:
-        return {"absent": absent}
-    if not contender.configurations(case):
-        return {"refused": contender.refuse(case) or "none of its configurations can do this case"}
-    return {}
+    return contender.reason(case)  # which tries imports in forked processes: not where a GPU is in use
 
 
 def attention_flops(case: Case) -> float:
@@ -163,18 +158,14 @@ def row_of(
     error = max((measured.errors[best] for measured in every), key=lambda x: (isnan(x), x))  # NaN is the worst
     if not error <= WRONG:
         return row | {"refused": f"what it computed is wrong: relative error {error:.1e}", "wrong": True}
-    mine, kernel, silent = times[best], times[KERNEL], times.get(best + SILENT)
+    mine, kernel = times[best], times[KERNEL]
     parts = 1 if virtual else case.ranks
     row |= _spread("forward_s", mine.forward_s) | _spread("backward_s", mine.backward_s)
     row |= _spread("both_s", mine.both_s) | {"virtual": virtual, "rounds": len(mine.both_s), "rounds_s": mine.both_s}
     row |= {"kernel": every[0].kernel, "kernel_s": median(kernel.both_s)}
     row |= {"kernel_alone_s": median(times.get(KERNEL_ALONE, kernel).both_s)}
     row |= _spread("kernel_share", [k / parts / m for k, m in zip(kernel.both_s, mine.both_s, strict=True)])
-    for name, factor in (("", 3.5), ("forward_", 1.0), ("backward_", 2.5)):  # two matrix products, and five
-        row[f"{name}flops_per_s"] = factor * attention_flops(case) / row[f"{name or 'both_'}s"]
-    row["exposed_s"] = None  # what transfers add; only rings of this project can do without
-    if silent is not None:
-        row |= _spread("exposed_s", [x - y for x, y in zip(mine.both_s, silent.both_s, strict=True)])
+    row["flops_per_s"] = 3.5 * attention_flops(case) / row["both_s"]  # two matrix products, and five
     row["peak_bytes"] = max(measured.peaks[best] for measured in every)
     return row | {"error": error, "configuration": best}
 
@@ -187,11 +178,10 @@ def _line(row: Row) -> str:
     what = f"{row['seq']:>7} tokens {row['dtype']:<8} {row['ranks']} ranks  {row['contender']:<20}"
     if "both_s" not in row:
         return f"{what} {'absent' if 'absent' in row else 'refused'}: {row.get('absent') or row['refused']}"
-    exposed = "" if row["exposed_s"] is None else f", {row['exposed_s'] * 1e3:.1f} ms exposed"
     return (
         f"{what} {row['both_s'] * 1e3:8.1f} ms ({row['forward_s'] * 1e3:.1f} + {row['backward_s'] * 1e3:.1f}), "
         f"{row['flops_per_s'] / 1e9:.0f} GFLOP/s, {row['kernel_share']:.3f} of {row['kernel']} "
-        f"({row['kernel_share_min']:.3f} .. {row['kernel_share_max']:.3f}){exposed}, "
+        f"({row['kernel_share_min']:.3f} .. {row['kernel_share_max']:.3f}), "
         f"{row['peak_bytes'] / 1e6:.0f} MB, error {row['error']:.1e}"
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -24,9 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import PeakMemory
-from benchmarks.stubs import InProcessRing, without_transfers
+from benchmarks.stubs import InProcessRing
 from burst_plugin import Topology
-from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
@@ -34,7 +32,6 @@ from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
 
 KERNEL, KERNEL_ALONE = "one-rank kernel", "one-rank kernel, alone"
-SILENT = ", no transfers"  # at the end of an entry's name
 _TRIED_TOKENS = 4096
 _NOT_FAR = 1.5  # times the time of the fastest
 
@@ -113,7 +110,6 @@ class Entry:
     forward: Callable[[], Any]
     backward: Callable[[Any], Any]
     ranks: Sequence[int] | None = None
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
     close: Callable[[], None] = lambda: None
     times: Times = field(default_factory=Times)
 
@@ -121,16 +117,15 @@ class Entry:
         """Time both passes; collective."""
         forward_s = both_s = 0.0
         runs = self.ranks is None or world.rank in self.ranks
-        with self.within() if runs else nullcontext():
-            world.meet()
-            if runs:
-                start = time.perf_counter()
-                saved = self.forward()
-                synchronize(world.device)
-                forward_s = time.perf_counter() - start
-                self.backward(saved)
-                synchronize(world.device)
-                both_s = time.perf_counter() - start
+        world.meet()
+        if runs:
+            start = time.perf_counter()
+            saved = self.forward()
+            synchronize(world.device)
+            forward_s = time.perf_counter() - start
+            self.backward(saved)
+            synchronize(world.device)
+            both_s = time.perf_counter() - start
         slowest_s = (forward_s, both_s - forward_s, both_s)
         for times, seconds in zip(vars(self.times).values(), slowest_s, strict=True):
             times.append(world.most(seconds))
@@ -149,8 +144,8 @@ class Measured(NamedTuple):
     errors: dict[str, float]
 
 
-# A contender to be timed: its passes, what gathers their results, the rank states of a ring, and what closes it.
-Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], Any, Callable[[], None]]
+# A contender to be timed: its passes, what gathers their results, and what closes it.
+Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], Callable[[], None]]
 
 
 def measure(
@@ -166,20 +161,16 @@ def measure(
     entries += [replace(entries[0], name=KERNEL_ALONE, ranks=(0,), times=Times())] if world.size > 1 else []
     peaks, errors = {}, {}
     for configurations in able.values():
-        tried, silent = [], {}
+        tried = []
         for each in configurations:
             with PeakMemory(world.device) as peak:
-                forward, backward, gather, states, close = (_virtual_ready if virtual else _ready)(each, case, whole)
+                forward, backward, gather, close = (_virtual_ready if virtual else _ready)(each, case, whole)
                 saved = forward()
                 grads = backward(saved)
             peaks[each.name], errors[each.name] = peak.nbytes, largest_error(gather(saved, grads), expected)
             del saved, grads
             tried.append(Entry(each.name, forward, backward, close=close))
-            if states:
-                within = partial(without_transfers, states, [NullTransport() for _ in states])
-                silent[each.name] = Entry(each.name + SILENT, forward, backward, within=within)
-        best = best_of(tried, lambda entry: entry.take_turn(world))
-        entries += [best, *(entry for name, entry in silent.items() if name == best.name)]
+        entries.append(best_of(tried, lambda entry: entry.take_turn(world)))
     times = rounds(entries, world, count)
     for entry in entries:
         entry.close()
@@ -217,7 +208,6 @@ def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
         lambda: session.attend(*leaves),
         lambda out: torch.autograd.grad(out, leaves, dout),
         lambda out, grads: Gradients(*(session.unshard(x) for x in (out, *grads))),
-        () if session.cp is None else (session.cp.rank_state,),
         session.close,
     )
 
@@ -233,7 +223,7 @@ def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     def gather(done: tuple[list[Tensor], Any], grads: list[Any]) -> Gradients:
         return Gradients(*map(ring.unshard, ([out.to(dtype) for out in done[0]], *zip(*grads, strict=True))))
 
-    return ring.forward, backward, gather, ring.rank_states, lambda: None
+    return ring.forward, backward, gather, lambda: None
 
 
 def fastest(whole: Whole, causal: bool, most: Callable[[float], float]) -> OneRank:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,13 +35,9 @@ class Entry:
 
     contender: Contender
     session: Session
-    times: dict[str, list[float]] = field(default_factory=dict)
+    times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     nic_bytes: dict[str, int] = field(default_factory=dict)
     groups: frozenset[dist.ProcessGroup] = frozenset()  # that it made
-
-    def forget_times(self) -> None:
-        """Drop the times so far, which were trials."""
-        self.times = {direction: [] for direction in DIRECTIONS}
 
     def close(self) -> None:
         """Destroy its groups: each has a thread that wakes up a hundred times a second, though nothing is sent."""
@@ -95,16 +92,15 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
     for contender in configurations:
         known = _groups()
         entry = Entry(contender, contender.prepare(case, slept))
-        entry.forget_times()
         _take_turn(entry, inputs)  # which opens its connections
         _take_turn(entry, inputs, count=True)
-        entry.forget_times()
+        entry.times.clear()
         entry.groups = _groups() - known
         prepared.append(entry)
     if slept is not None:
         _defer_transfers()
     kept = best_of(prepared, lambda entry: _take_turn(entry, inputs))
-    kept.forget_times()
+    kept.times.clear()
     return kept
 
 

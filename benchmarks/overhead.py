@@ -3,12 +3,10 @@
 Tensors are tiny, the kernel returns constants, and messages cost next to nothing: all ranks in one process with plain
 copies between them, or two processes on gloo. A step is `--layers` forward passes and then as many backward ones.
 
-`own_s` is the time without what torch.distributed takes to post and to wait; `wall_s` is all of it. On gloo a pass
-also has the autograd function and the consistency check of every call. So what a visit takes there, `visit_s`, is
-told from calls with 4 times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
-
-Growth is shown by the first and the last tenth of all steps, by the memory that Python holds after them, and by the
-new tensors of a step soon after the start, when the ring has its buffers, and of the last one.
+`own_s` is the time without what torch.distributed takes to post and to wait. On gloo a pass also has the autograd
+function and the consistency check of every call. So what a visit takes there, `visit_s`, is told from calls with 4
+times as many visits, their heads in 4 parts; `call_s` is what is left of a call.
+Growth is shown by the memory that Python holds, and by buffers, after the first steps and after the last.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import torch.distributed as dist
 
 from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path
-from benchmarks.stubs import CountedTensors, InProcessRing
+from benchmarks.stubs import InProcessRing
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
 from burst_plugin.check.stub_kernel import StubKernel
 from burst_plugin.types import DIRECTIONS
@@ -40,7 +38,7 @@ from tests.support.ranks import run_ranks
 GOAL_S = 200e-6
 _PARTS = 4  # into which heads are cut to have more visits in a call on gloo
 _TOKENS, _HEADS, _DIM = 4, _PARTS, 8  # of a rank's q, k and v
-_COUNTED_STEP = 3  # the first step after those in which buffers are made
+_WARM_UP = 2  # steps, in which buffers are made
 
 Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns what runs its backward pass
 
@@ -48,7 +46,7 @@ Layer = Callable[[], Callable[[], object]]  # runs a forward pass, and returns w
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--layers", type=int, default=8, help="attention layers of a step")
-    parser.add_argument("--steps", type=int, default=100, help="steps; growth is the last tenth over the first")
+    parser.add_argument("--steps", type=int, default=100, help="steps that are timed")
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the ring in one process, two to a node")
     parser.add_argument("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
@@ -95,8 +93,6 @@ def _line(row: Row) -> str:
     return (
         f"{row['transport']:<24} {row['nodes']}x{row['ranks_per_node']} {row['direction']:<8} {row['moving']:<2} "
         f"{us['visit_s']:>4} us per visit{rest} ({us['own_s']} in all, {us['own_s_min']} .. {us['own_s_max']}); "
-        f"{us['first_tenth_s']} -> {us['last_tenth_s']} from the first tenth of steps to the last; "
-        f"{row['operations']:.0f} operations, {row['new_tensors']:.1f} -> {row['new_tensors_late']:.1f} new tensors, "
         f"buffers of {row['buffer_bytes']} -> {row['buffer_bytes_late']} bytes"
     )
 
@@ -129,13 +125,11 @@ def _over_gloo(rank: int, moving: str, parts: int, layers: int, steps: int) -> B
 
 
 class Books:
-    """What steps of some layers took, one entry per step; `counts` are of one step, early and late."""
+    """What steps of some layers took, one entry per step."""
 
     def __init__(self, layer: Layer, buffer_bytes: Callable[[], int], layers: int, steps: int) -> None:
-        """Run the steps, the counted ones apart from the timed ones."""
-        self.wall_s: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
+        """Run the steps, and then some in which memory is watched."""
         self.own_s: dict[str, list[float]] = {direction: [] for direction in DIRECTIONS}
-        self.counts: list[dict[str, tuple[int, int]]] = []  # operations, new tensors
         self.buffers: list[int] = []
 
         def step(clocked: Callable[[str], AbstractContextManager[object]]) -> None:
@@ -146,11 +140,8 @@ class Books:
                     backwards.pop()()
             self.buffers.append(buffer_bytes())
 
-        for timed in (_COUNTED_STEP - 1, steps):
-            for _ in range(timed):
-                step(self._timed)
-            self.counts.append({})
-            step(self._counted)
+        for _ in range(_WARM_UP + steps):
+            step(self._timed)
         tracemalloc.start()
         held = []
         for more in (1, max(10, steps // 10)):
@@ -166,14 +157,9 @@ class Books:
         where = {"transport": transport, "nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node}
         rows = []
         for direction in DIRECTIONS:
-            clocks = (self.own_s[direction], self.wall_s[direction])
-            own, wall = ([s / visits for s in kept[_COUNTED_STEP - 1 :]] for kept in clocks)
-            early, late = ([count / visits for count in counts[direction]] for counts in self.counts)
-            tenth = max(1, len(own) // 10)
-            row = {"own_s": median(own), "own_s_min": min(own), "own_s_max": max(own), "wall_s": median(wall)}
+            own = [seconds / visits for seconds in self.own_s[direction][_WARM_UP:]]
+            row = {"own_s": median(own), "own_s_min": min(own), "own_s_max": max(own)}
             row |= {"visit_s": median(own), "call_s": 0.0}
-            row |= {"first_tenth_s": median(own[:tenth]), "last_tenth_s": median(own[-tenth:])}
-            row |= {"operations": early[0], "new_tensors": early[1], "new_tensors_late": late[1]}
             row |= {"buffer_bytes": self.buffers[1], "buffer_bytes_late": self.buffers[-1]}
             row |= {"python_bytes_grown": self.python_bytes, "moving": moving if direction == "backward" else "kv"}
             rows.append(row | where | {"direction": direction})
@@ -181,33 +167,21 @@ class Books:
 
     @contextmanager
     def _timed(self, direction: str) -> Iterator[None]:
-        with _torch_distributed() as inside:
+        """Note the seconds of a pass, without each post to torch.distributed and each wait for it."""
+        inside: list[float] = []
+
+        def timed(call: Callable[..., Any], *arguments: object) -> Any:
+            start = time.perf_counter()
+            found = call(*arguments)
+            inside.append(time.perf_counter() - start)
+            return found
+
+        def post(call: Callable[..., dist.Work]) -> Callable[..., SimpleNamespace]:
+            return lambda *message: SimpleNamespace(wait=partial(timed, timed(call, *message).wait))
+
+        group = dist.ProcessGroup
+        with mock.patch.multiple(group, send=post(group.send), recv=post(group.recv)):
             start = time.perf_counter()
             yield
             wall_s = time.perf_counter() - start
-        self.wall_s[direction].append(wall_s)
         self.own_s[direction].append(wall_s - sum(inside))
-
-    @contextmanager
-    def _counted(self, direction: str) -> Iterator[None]:
-        with CountedTensors() as counter:
-            yield
-        self.counts[-1][direction] = (counter.operations, counter.tensors)
-
-
-@contextmanager
-def _torch_distributed() -> Iterator[list[float]]:
-    """Collect the seconds of each post to torch.distributed and of each wait for it."""
-    seconds: list[float] = []
-
-    def timed(call: Callable[..., Any], *arguments: object) -> Any:
-        start = time.perf_counter()
-        found = call(*arguments)
-        seconds.append(time.perf_counter() - start)
-        return found
-
-    def post(call: Callable[..., dist.Work]) -> Callable[..., SimpleNamespace]:
-        return lambda *message: SimpleNamespace(wait=partial(timed, timed(call, *message).wait))
-
-    with mock.patch.multiple(dist.ProcessGroup, **{n: post(vars(dist.ProcessGroup)[n]) for n in ("send", "recv")}):
-        yield seconds

@@ -1,57 +1,20 @@
-"""Parts of a ring replaced to time the rest: a stub kernel, no transfers, and passes without autograd.
-
-This is the one place of the benchmarks that uses private parts of the package's ring.
-"""
+"""Passes of a ring in one process, without autograd: the one place of the benchmarks with private parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from burst_plugin import Mask, Strategy, Topology, VirtualRing
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
-from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.ring.attention_pass import backward_program, forward_program
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
-from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.sequence.layout import Tokens
-
-
-class CountedTensors(TorchDispatchMode):
-    """Counts, as a context manager, operations and the tensors with memory of their own that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = self.tensors = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _memory((args, kwargs))
-        found = func(*args, **(kwargs or {}))
-        self.operations += 1
-        self.tensors += sum(memory not in given for memory in _memory(found))
-        return found
-
-
-def _memory(tree: Any) -> list[int]:
-    return [x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, Tensor)]
-
-
-@contextmanager
-def without_transfers(rank_states: Sequence[RankState], transports: Sequence[NullTransport]) -> Iterator[None]:
-    """Replace the transports of these ranks."""
-    with ExitStack() as stack:
-        for rank_state, null in zip(rank_states, transports, strict=True):
-            stack.enter_context(mock.patch.multiple(rank_state, transport=null, ulysses_transport=null))
-        yield
 
 
 class InProcessRing:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.kernels import sleeping
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept
 from burst_plugin import ContextParallel, Strategy, Tokens, Topology, burst_attention
+from burst_plugin.ring.load_balance import choose_tokens
+from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import AUTO
 
 
@@ -24,6 +25,7 @@ class Burst(Contender):
 
     strategy: Strategy = Strategy()  # noqa: RUF009, it is frozen
     several: bool = False
+    by_document: bool = False  # zigzag of every document on its own, not what `layout="auto"` makes of all
 
     def refuse(self, case: Case) -> str | None:
         degree = self.strategy.ulysses_degree
@@ -38,16 +40,23 @@ class Burst(Contender):
         degrees = [n for n in Topology(case.nodes, case.ranks_per_node).ulysses_degrees if n > 1]
         options = {"kv back": {"backward": "kv"}} | {f"Ulysses of {n}": {"ulysses_degree": n} for n in degrees}
         strategies = {name: replace(self.strategy, **each) for name, each in options.items()}  # type: ignore[arg-type]
-        return tuple(Burst(f"{self.name}, {name}", each, self.several) for name, each in strategies.items())
+        return tuple(replace(self, name=f"{self.name}, {name}", strategy=each) for name, each in strategies.items())
+
+    def tokens(self, case: Case, table: RouteTable) -> Tokens:
+        """Return which tokens ranks hold."""
+        length = case.ranks * case.seq
+        if case.documents and not self.by_document:
+            return choose_tokens(table, length, case.mask, alike=True)
+        return Tokens(length, case.cu_seqlens if case.documents else None)
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         kernel = AUTO if slept is None else sleeping(case, slept)
         strategy = replace(self.strategy, kernel=kernel, ranks_per_node=case.ranks_per_node)
-        cp, length = ContextParallel(dist.group.WORLD, strategy=strategy), case.ranks * case.seq
+        cp = ContextParallel(dist.group.WORLD, strategy=strategy)
         cp.strategy = replace(strategy, check="sparse")  # as on GPUs, which emulated ranks stand for
-        tokens = cp.tokens(length, case.mask, alike=True) if case.documents else Tokens(length)
-        rows = cp.shard(torch.arange(length).unsqueeze(0), tokens=tokens)[0]
-        return Session(rows, partial(burst_attention, cp=cp, mask=case.mask, tokens=tokens), cp=cp)
+        tokens = self.tokens(case, cp.rank_state.route_table)
+        attend = partial(burst_attention, cp=cp, mask=case.mask, tokens=tokens)
+        return Session(cp.positions(tokens), attend, close=cp.close)
 
 
 BURST = (
@@ -56,3 +65,4 @@ BURST = (
     Burst("burst, q travels", Strategy(forward="kv", backward="q")),
     Burst("burst, kv travels", Strategy(forward="kv", backward="kv")),
 )
+ZIGZAG_BY_DOCUMENT = Burst("zigzag by document", by_document=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, Documents, Full, Mask
+from burst_plugin import Causal, Documents, Full, Mask
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 from tests.support.processes import launch
@@ -27,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Case:
     """Attention over nodes * ranks_per_node ranks: q [batch, seq, q_heads, head_dim] on each, k and v with kv_heads.
 
-    `seq` is tokens per rank. `documents` are the lengths of packed documents, which are causal.
+    `seq` is tokens per rank. `documents` are lengths of packed documents, which are causal; `sigma` is how they vary.
     """
 
     nodes: int
@@ -40,6 +41,7 @@ class Case:
     causal: bool
     batch: int = 1
     documents: tuple[int, ...] = ()
+    sigma: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -74,7 +76,7 @@ class Session:
     rows: Tensor
     call: Attend
     enter: Callable[[], None] | None = None  # makes its own what a library keeps per process, before either pass
-    cp: ContextParallel | None = None  # of this project's contenders
+    close: Callable[[], None] = lambda: None  # collective
 
     def shard(self, whole: Tensor) -> Tensor:
         """Return this rank's rows of [B, ranks * S, H, D], contiguous."""
@@ -98,11 +100,6 @@ class Session:
             out.register_hook(lambda _: enter())  # type: ignore[no-untyped-call]
         return out
 
-    def close(self) -> None:
-        """Close the context of this project's contenders; collective."""
-        if self.cp is not None:
-            self.cp.close()
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -125,6 +122,15 @@ class Contender:
     def configurations(self, case: Case) -> tuple[Contender, ...]:
         """Return all its configurations that can do `case`, itself first; a benchmark takes the best of them."""
         return tuple(each for each in (self, *self.variants(case)) if each.refuse(case) is None)
+
+    def reason(self, case: Case) -> dict[str, str]:
+        """Return why it is not measured, as "absent" or "refused"; empty if it is."""
+        absent = self.absent()
+        if absent is not None:
+            return {"absent": absent}
+        if not self.configurations(case):
+            return {"refused": self.refuse(case) or "none of its configurations can do this case"}
+        return {}
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         """Prepare a session, in every rank of the default process group; collective. Computes unless `slept`."""
@@ -151,6 +157,7 @@ def layout_rows(name: str, case: Case, *, by_document: bool = False) -> Tensor:
     return positions(LAYOUTS[name].runs(dist.get_rank(), case.ranks, tokens))
 
 
+@cache
 def import_problem(module: str, load: Callable[[], object]) -> str | None:
     """Return why a package is not installed, or `load` fails in a process of its own; None if it is available."""
     if importlib.util.find_spec(module) is None:

@@ -22,7 +22,6 @@ from benchmarks.attention import attention_flops, row_of, verdicts
 from benchmarks.attention_ranks import (
     KERNEL,
     KERNEL_ALONE,
-    SILENT,
     Entry,
     Gradients,
     Measured,
@@ -42,16 +41,15 @@ from burst_plugin.comm.null_transport import NullTransport
 
 CPU = torch.device("cpu")
 CASE = Case(1, 2, 32, 4, 2, 8, torch.float32, causal=True)
-TIMES = {f"{name}_s{end}" for name in ("forward", "backward", "both", "exposed") for end in ("", "_min", "_max")}
+TIMES = {f"{name}_s{end}" for name in ("forward", "backward", "both") for end in ("", "_min", "_max")}
 NAMES = {"ranks", "seq", "q_heads", "kv_heads", "head_dim", "dtype", "causal", "contender"}
 SHARES = {"kernel_share", "kernel_s", "kernel_alone_s", "kernel", "flops_per_s", "peak_bytes", "error"}
 
 
 @dataclass(frozen=True)
-class Unable:
+class Unable(Contender):
     """A contender that cannot: its package is not there, or the case is not for it."""
 
-    name: str
     missing: str | None = None
 
     def absent(self) -> str | None:
@@ -59,9 +57,6 @@ class Unable:
 
     def refuse(self, case: Case) -> str | None:
         return f"{case.q_heads} heads are not for it"
-
-    def configurations(self, case: Case) -> tuple[Contender, ...]:
-        return ()
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         raise AssertionError("it said that it cannot")
@@ -125,7 +120,7 @@ def test_unknown_names_are_refused(option: str, capsys: pytest.CaptureFixture[st
 
 
 def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a transport that carries nothing, as exposed communication is measured."""
+    """Over a transport that carries nothing."""
     monkeypatch.setattr(CopyNetwork, "transports", lambda network: [NullTransport() for _ in range(network.ranks)])
     found = attention_ranks.measure(World(CPU), CASE, {"burst": [Burst("burst")]}, 1, virtual=True)
     assert found.errors["burst"] > 0.1
@@ -187,12 +182,11 @@ def test_of_a_contenders_configurations_the_fastest_in_trials_is_timed() -> None
 
 
 @pytest.mark.parametrize(("virtual", "share"), [(False, 0.75), (True, 1.5)])
-def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float) -> None:
+def test_shares_are_those_of_each_round(virtual: bool, share: float) -> None:
     def times(*both_s: float) -> Times:
         return Times([s / 4 for s in both_s], [s * 3 / 4 for s in both_s], list(both_s))
 
     found = {KERNEL: times(6.0, 3.0, 3.0), KERNEL_ALONE: times(2.0, 1.0, 1.0), "ring": times(4.0, 2.0, 3.0)}
-    found[f"ring{SILENT}"] = times(1.0, 1.5, 2.9)
     every = [
         Measured("it", found, {"ring": peak, "slower": 1}, {"ring": error}) for peak, error in ((5, 0.01), (7, 0.0))
     ]
@@ -202,9 +196,7 @@ def test_shares_and_exposure_are_those_of_each_round(virtual: bool, share: float
     assert row["kernel_share_min"] == pytest.approx(share * 2 / 3)
     assert (row["both_s"], row["forward_s"], row["backward_s"]) == (3.0, 0.75, 2.25)
     assert (row["kernel_s"], row["kernel_alone_s"]) == (3.0, 1.0)
-    assert row["exposed_s"] == pytest.approx(0.5)
     assert row["flops_per_s"] == 3.5 * attention_flops(CASE) / 3.0
-    assert row["backward_flops_per_s"] == 2.5 * attention_flops(CASE) / 2.25
     assert (row["peak_bytes"], row["error"]) == (7, 0.01)
     assert row["rounds_s"] == [4.0, 2.0, 3.0]
 

@@ -10,11 +10,8 @@ import torch
 pytest.importorskip("psutil", reason="psutil is not installed")
 
 from benchmarks import overhead
-from benchmarks.attention_ranks import (
-    Whole,
-)
-from benchmarks.stubs import InProcessRing, without_transfers
-from burst_plugin import Causal, Strategy, Topology, VirtualRing
+from benchmarks.attention_ranks import Whole
+from burst_plugin import Strategy, Topology, VirtualRing
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.comm.null_transport import NullTransport
 from burst_plugin.comm.transport import Channel, Message
@@ -64,20 +61,6 @@ def test_plain_copies_arrive_in_the_order_in_which_they_were_sent() -> None:
     assert [buffer.tolist() for buffer in received] == [[number] * 8 for number in range(3)]
 
 
-def test_silence_makes_the_same_visits_and_carries_nothing() -> None:
-    qkv = [torch.randn(1, 16, 2, 4) for _ in range(3)]
-    ring = InProcessRing(Topology(1, 2), Strategy(), qkv, Causal())
-    transports = [NullTransport() for _ in ring.rank_states]
-    loud = [rank_state.transport for rank_state in ring.rank_states]
-    with without_transfers(ring.rank_states, transports):
-        for _ in range(2):
-            outs, _ = ring.forward()
-            assert all(bool(out.isfinite().all()) for out in outs)
-    assert [rank_state.transport for rank_state in ring.rank_states] == loud
-    assert not any(transport.sent_bytes for transport in loud)
-    assert all(transport.sent_bytes for transport in transports)
-
-
 def test_silence_does_not_read_sums_as_operands() -> None:
     """Buffers of one size go from hand to hand; float32 bits read as bfloat16 are slow numbers, and NaN."""
     transport, channels = NullTransport(), {kind: Channel(kind, Link.INTRA) for kind in Traffic}
@@ -122,6 +105,5 @@ def test_overhead_is_small_and_does_not_grow() -> None:
         assert 0 < row["own_s_min"] < 10 * overhead.GOAL_S, row
         assert row["own_s_min"] <= row["own_s"] <= row["own_s_max"]
         assert row["visit_s"] == row["own_s"] or row["call_s"]
-        assert row["new_tensors"] == row["new_tensors_late"]
         assert row["buffer_bytes"] == row["buffer_bytes_late"] > 0
         assert row["python_bytes_grown"] < 200_000, "10 steps of 2 layers"
