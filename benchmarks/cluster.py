@@ -5,26 +5,26 @@ visit and no processor. What a contender itself does, packing, merging, Python, 
 
 Figures are medians over rounds, from a start that all ranks agree on to the end of the last one. The bound is the
 longer of all work and of all bytes that the busiest NIC sends, at its rate less the headers; the model is the
-planner's price. Neither knows of latency. Packed documents have no model, and their bound is computing alone.
+planner's price. Neither knows of latency. Packed documents have no model; their bytes are those that have to cross.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from random import Random
 from statistics import median
 
 import torch
 
 from benchmarks import RefusedError
 from benchmarks.cluster_ranks import Measured, measure_in_rank
-from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
+from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
 from benchmarks.contenders.burst import Burst
+from benchmarks.packed import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin.planning.planner import Links, pass_price, plans
 from burst_plugin.topology import Topology
@@ -39,7 +39,7 @@ OURS = "burst"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    add, names = parser.add_argument, [contender.name for contender in CONTENDERS]
+    add, names = parser.add_argument, dict.fromkeys(contender.name for contender in (*CONTENDERS, *PACKED))
     add("--topologies", nargs="+", default=["2x4", "4x2", "4x4"], metavar="NxW", help="nodes x ranks")
     add("--rates", nargs="+", type=float, default=[100, 200, 400], metavar="MBIT", help="of a NIC")
     add("--heads", nargs="+", default=["16/16", "16/4"], metavar="Q/KV", help="query/kv heads")
@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--visit-ms", nargs=2, type=float, default=[30, 75], metavar=("FWD", "BWD"), help="if slept")
     add("--seq", type=int, help="tokens per rank (default: as many as make keys and values 1 MiB)")
     add("--documents", type=int, metavar="TOKENS", help="causal packed documents, of so many tokens on average")
-    add("--contenders", nargs="+", choices=names, default=names, metavar="NAME")
+    add("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5], help="of the logarithms of documents' lengths")
+    add("--contenders", nargs="+", choices=names, default=list(names), metavar="NAME")
     add("--rounds", type=int, default=5)
     add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
@@ -63,22 +64,24 @@ def run(options: argparse.Namespace) -> int:
         raise RefusedError("--documents takes --compute slept: stand-ins compute more than libraries for GPUs would")
     if options.rounds < 1 or min(options.rates) <= 0 or min(*options.visit_ms, options.latency_ms) < 0:
         raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms and --latency-ms 0 or more")
-    cases = [[case_of(topology, heads, options) for heads in options.heads] for topology in options.topologies]
-    absent = {c.name: why for c in CONTENDERS if c.name in options.contenders and (why := c.absent()) is not None}
+    contenders, sigmas = (CONTENDERS, [None]) if options.documents is None else (PACKED, options.sigmas)
+    every = product(options.topologies, options.rates, options.heads, sigmas)
+    cases = [(case_of(topology, heads, sigma, options), rate) for topology, rate, heads, sigma in every]
+    chosen = [each for each in contenders if each.name in options.contenders]
     kinds = {"real": options.compute == "real", "latency": options.latency_ms, "packed": options.documents}
     name = "-".join(["cluster", *(kind for kind, is_it in kinds.items() if is_it)])
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     recording = Recording("cluster", settings, options.out or default_path(name))
-    for case, rate_mbit in ((case, rate) for each in cases for rate in options.rates for case in each):
-        rows = recording.measure(partial(measure, case, rate_mbit, absent, options))
+    for case, rate_mbit in cases:
+        rows = recording.measure(partial(measure, case, rate_mbit, chosen, options))
         print(*lines(rows), sep="\n", flush=True)
     print(*verdicts(recording.rows), sep="\n")
     recording.save()
     return 0
 
 
-def case_of(topology: str, heads: str, options: argparse.Namespace) -> Case:
-    """Return the case of a topology, such as "2x4", and head counts, such as "16/4"; raises RefusedError."""
+def case_of(topology: str, heads: str, sigma: float | None, options: argparse.Namespace) -> Case:
+    """Return the case of a topology, such as "2x4", heads, such as "16/4", and documents; raises RefusedError."""
     sizes, counts = topology.split("x"), heads.split("/")
     if len(sizes) != 2 or not all(size.isdigit() and int(size) > 0 for size in sizes):
         raise RefusedError(f"--topologies {topology} is not valid; write nodes x ranks per node, such as 2x4")
@@ -86,48 +89,29 @@ def case_of(topology: str, heads: str, options: argparse.Namespace) -> Case:
         raise RefusedError(f"--heads {heads} is not valid; write query heads / key and value heads, such as 16/4")
     (nodes, ranks), (q_heads, kv_heads), head_dim, dtype = map(int, sizes), map(int, counts), 64, torch.bfloat16
     seq = options.seq or BLOCK_BYTES // (2 * kv_heads * head_dim * dtype.itemsize)
-    packed = options.documents is not None
-    documents = drawn_documents(nodes * ranks, seq, options.documents) if packed else ()
-    return Case(nodes, ranks, seq, q_heads, kv_heads, head_dim, dtype, causal=packed, documents=documents)
+    case = Case(nodes, ranks, seq, q_heads, kv_heads, head_dim, dtype, causal=sigma is not None, sigma=sigma)
+    return case if sigma is None else replace(case, documents=drawn_documents(case, options.documents))
 
 
-def drawn_documents(ranks: int, seq: int, mean: int) -> tuple[int, ...]:
-    """Draw log-normal lengths, of sigma 1, of documents that fill `ranks * seq` tokens, in multiples of 2 * ranks."""
-    unit, random = 2 * ranks, Random(0)
-    if seq % 2:
-        raise RefusedError(f"--documents needs an even number of tokens per rank, not --seq {seq}")
-    if mean < unit:
-        raise RefusedError(f"--documents {mean} is too short to cut into 2 * {ranks} ranks; use {unit} or more")
-    left, lengths = ranks * seq // unit, []
-    while left:
-        lengths.append(min(max(1, round(random.lognormvariate(math.log(mean / unit) - 0.5, 1.0))), left))
-        left -= lengths[-1]
-    return tuple(length * unit for length in lengths)
-
-
-def measure(case: Case, rate_mbit: float, absent: Mapping[str, str], options: argparse.Namespace) -> list[Row]:
-    """Return the rows of all contenders on one case."""
+def measure(case: Case, rate_mbit: float, chosen: Sequence[Contender], options: argparse.Namespace) -> list[Row]:
+    """Return the rows of contenders on one case."""
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     links = Links(INTRA_BYTES_PER_S, rate_mbit * 1e6 / 8 * PAYLOAD)
     base = {"nodes": case.nodes, "ranks_per_node": case.ranks_per_node, "rate_mbit": rate_mbit, "nic": "rank"}
     base |= {"latency_ms": options.latency_ms, "compute": options.compute}
     base |= {name: getattr(case, name) for name in ("q_heads", "kv_heads", "seq", "causal")}
-    base |= {"documents": len(case.documents)} if case.documents else {}
-    chosen = [c for c in CONTENDERS if c.name in options.contenders]
-    able = {c.name: found for c in chosen if c.name not in absent and (found := c.configurations(case))}
+    base |= {"documents": len(case.documents), "sigma": case.sigma} if case.documents else {}
+    reasons = {c.name: c.reason(case) for c in chosen}
+    able = {c.name: c.configurations(case) for c in chosen if not reasons[c.name]}
     if slept is not None and not case.documents:
         able = {name: planned(found, case, slept, links) for name, found in able.items()}
     timeout_s = 600.0 + 90.0 * options.rounds  # sixteen ranks at 100 mbit, and their configurations
     with EmulatedCluster(case.nodes, case.ranks_per_node, rate_mbit, latency_ms=options.latency_ms) as cluster:
         found = cluster.run(measure_in_rank, case, able, slept, options.rounds, timeout_s=timeout_s)[0]
     rows: list[Row] = []
-    for contender in chosen:
-        row = {**base, "contender": contender.name}
-        if contender.name in able:
-            rows += rows_of(row, case, slept, links, found[contender.name])
-        else:
-            refused = {"refused": contender.refuse(case) or "no configuration can do this case"}
-            rows.append(row | ({"absent": absent[contender.name]} if contender.name in absent else refused))
+    for name, reason in reasons.items():
+        row = {**base, "contender": name} | reason
+        rows += [row] if reason else rows_of(row, case, slept, links, found[name])
     return rows
 
 
@@ -158,18 +142,21 @@ def rows_of(base: Row, case: Case, slept: Slept | None, links: Links, found: Mea
             strategy = configuration.strategy
             row |= {"parts": strategy.parts_of(direction), "ulysses_degree": strategy.ulysses_degree}
         row |= {"time_s": median(times), "time_s_min": min(times), "time_s_max": max(times)}
-        rows.append(row | {name: sum(seconds[each] for each in of) for name, seconds in bounds.items()})
+        row |= {name: sum(seconds[each] for each in of) for name, seconds in bounds.items()}
+        rows.append(row | ({"over_bound": row["time_s"] / row["bound_s"]} if row.get("bound_s") else {}))
     return rows
 
 
 def bounds_of(case: Case, slept: Slept, links: Links, configuration: Contender) -> dict[str, dict[str, float]]:
     """Return seconds by direction of the bound and, of strategies of ours, of the planner's model."""
     visit_s = dict(zip(DIRECTIONS, (slept.forward_s, slept.backward_s), strict=True))
-    if case.documents:  # even work, and no waiting
-        visits = sum(length**2 / 2 for length in case.documents) / (case.ranks * case.seq**2)
-        return {"bound_s": {direction: visits * seconds for direction, seconds in visit_s.items()}}
     if not isinstance(configuration, Burst):
         return {}
+    if case.documents:
+        visits = sum(length**2 / 2 for length in case.documents) / (case.ranks * case.seq**2)
+        compute_s = {direction: visits * seconds for direction, seconds in visit_s.items()}
+        link_s = {d: least_nic_bytes(case, configuration, d) / links.inter_bytes_per_s for d in DIRECTIONS}
+        return {"compute_s": compute_s, "bound_s": {d: max(compute_s[d], link_s[d]) for d in DIRECTIONS}}
     of = (Topology(case.nodes, case.ranks_per_node), case.shapes)
     prices = {d: pass_price(configuration.strategy, d, *of, visit_s[d], links) for d in DIRECTIONS}
     model_s, bound_s = ({d: getattr(price, name) for d, price in prices.items()} for name in ("time_s", "bound_s"))
@@ -194,14 +181,17 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the worst figures: times of this project over bound and model, and the nearest of other libraries."""
-    timed = [row for row in rows if "time_s" in row]
+    """Yield the worst figures: of this project over bound and model, with the median, and of the nearest other.
+
+    Of single passes or, for packed documents, of both together.
+    """
+    timed = [row for row in rows if "time_s" in row and ("sigma" in row) == (row["direction"] == "both")]
     ours = {_where(row): row for row in timed if row["contender"] == OURS}
-    priced = {where: row for where, row in ours.items() if "model_s" in row and not row["latency_ms"]}
-    for name in ("bound", "model"):
-        ratios = {w: row["time_s"] / row[f"{name}_s"] for w, row in priced.items() if row["direction"] != "both"}
+    for name in ("bound_s", "model_s"):
+        known = {where: row for where, row in ours.items() if name in row and not row["latency_ms"]}
+        ratios = {where: row["time_s"] / row[name] for where, row in known.items()}
         for where in sorted(ratios, key=ratios.__getitem__)[-1:]:
-            yield f"time / {name}: at most {ratios[where]:.3f}, {where}"
+            yield f"time / {name[:-2]}: {median(ratios.values()):.3f}, at most {ratios[where]:.3f}, {where}"
     others = [row for row in timed if not row["contender"].startswith(OURS) and _where(row) in ours]
     ratios = {f"{row['contender']}, {_where(row)}": row["time_s"] / ours[_where(row)]["time_s"] for row in others}
     for where in sorted(ratios, key=ratios.__getitem__)[:1]:
@@ -210,5 +200,6 @@ def verdicts(rows: Sequence[Row]) -> Iterator[str]:
 
 def _where(row: Row) -> str:
     place = f"{row['nodes']}x{row['ranks_per_node']}, {row['rate_mbit']:g} mbit"
+    sigma = f", sigma {row['sigma']:g}" if "sigma" in row else ""
     direction = f", {row['direction']}" if row.get("direction", "both") != "both" else ""
-    return f"{place}, heads {row['q_heads']}/{row['kv_heads']}{direction}"
+    return f"{place}, heads {row['q_heads']}/{row['kv_heads']}{sigma}{direction}"

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from benchmarks.contenders.kernels import StandIn, install, kernel_for
 from benchmarks.contenders.protocol import Attend, Case, Contender, Session, Slept, import_problem, layout_rows
 
+_FUNCTIONS = {"ring": "ring_flash_attn", "zigzag": "zigzag_ring_flash_attn", "llama3": "llama3_flash_attn"}
 _PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
 
 
@@ -27,56 +26,59 @@ _PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lo
 class RingFlashAttn(Contender):
     """`zigzag_ring_flash_attn_func` for causal attention, `ring_flash_attn_func` for full.
 
-    Packed documents take `zigzag_ring_flash_attn_varlen_func`, each distributed on its own; or, with `gathers`
-    ("heads" at once, or one "head" while it works on the one before), `llama3_flash_attn_varlen_func`.
+    `packed` is its function for packed documents: "zigzag" or "ring", which distribute each on its own, or "llama3",
+    which gathers all heads at once or, with `by_head`, one while it works on the one before.
     """
 
     name: str = "ring-flash-attn"
-    gathers: str = ""
+    packed: str = ""
+    by_head: bool = False
 
     def absent(self) -> str | None:
         return import_problem("ring_flash_attn", _package)
 
     def refuse(self, case: Case) -> str | None:
+        if bool(case.documents) != bool(self.packed):
+            return "it has other functions for packed documents"
         if case.documents and case.batch > 1:
             return "it has no batches of packed documents"
-        if self.gathers:
-            return None if case.documents else "its llama3 function is for packed documents"
-        if any(length % (2 * case.ranks) for length in case.documents):
-            return f"zigzag cuts every document into {2 * case.ranks} pieces of one length"
+        if self.packed == "llama3":
+            return None
+        pieces = (2 if self.packed == "zigzag" else 1) * case.ranks
+        if any(length % pieces for length in case.documents):
+            return f"it cuts every document into {pieces} pieces of one length"
         return refuse_ring(case, case.ranks)
 
     def variants(self, case: Case) -> tuple[Contender, ...]:
-        return tuple(replace(self, name=f"{self.name}, llama3 by {n}", gathers=n) for n in ("heads", "head"))
+        return (replace(self, name=f"{self.name} by head", by_head=True),) if self.packed == "llama3" else ()
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         package, stand_in = _package()
+        way = self.packed or ("zigzag" if case.causal else "ring")
+        function = getattr(package, f"{_FUNCTIONS[way]}{'_varlen' * bool(self.packed)}_func")
+        attend = partial(function, causal=case.causal, group=dist.group.WORLD, **self._lengths(case, package))
+        layout, by_document = "zigzag" if way == "zigzag" else "contiguous", self.packed in ("zigzag", "ring")
+        rows = layout_rows(layout, case, by_document=by_document)
         enter = partial(setattr, stand_in, "kernel", kernel_for(case, slept))
-        if case.documents:
-            attend = self._packed(case, package)
-        elif case.causal:
-            attend = partial(package.zigzag_ring_flash_attn_func, causal=True, group=dist.group.WORLD)
-        else:
-            attend = partial(package.ring_flash_attn_func, causal=False, group=dist.group.WORLD)
-        zigzag = case.causal and not self.gathers
-        rows = layout_rows("zigzag" if zigzag else "contiguous", case, by_document=zigzag and bool(case.documents))
-        return Session(rows, attend, enter)
+        return Session(rows, _of_one_row(attend) if self.packed else attend, enter)
 
-    def _packed(self, case: Case, package: ModuleType) -> Attend:
+    def _lengths(self, case: Case, package: ModuleType) -> dict[str, object]:
+        """Return what its functions for packed documents are told of them."""
+        if not self.packed:
+            return {}
         cu_seqlens = torch.tensor(case.cu_seqlens, dtype=torch.int32)
-        if not self.gathers:
-            longest = max(case.documents) // case.ranks
-            lengths = {"cu_seqlens": cu_seqlens // case.ranks, "max_seqlen": longest}
-            return _of_one_row(package.zigzag_ring_flash_attn_varlen_func, **lengths)
+        if self.packed != "llama3":
+            return {"cu_seqlens": cu_seqlens // case.ranks, "max_seqlen": max(case.documents) // case.ranks}
         prepared = package.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, dist.get_rank(), case.ranks)
-        lengths = dict(zip(_PREPARED, prepared, strict=True))
-        stride = 1 if self.gathers == "head" else case.kv_heads
-        return _of_one_row(package.llama3_flash_attn_varlen_func, heads_k_stride=stride, **lengths)
+        stride = 1 if self.by_head else case.kv_heads
+        return dict(zip(_PREPARED, prepared, strict=True)) | {"heads_k_stride": stride}
 
 
-def _of_one_row(function: Callable[..., Tensor], **lengths: object) -> Attend:
-    """Return a causal function of [T, H, D] as one of [1, T, H, D]."""
-    call = partial(function, causal=True, group=dist.group.WORLD, **lengths)
+PACKED = tuple(RingFlashAttn(f"ring-flash-attn {function}", function) for function in ("zigzag", "ring", "llama3"))
+
+
+def _of_one_row(call: Attend) -> Attend:
+    """Return a function of [T, H, D] as one of [1, T, H, D]."""
     return lambda q, k, v: call(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
 
 

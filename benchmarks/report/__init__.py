@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report.files import Load, Result, Row
 
-_PLACE = ("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads", "documents")
+_PLACE = ("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads", "sigma")
 _ATTENTION = ("ranks", "dtype", "causal", "q_heads", "kv_heads", "head_dim", "seq")
 
 
@@ -30,9 +30,9 @@ class Case:
         return next(found, None)
 
     def directions(self) -> list[str]:
-        """Return those that were measured: forward and backward or, if there is nothing else, both together."""
+        """Return those to look at: forward and backward; of packed documents, or without those, both together."""
         found = {row.get("direction") for row in filter(measured, self.rows)}
-        return [direction for direction in ("forward", "backward", "both") if direction in found][:2]
+        return [way for way in ("forward", "backward", "both")[2 * self.packed :] if way in found][:2]
 
     def yardstick_s(self, direction: str) -> float | None:
         """Return what all times are compared with: the first bound that there is, else the first time."""
@@ -54,6 +54,11 @@ class Case:
         return next((row for row in rows if row.get("bound_s")), rows[0] if rows else None)
 
     @property
+    def packed(self) -> bool:
+        """Whether documents are packed, of lengths whose logarithms have a sigma."""
+        return self.what.get("sigma") is not None
+
+    @property
     def topology(self) -> str:
         return f"{self.what['nodes']}×{self.what['ranks_per_node']}"
 
@@ -67,11 +72,16 @@ class Case:
         return f"{self.what['q_heads']}/{self.what['kv_heads']}"
 
     @property
+    def kind(self) -> str:
+        """Heads or, of packed documents, their lengths."""
+        return f"σ {self.what['sigma']:g}" if self.packed else self.heads
+
+    @property
     def cluster(self) -> str:
         """Kind of cluster, without its size and its links' rate."""
         latency_ms = self.what["latency_ms"]
         away = f", {latency_ms:g} ms away" if latency_ms else ""
-        packed = ", packed documents" if self.what["documents"] else ""
+        packed = ", packed documents" if self.packed else ""
         return f"a NIC per {self.what['nic']}{away}, compute {self.what['compute']}{packed}"
 
 

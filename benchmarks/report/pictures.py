@@ -86,7 +86,7 @@ def _bars(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
             if number == 0:
                 axis.text(x, ends[1], f" {ratio:.2f}", rotation=90, ha="center", va="bottom", fontsize=7.5)
     axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
-    axis.set_xticks(range(len(bars)), [f"{direction}\n{case.heads}" for case, direction in bars], fontsize=8.5)
+    axis.set_xticks(range(len(bars)), [f"{direction}\n{case.kind}" for case, direction in bars], fontsize=8.5)
     axis.tick_params(axis="x", length=0)
 
 
@@ -99,31 +99,27 @@ def draw_attention(result: Result) -> Any:
     figure, axes = _panels(rows, columns, 1.3 + 3.3 * rows, sharey=True)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
-    for number, (axis, group) in enumerate(zip(axes.flat, panels, strict=False), 1):
-        ends = _lines(axis, group, names)
+    for axis, group in zip(axes.flat, panels, strict=False):
+        _lines(axis, group, names)
         what = group[0].what
         mask = "causal" if what["causal"] else "full"
         title = f"{ranks(result, group[0])}, {what['dtype']}, {mask}, {group[0].heads} heads"
         axis.set_title(title, loc="left", fontsize=11)
-        if number % columns == 0 or number == len(panels):
-            others = {name: COLOURS[place] for place, name in enumerate(names) if name not in ends}
-            _name_lines(axis, ends, others)
     for line in axes:
         line[0].set_ylabel("share of the rate of\none rank's kernel")
     _finish(figure, result, "Attention, forward and backward", [])
     return figure
 
 
-def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> dict[str, tuple[float, str]]:
-    """Draw a panel; returns where each contender's line ends, and its colour."""
-    ends = {}
+def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> None:
+    """Draw a panel, with the last share of every contender in its legend."""
     for number, name in enumerate(names):
         found = [(case.what["seq"], case.row(name)) for case in group]
         points = [(seq, row["kernel_share"]) for seq, row in found if row and row.get("kernel_share") is not None]
         if points:
             lengths, shares = zip(*sorted(points), strict=True)
-            axis.plot(lengths, shares, color=COLOURS[number], marker="o", markersize=4, linewidth=1.6 + (number == 0))
-            ends[name] = (shares[-1], COLOURS[number])
+            style = {"marker": "o", "markersize": 4, "linewidth": 1.6 + (number == 0)}
+            axis.plot(lengths, shares, color=COLOURS[number], label=f"{name}, {shares[-1]:.0%}", **style)
     axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0.5)
     axis.set_xscale("log", base=2)
     lengths = sorted({case.what["seq"] for case in group})
@@ -133,19 +129,7 @@ def _lines(axis: Any, group: Sequence[Case], names: Sequence[str]) -> dict[str, 
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     axis.set_xlabel("tokens")
     axis.grid(axis="y", alpha=0.3)
-    return ends
-
-
-def _name_lines(axis: Any, ends: dict[str, tuple[float, str]], others: dict[str, str]) -> None:
-    """Write contenders and their last shares right of their lines, a line of text apart; beneath come `others`."""
-    place = axis.get_ylim()[1]
-    names = [(share, f"{name}, {share:.0%}", colour) for name, (share, colour) in ends.items()]
-    names += [(0.0, f"{name}: ×", colour) for name, colour in others.items()]
-    for share, words, colour in sorted(names, key=lambda item: -item[0]):
-        place = min(share, place - 0.07) if share else place - 0.07
-        where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 10}
-        axis.text(1.03, place, "●", color=colour, **where)
-        axis.text(1.065, place, words, **where)
+    axis.legend(frameon=False, fontsize=9)
 
 
 def _panels(rows: int, columns: int, height: float, **shared: Any) -> tuple[Any, Any]:

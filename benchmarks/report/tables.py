@@ -78,6 +78,9 @@ def _cluster(result: Result) -> list[str]:
     parts = []
     for group in cases(result, "compute", "nic", "latency_ms"):
         names, first = contenders(group), group[0]
+        if first.packed:
+            parts += [*_packed(group, *names), *_missing(result, group, lambda case: case.topology)]
+            continue
         words, bounded = " / ".join(first.directions()), first.yardstick() == "bound"
         head = ["nodes×ranks", "link", "heads", f"{first.yardstick()}, ms: {words}", *names]
         body = []
@@ -89,13 +92,27 @@ def _cluster(result: Result) -> list[str]:
                 cell = " / ".join("–" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
                 body[-1].append("refused" if case.refusal(name) else cell)
         meaning = f" The bound is the longer of computing and of sending all bytes of {names[0]} over the link."
-        if first.what["documents"]:
-            meaning = " The bound is computing, if ranks have even work and wait for nothing."
         over = "the bound" if bounded else f"that of {first.yardstick()}"
         parts.append(f"Emulated cluster, {first.cluster}: time over {over}, {words}.{meaning if bounded else ''}")
         parts.append(_markdown(head, body))
         parts += _missing(result, group, lambda case: f"{case.topology}, {case.heads} heads")
     return parts
+
+
+def _packed(group: Sequence[Case], ours: str, *others: str) -> list[str]:
+    able = [name for name in others if any(case.row(name, "both") for case in group)]
+    head = ["nodes×ranks", "link", "lengths", f"{ours}, ms", f"{ours} / bound", *able]
+    body = []
+    for case in group:
+        row, over = case.row(ours, "both"), [_both_over(case, name, ours) for name in able]
+        cells = ("–" if ratio is None else f"{ratio:.2f}" for ratio in (case.ratio(ours, "both"), *over))
+        body.append([case.topology, case.rate, case.kind, _milliseconds(row and row["time_s"]), *cells])
+    text = (
+        f"Emulated cluster, {group[0].cluster}, forward and backward together: time of {ours}, the same over the "
+        f"bound, and time of the others over that of {ours}. The bound is the longer of computing, spread evenly, "
+        f"and of sending the rows that have to cross a NIC as {ours} assigns them. σ: of the logarithms of lengths."
+    )
+    return [text, _markdown(head, body)]
 
 
 def _cluster_summary(result: Result) -> str:
@@ -109,7 +126,8 @@ def _cluster_summary(result: Result) -> str:
         cells = [_range([_both_over(case, name, ours) for case in group], "{:.2f}") for name in others]
         body.append([group[0].rate, *([_range(ratios, "{:.2f}")] if bounded else []), *cells])
     topologies, heads = (", ".join(dict.fromkeys(getattr(c, name) for c in every)) for name in ("topology", "heads"))
-    over_bound = f"time of {ours} over the bound, each pass by itself; " if bounded else ""
+    passes = "both passes" if every[0].packed else "each pass by itself"
+    over_bound = f"time of {ours} over the bound, {passes}; " if bounded else ""
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; {every[0].cluster}): "
         f"{over_bound}time of the others over that of {ours}, forward and backward together. "

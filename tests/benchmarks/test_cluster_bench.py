@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import pytest
 import torch
 
 from benchmarks import RefusedError, cluster
-from benchmarks.cluster import case_of, drawn_documents, lines, rows_of, verdicts
+from benchmarks.cluster import case_of, lines, rows_of, verdicts
 from benchmarks.contenders import Case, Slept
-from benchmarks.contenders.burst import Burst
+from benchmarks.contenders.burst import BURST, ZIGZAG_BY_DOCUMENT, Burst
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
+from benchmarks.packed import least_nic_bytes
 from benchmarks.report import files
 from benchmarks.report.files import load
 from burst_plugin import Strategy
 from burst_plugin.planning.planner import Links
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
 
@@ -35,7 +40,7 @@ def options(*arguments: str) -> argparse.Namespace:
 
 def test_a_block_of_keys_and_values_is_1_mib() -> None:
     for heads in ("16/16", "16/4"):
-        case = case_of("2x4", heads, options())
+        case = case_of("2x4", heads, None, options())
         assert 2 * case.seq * case.kv_heads * case.head_dim * case.dtype.itemsize == 1 << 20
 
 
@@ -54,38 +59,110 @@ def test_a_block_of_keys_and_values_is_1_mib() -> None:
 def test_what_cannot_be_is_refused(arguments: tuple[str, ...], message: str) -> None:
     asked = options(*arguments)
     with pytest.raises(RefusedError, match=message):
-        [case_of(topology, heads, asked) for topology in asked.topologies for heads in asked.heads]
+        [case_of(topology, heads, 1.0, asked) for topology in asked.topologies for heads in asked.heads]
+
+
+def drawn(ranks: int, seq: int, mean: int, sigma: float = 1.0) -> tuple[int, ...]:
+    asked = options("--seq", str(seq), "--documents", str(mean))
+    return case_of(f"1x{ranks}", "16/4", sigma, asked).documents
 
 
 @pytest.mark.parametrize(("ranks", "seq", "mean"), [(8, 2048, 2048), (16, 512, 700), (8, 64, 16), (8, 64, 10**6)])
 def test_documents_fill_the_sequence_and_can_be_cut_by_all(ranks: int, seq: int, mean: int) -> None:
-    lengths = drawn_documents(ranks, seq, mean)
+    lengths = drawn(ranks, seq, mean)
     assert sum(lengths) == ranks * seq
     assert not any(length % (2 * ranks) for length in lengths)
     assert all(lengths)
-    assert lengths == drawn_documents(ranks, seq, mean)
+    assert lengths == drawn(ranks, seq, mean)
 
 
 def test_documents_are_of_the_length_that_is_asked_for_and_long_tailed() -> None:
-    lengths = drawn_documents(8, 1 << 20, 2048)
-    assert sum(lengths) / len(lengths) == pytest.approx(2048, rel=0.05)
-    assert sum(length < 2048 for length in lengths) / len(lengths) == pytest.approx(0.69, abs=0.03), "log-normal"
+    for sigma, shorter in ((0.5, 0.599), (1.0, 0.691), (1.5, 0.773)):  # than the mean, if log-normal
+        lengths = drawn(8, 1 << 20, 2048, sigma)
+        assert sum(lengths) / len(lengths) == pytest.approx(2048, rel=0.05)
+        assert sum(length < 2048 for length in lengths) / len(lengths) == pytest.approx(shorter, abs=0.03)
     assert max(lengths) > 8 * 2048
 
 
-def test_packed_documents_are_bounded_by_their_work_dealt_out_evenly() -> None:
+PACKED = Case(2, 2, 4, 16, 4, 64, torch.bfloat16, causal=True, documents=(8, 8), sigma=1.0)
+KV_ROW, GRADS_ROW = 2 * 4 * 64 * 2, 2 * 4 * 64 * 4  # bytes of keys and values in bfloat16, of gradients in float32
+
+
+@dataclass(frozen=True)
+class Assigned(Burst):
+    """One that has been told which rank holds each of the sequence's chunks."""
+
+    holders: tuple[int, ...] = ()
+
+    def tokens(self, case: Case, table: RouteTable) -> Tokens:
+        return Tokens(case.ranks * case.seq, holders=self.holders)
+
+
+@pytest.mark.parametrize(
+    ("holders", "forward", "backward"),
+    [
+        ((0, 1, 2, 3), 0, 0),  # a node for each document
+        ((0, 2, 1, 3), 4, 4),  # ranks 0 and 1 lend 4 rows each, since what they hold comes first
+        ((2, 0, 1, 3), 4, 4),  # ranks 1 and 2 do
+        ((0, 2, 0, 3, 1, 3, 1, 2), 4, 5),  # 2 and 3 lend 2 rows each, and return sums of 4 each
+    ],
+)
+def test_rows_have_to_cross_that_come_before_the_last_that_a_node_holds(
+    holders: tuple[int, ...], forward: int, backward: int
+) -> None:
+    """And their gradients have to come back; what a node receives its NICs share, what a rank owns they do not."""
+    ours = Assigned("burst", holders=holders)
+    assert least_nic_bytes(PACKED, ours, "forward") == forward * KV_ROW
+    assert least_nic_bytes(PACKED, ours, "backward") == backward * GRADS_ROW
+
+
+def test_queries_have_to_cross_that_come_after_the_first_that_a_node_holds() -> None:
+    ours = Assigned("burst", Strategy(backward="q"), holders=(0, 2, 1, 3))
+    row = 2 * 16 * 64 * 2 + 2 * 16 * 4  # queries and gradients of the output, and two numbers of every head
+    assert least_nic_bytes(PACKED, ours, "backward") == 4 * row
+    assert least_nic_bytes(PACKED, ours, "forward") == 4 * KV_ROW
+
+
+@pytest.mark.parametrize("ours", [BURST[0], ZIGZAG_BY_DOCUMENT], ids=lambda ours: ours.name)
+@pytest.mark.parametrize("topology", ["2x4", "4x2"])
+def test_no_schedule_sends_less_than_has_to_cross(topology: str, ours: Burst) -> None:
+    case = case_of(topology, "16/4", 1.0, options("--documents", "256", "--seq", "256"))
+    table = RouteTable(Topology(case.nodes, case.ranks_per_node), ours.strategy)
+    tokens = ours.tokens(case, table)
+    sent, _ = table.most_rows_moved(Attending(tokens, tokens, case.mask))
+    assert 0 < least_nic_bytes(case, ours, "forward") <= sent * KV_ROW
+
+
+@pytest.mark.parametrize(("bytes_per_s", "crossing"), [(1e12, False), (1e3, True)])
+def test_packed_documents_are_bounded_by_even_work_or_what_has_to_cross(bytes_per_s: float, crossing: bool) -> None:
     """And have no price, since planning does not know them."""
-    case = case_of("2x4", "16/4", options("--documents", "512"))
-    assert case.causal
-    assert sum(case.documents) == 8 * 1024
-    found = (Burst("burst"), {"forward": [0.02], "backward": [0.05]}, dict.fromkeys(DIRECTIONS, 1))
-    forward, backward, both = rows_of(BASE, case, SLEPT, LINKS, found)
+    case = case_of("2x4", "16/4", 1.0, options("--documents", "512"))
+    assert (case.causal, sum(case.documents)) == (True, 8 * 1024)
+    found = (BURST[0], {"forward": [0.02], "backward": [0.05]}, dict.fromkeys(DIRECTIONS, 1))
+    forward, backward, both = rows = rows_of(BASE | {"sigma": 1.0}, case, SLEPT, Links(1e12, bytes_per_s), found)
     pairs = sum(length**2 / 2 for length in case.documents)
-    assert forward["bound_s"] == pytest.approx(0.030 * pairs / 1024**2 / 8)
-    assert backward["bound_s"] == pytest.approx(0.075 * pairs / 1024**2 / 8)
+    for row, visit_s in ((forward, 0.030), (backward, 0.075)):
+        assert row["compute_s"] == pytest.approx(visit_s * pairs / 1024**2 / 8)
+        link_s = least_nic_bytes(case, BURST[0], row["direction"]) / bytes_per_s
+        assert row["bound_s"] == (link_s if crossing else row["compute_s"])
+        assert row["over_bound"] == row["time_s"] / row["bound_s"]
     assert both["bound_s"] == pytest.approx(forward["bound_s"] + backward["bound_s"])
     assert "model_s" not in both
-    assert list(verdicts([forward, backward, both])) == []
+    over, where = both["time_s"] / both["bound_s"], "2x4, 100 mbit, heads 16/16, sigma 1"
+    assert list(verdicts(rows)) == [f"time / bound: {over:.3f}, at most {over:.3f}, {where}"]
+
+
+def test_verdicts_of_packed_documents_are_of_both_passes_and_all_others() -> None:
+    def packed(contender: str, sigma: float, *both_s: float) -> list[dict[str, Any]]:
+        passes = zip(("forward", "backward", "both"), (*both_s, sum(both_s)), strict=True)
+        return [BASE | {"contender": contender, "sigma": sigma, "direction": d, "time_s": s} for d, s in passes]
+
+    rows = [row | {"bound_s": 0.1} for sigma in (0.5, 1.0, 1.5) for row in packed("burst", sigma, sigma / 10, 0.1)]
+    rows += packed("zigzag by document", 0.5, 0.05, 0.3) + packed("Ulysses", 1.0, 0.1, 0.4)
+    assert list(verdicts(rows)) == [
+        "time / bound: 2.000, at most 2.500, 2x4, 100 mbit, heads 16/16, sigma 1.5",
+        "time of others / burst: at least 2.333, zigzag by document, 2x4, 100 mbit, heads 16/16, sigma 0.5",
+    ]
 
 
 def test_packed_documents_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +219,7 @@ def test_the_price_is_that_of_the_strategy() -> None:
 
 def test_parts_are_those_that_the_planner_says() -> None:
     """At 100 mbit on 4x2 links are busier than compute, so that several parts are faster; other strategies stay."""
-    case = case_of("4x2", "16/16", options())
+    case = case_of("4x2", "16/16", None, options())
     found = {
         each.name: each
         for each in cluster.planned(Burst("burst", several=True).configurations(case), case, SLEPT, LINKS)
@@ -166,8 +243,8 @@ def test_verdicts_are_the_worst_figures() -> None:
     peer = measured({"forward": [0.66], "backward": [1.5]}, "ring-flash-attn")
     faster = measured({"forward": [0.2], "backward": [1.5]}, "USP")
     assert list(verdicts([*good, *flat, *peer, *faster])) == [
-        "time / bound: at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
-        "time / model: at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
+        "time / bound: 1.071, at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
+        "time / model: 1.071, at most 1.100, 2x4, 100 mbit, heads 16/16, backward",
         "time of others / burst: at least 0.800, USP, 2x4, 100 mbit, heads 16/16, forward",
     ]
     far = [{**row, "latency_ms": 1.0} for row in good]
@@ -238,27 +315,18 @@ def test_rows_have_the_load_of_their_own_setting(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow
 @pytest.mark.netns
 @pytest.mark.skipif(EmulatedCluster.unavailable() is not None, reason=f"{EmulatedCluster.unavailable()}")
-def test_a_tiny_cluster_is_measured_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("documents", [(), ("--documents", "32", "--sigmas", "1")], ids=["whole", "packed"])
+def test_a_tiny_cluster_is_measured_whole(tmp_path: Path, documents: tuple[str, ...]) -> None:
     out = tmp_path / "cluster.json"
-    asked = options(
-        *("--topologies", "2x2", "--rates", "400", "--heads", "4/4", "--seq", "64", "--visit-ms", "2", "4"),
-        *(
-            "--latency-ms",
-            "20" if EmulatedCluster.unavailable(20.0) is None else "0",
-            "--contenders",
-            "burst",
-            "burst flat ring",
-            "--rounds",
-            "2",
-            "--out",
-            str(out),
-        ),
-    )
-    assert cluster.run(asked) == 0
+    latency_ms = "20" if EmulatedCluster.unavailable(20.0) is None else "0"
+    sizes = ("--topologies", "2x2", "--rates", "400", "--heads", "4/4", "--seq", "64", "--visit-ms", "2", "4")
+    names = ("burst", "zigzag by document" if documents else "burst flat ring")
+    others = ("--latency-ms", latency_ms, "--contenders", *names, "--rounds", "2", "--out", str(out))
+    assert cluster.run(options(*sizes, *documents, *others)) == 0
     result = load(out)
     assert result.benchmark == "cluster"
     assert {(row["contender"], row["direction"]) for row in result.rows} == {
-        (name, direction) for name in ("burst", "burst flat ring") for direction in ("forward", "backward", "both")
+        (name, direction) for name in names for direction in ("forward", "backward", "both")
     }
     for row in result.rows:
         assert row["repeats"] == 2

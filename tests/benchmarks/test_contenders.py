@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders import CONTENDERS, Case, Contender, Slept
+from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
+from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import TorchContextParallel
 from burst_plugin.types import DIRECTIONS
 from tests.support.emulated_gpu import EmulatedDevice
@@ -115,15 +116,18 @@ def _packed_cases(ranks: int) -> list[Case]:
     ]
 
 
-PACKED = [
+TRIED_PACKED = [
     (one, ranks)
     for ranks in (2, 4)
-    for contender in CONTENDERS
+    for contender in PACKED
     for one in contender.configurations(_packed_cases(ranks)[0])
 ]
 
 
-@pytest.mark.parametrize(("contender", "ranks"), PACKED, ids=[f"{one.name}-{ranks}" for one, ranks in PACKED])
+PACKED_NAMES = [f"{one.name}-{ranks}" for one, ranks in TRIED_PACKED]
+
+
+@pytest.mark.parametrize(("contender", "ranks"), TRIED_PACKED, ids=PACKED_NAMES)
 def test_a_contender_keeps_packed_documents_apart(contender: Contender, ranks: int) -> None:
     cases = [case for case in _packed_cases(ranks) if _here(contender).refuse(case) is None]
     for results in _of_all_ranks(contender, ranks, cases):
@@ -133,8 +137,15 @@ def test_a_contender_keeps_packed_documents_apart(contender: Contender, ranks: i
 
 def test_peers_that_know_no_packed_documents_refuse_them() -> None:
     case = _packed_cases(2)[0]
-    refused = {one.name for one in CONTENDERS if "packed documents" in (one.refuse(case) or "")}
+    refused = {one.name for one in PACKED if "packed documents" in (one.refuse(case) or "")}
     assert refused == {"USP", "PyTorch context_parallel"}
+
+
+def test_functions_for_packed_documents_are_for_nothing_else() -> None:
+    packed, whole = _packed_cases(2)[0], _case(2, HEADS[0], torch.bfloat16, True)
+    for one in {*CONTENDERS, *PACKED} - {*CONTENDERS} & {*PACKED}:
+        if isinstance(one, RingFlashAttn):
+            assert [one.refuse(case) is None for case in (packed, whole)] == [bool(one.packed), not one.packed]
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -107,6 +107,34 @@ def test_tables_have_every_figure_with_its_machine_and_commit(tmp_path: Path) ->
     assert set(widths) == {6, 3, 8}
 
 
+def test_packed_documents_have_a_table_of_their_own(tmp_path: Path) -> None:
+    """Of both passes, the others over this project, and one that refuses them beneath."""
+    rows = [
+        *(
+            cluster_row(name, way, time_s, sigma=sigma, documents=9, **({} if name == "burst" else {"bound_s": None}))
+            for name, sigma, times in (
+                ("burst", 0.5, (0.1, 0.2, 0.3)),
+                ("burst", 1.0, (0.1, 0.4, 0.5)),
+                ("zigzag by document", 0.5, (0.3, 0.9, 1.2)),
+            )
+            for way, time_s in zip(("forward", "backward", "both"), times, strict=True)
+        ),
+        {"contender": "USP", **cluster_row("USP", "both", 0), "time_s": None, "refused": "whole ones", "sigma": 0.5},
+    ]
+    found = {Path("one.json"): made_up("cluster", rows)}
+    lines = tables.tables(found, tmp_path).splitlines()
+    assert "| nodes×ranks | link | lengths | burst, ms | burst / bound | zigzag by document |" in lines
+    assert "| 2×4 | 100 mbit | σ 0.5 | 300 | 1.25 | 4.00 |" in lines
+    assert "| 2×4 | 100 mbit | σ 1 | 500 | 2.08 | – |" in lines
+    assert "- refused by USP: 2×4 (whole ones)" in lines
+    text = tables.summary(found)
+    assert "time of burst over the bound, both passes; time of the others over that of burst" in text
+    assert "| 100 mbit | 1.25 to 2.08 (1.67) | 4.00, 1 refused | refused |" in text.splitlines()
+    figure = pictures.draw_cluster(found[Path("one.json")])
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["both\nσ 0.5", "both\nσ 1"]
+    pictures.plt.close(figure)
+
+
 def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
     more = [
         *(cluster_row("burst", way, 0.3, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
