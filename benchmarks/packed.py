@@ -53,7 +53,7 @@ def least_nic_bytes(case: Case, ours: Burst, direction: Direction) -> float:
         for start, stop in pairwise(case.cu_seqlens):
             held = start + inside[start:stop].nonzero().flatten()
             if len(held):  # causal: keys up to its last query, or queries from its first key on
-                needed[start if moving == "kv" else held[0] : held[-1] + 1 if moving == "kv" else stop] = True
+                needed[start if moving == "kv" else held[0] : held[-1] if moving == "kv" else stop] = True
         needed &= ~inside
         leave += holders[needed].bincount(minlength=case.ranks)
         come[node] = needed.sum()
