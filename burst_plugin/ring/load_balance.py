@@ -37,7 +37,6 @@ _MOST_CHUNKS = 4096  # of all ranks: which of more meet takes too long to find
 _VISITED = 128  # in a visit, besides its pairs: blocks that are half full, and merging
 _SENT_INTER = 2000  # at 50 GB/s
 _SENT_INTRA = 250  # at 400 GB/s
-_CLEARLY = 1.25  # an estimate is rough: documents stay even unless sending less saves that much
 _BARE = 0.2  # of computing or sending, whichever is shorter, is not hidden behind the other
 
 
@@ -55,9 +54,9 @@ def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = Fals
     """Return the assignment of tokens to ranks for a sequence that attends to itself within `mask`.
 
     The candidates are the layouts that suit the mask. If ranks have even work in none of these, also causal documents
-    dealt to nodes and ranks, evenly, or with few of them in several nodes; for other masks chunks assigned by their
-    work, and chunks that leave documents inside nodes. Of these the one that takes the least time, by an estimate.
-    `alike` leaves out candidates by which ranks hold unequal numbers of tokens.
+    dealt to nodes and ranks; for other masks, chunks assigned by their work, and chunks that leave documents inside
+    nodes. Of these the one that takes the least time, by an estimate. `alike` leaves out candidates by which ranks
+    hold unequal numbers of tokens.
 
     Raises ValueError if that leaves none.
     """
@@ -87,7 +86,7 @@ def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike
 
     def add(tokens: Tokens) -> bool:
         """Add a candidate unless it is not allowed. Return whether it is even."""
-        if alike and len(set(map(token_count, costs.table.shards(tokens)))) > 1:
+        if alike and len({count for block in costs.table.group_blocks(tokens) for count in block.counts}) > 1:
             return False
         shares = costs.shares(tokens)
         found[tokens] = max(map(max, shares))
@@ -154,26 +153,17 @@ class _ByDocument:
         return self._of(tokens).work().tolist()
 
     def time(self, tokens: Tokens) -> float:
-        """Return for how long the slowest rank computes and sends, in pairs; `_CLEARLY` more if work is uneven."""
-        even = max(map(_uneven, self.shares(tokens))) <= GOOD
-        return _duration(*self._computes_and_sends(tokens)) * (1 if even else _CLEARLY)
-
-    def assignments(self) -> Iterator[Iterator[Tokens]]:
-        """Yield documents dealt evenly and, where sending would take longer than computing, as few of them cut."""
-        ring = self.table.ring_topology
-        degree = self.table.cp_ranks // ring.ranks
-        even = deal_documents(self.documents, self.length, ring, degree)
-        yield iter((even,))
-        computes, sends = self._computes_and_sends(even)
-        if sends > computes and ring.nodes > 1:
-            yield iter((deal_documents(self.documents, self.length, ring, degree, slack=math.inf),))
-
-    def _computes_and_sends(self, tokens: Tokens) -> tuple[float, float]:
+        """Return for how long the slowest rank computes and sends, in pairs."""
         costs, ring = self._of(tokens), self.table.ring_topology
         computes = (costs.work().amax(0) + _VISITED * costs.rows_visited()).max()
         most = max(map(token_count, self.table.runs(tokens)))
-        all_rows = (most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1))  # blocks go to all
-        return float(computes), _sends(*min(all_rows, costs.most_rows_moved()))
+        all_rows = (most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1))  # if blocks go to all
+        return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
+
+    def assignments(self) -> Iterator[Iterator[Tokens]]:
+        """Yield documents dealt to nodes and ranks."""
+        ring = self.table.ring_topology
+        yield iter((deal_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
@@ -183,16 +173,13 @@ def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) 
     computes = 0.0
     for both, visited in zip(shares, table.rows_visited(attending), strict=True):
         computes = max(computes, max(both) / batch + _VISITED * visited)
-    return _duration(computes, _sends(*table.most_rows_moved(attending)))
+    return _duration(computes, *table.most_rows_moved(attending))
 
 
-def _sends(inter: int, intra: int) -> float:
-    """Return for how long so many rows are sent, in pairs."""
-    return max(_SENT_INTER * inter, _SENT_INTRA * intra)
-
-
-def _duration(computes: float, sends: float) -> float:
-    return max(computes, sends) + _BARE * min(computes, sends)
+def _duration(computes: float, inter: int, intra: int) -> float:
+    """Return for how long a rank computes so many pairs, and sends so many rows, in pairs."""
+    shorter, longer = sorted((computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)))
+    return longer + _BARE * shorter
 
 
 def _work(attending: Attending, local: Side) -> Tensor:

@@ -199,7 +199,7 @@ class Layout:
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
         """Return the runs of `rank`, in local order; none is empty."""
         return tuple(
-            run._replace(start=run.start + start)
+            run._replace(start=run.start + start) if start else run
             for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
             for run in self.assign(rank, ranks, stop - start)
             if run.length

@@ -28,7 +28,9 @@ from burst_plugin.topology import Topology
 
 __all__ = ["deal_documents"]
 
-_RANK_SLACK = 0.01  # of its work that a rank may have more or less than others of its node, for fewer cuts
+# Of its work, how much more or less than others one may have, for fewer cuts.
+_NODE_SLACK = 0.03
+_RANK_SLACK = 0.01
 _SHORT = 0.01  # of a rank's work that queries have more than keys, or less, where a short document is cut in two
 
 
@@ -51,9 +53,7 @@ class _Share(NamedTuple):
     rank: int
 
 
-def deal_documents(
-    documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1, slack: float = 0.03
-) -> Tokens:
+def deal_documents(documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1) -> Tokens:
     """Return an assignment of tokens by which all ranks hold equally many, and about equal work.
 
     Args:
@@ -61,7 +61,6 @@ def deal_documents(
             have no work.
         length: of the sequence, in tokens.
         topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its tokens.
-        slack: of its work that a node may have more or less than others, so that fewer tokens cross.
     """
     ranks = topology.ranks * degree
     bounds = [rank * length // ranks for rank in range(ranks + 1)]
@@ -70,7 +69,7 @@ def deal_documents(
     by_node = [rooms[first : first + per_node] for first in range(0, len(rooms), per_node)]
     shares = defaultdict[_Document, list[_Share]](list)
     line = _in_order(documents, length, topology.ranks)
-    for node, pieces in enumerate(_deal(line, list(map(sum, by_node)), slack, anywhere=True)):
+    for node, pieces in enumerate(_deal(line, list(map(sum, by_node)), _NODE_SLACK, anywhere=True)):
         of_node = dict(pieces)
         for number, held in enumerate(_deal(pieces, by_node[node], _RANK_SLACK)):
             for document, tokens in held:
