@@ -99,7 +99,7 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
         prepared.append(entry)
     if slept is not None:
         _defer_transfers()
-    kept = best_of(prepared, lambda entry: _take_turn(entry, inputs))
+    kept = prepared[0] if len(prepared) == 1 else best_of(prepared, lambda entry: _take_turn(entry, inputs))
     kept.times.clear()
     return kept
 

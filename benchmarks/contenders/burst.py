@@ -10,6 +10,7 @@ import torch.distributed as dist
 from benchmarks.contenders.kernels import sleeping
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept
 from burst_plugin import ContextParallel, Strategy, Tokens, Topology, burst_attention
+from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.load_balance import choose_tokens
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.strategy import AUTO
@@ -37,8 +38,11 @@ class Burst(Contender):
     def variants(self, case: Case) -> tuple[Contender, ...]:
         if not self.several:
             return ()
-        degrees = [n for n in Topology(case.nodes, case.ranks_per_node).ulysses_degrees if n > 1]
-        options = {"kv back": {"backward": "kv"}} | {f"Ulysses of {n}": {"ulysses_degree": n} for n in degrees}
+        most = case.ranks_per_node if case.documents else case.ranks  # documents are not for exchanges between nodes
+        degrees = [n for n in Topology(case.nodes, case.ranks_per_node).ulysses_degrees if 1 < n <= most]
+        options = {f"Ulysses of {n}": {"ulysses_degree": n} for n in degrees}
+        if choose_moving_side(self.strategy, "backward", case.shapes) == "q":
+            options["kv back"] = {"backward": "kv"}
         strategies = {name: replace(self.strategy, **each) for name, each in options.items()}  # type: ignore[arg-type]
         return tuple(replace(self, name=f"{self.name}, {name}", strategy=each) for name, each in strategies.items())
 

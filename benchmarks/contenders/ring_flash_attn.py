@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -27,12 +27,11 @@ class RingFlashAttn(Contender):
     """`zigzag_ring_flash_attn_func` for causal attention, `ring_flash_attn_func` for full.
 
     `packed` is its function for packed documents: "zigzag" or "ring", which distribute each on its own, or "llama3",
-    which gathers all heads at once or, with `by_head`, one while it works on the one before.
+    which gathers all heads at once: one by one, while it works on the one before, they took longer.
     """
 
     name: str = "ring-flash-attn"
     packed: str = ""
-    by_head: bool = False
 
     def absent(self) -> str | None:
         return import_problem("ring_flash_attn", _package)
@@ -48,9 +47,6 @@ class RingFlashAttn(Contender):
         if any(length % pieces for length in case.documents):
             return f"it cuts every document into {pieces} pieces of one length"
         return refuse_ring(case, case.ranks)
-
-    def variants(self, case: Case) -> tuple[Contender, ...]:
-        return (replace(self, name=f"{self.name} by head", by_head=True),) if self.packed == "llama3" else ()
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         package, stand_in = _package()
@@ -70,8 +66,7 @@ class RingFlashAttn(Contender):
         if self.packed != "llama3":
             return {"cu_seqlens": cu_seqlens // case.ranks, "max_seqlen": max(case.documents) // case.ranks}
         prepared = package.llama3_flash_attn_prepare_cu_seqlens(cu_seqlens, True, dist.get_rank(), case.ranks)
-        stride = 1 if self.by_head else case.kv_heads
-        return dict(zip(_PREPARED, prepared, strict=True)) | {"heads_k_stride": stride}
+        return dict(zip(_PREPARED, prepared, strict=True)) | {"heads_k_stride": case.kv_heads}
 
 
 PACKED = tuple(RingFlashAttn(f"ring-flash-attn {function}", function) for function in ("zigzag", "ring", "llama3"))
