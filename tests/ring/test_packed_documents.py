@@ -26,7 +26,10 @@ def packed(seed: int, sigma: float) -> tuple[tuple[int, ...], Mask]:
 @pytest.mark.parametrize("sigma", SIGMAS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_have_as_many_tokens_and_even_work_and_few_rows_cross(shape: str, sigma: float) -> None:
-    """A tenth of the rows of documents one by one in zigzag; where one needs several nodes, twice the fewest."""
+    """A tenth of the rows of documents one by one in zigzag; where one needs several nodes, twice the fewest.
+
+    Of documents that are about as long a fiftieth: nodes hold nearly all of them whole.
+    """
     topology = SHAPES[shape]
     for seed in range(3):
         starts, mask = packed(seed, sigma)
@@ -39,7 +42,7 @@ def test_ranks_have_as_many_tokens_and_even_work_and_few_rows_cross(shape: str, 
         assert imbalance(table, attending) <= 1.05
         if topology.nodes > 1:
             zigzag = LENGTH * (topology.nodes - 1)
-            allowed = max(zigzag / 10, 2 * fewest_crossing(starts, topology))
+            allowed = max(zigzag / (50 if sigma == 0.5 else 10), 2 * fewest_crossing(starts, topology))
             assert rows_crossing(table, attending) <= allowed
 
 

@@ -66,7 +66,7 @@ def test_a_document_for_all_nodes_is_dealt_from_the_outside_in() -> None:
 def test_a_short_document_is_cut_in_two_and_the_smaller_part_comes_first() -> None:
     """Of 3960, 100 and 3940 tokens: so 40 keys cross."""
     tokens = deal_documents([(0, 3960), (3960, 4060), (4060, 8000)], 8000, Topology(2, 1))
-    assert (tokens.holders, tokens.bounds) == ((0, 1), (0, 4000, 8000))
+    assert (tokens.holders, tokens.bounds) == ((1, 0), (0, 4000, 8000))
 
 
 def test_runs_are_few() -> None:
