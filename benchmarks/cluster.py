@@ -24,7 +24,7 @@ from benchmarks import RefusedError
 from benchmarks.cluster_ranks import Measured, measure_in_rank
 from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
 from benchmarks.contenders.burst import Burst
-from benchmarks.packed import drawn_documents, least_nic_bytes
+from benchmarks.documents import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin.planning.planner import Links, pass_price, plans
 from burst_plugin.topology import Topology

@@ -15,7 +15,7 @@ from benchmarks.cluster import case_of, lines, rows_of, verdicts
 from benchmarks.contenders import Case, Slept
 from benchmarks.contenders.burst import BURST, ZIGZAG_BY_DOCUMENT, Burst
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
-from benchmarks.packed import least_nic_bytes
+from benchmarks.documents import least_nic_bytes
 from benchmarks.report import files
 from benchmarks.report.files import load
 from burst_plugin import Strategy
