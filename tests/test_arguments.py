@@ -104,6 +104,7 @@ LISTS = [
     *_each("Documents(kv_lengths=", lambda x: Documents((0, 8), None, None, x), NOT_WHOLE_LISTS),
     *_each("cu_seqlens", lambda x: Tokens(8, x), NOT_WHOLE_LISTS),
     *_each("Tokens(holders=", lambda x: Tokens(8, holders=x), NOT_WHOLE_LISTS),
+    *_each("Tokens(bounds=", lambda x: Tokens(8, holders=(0, 1), bounds=x), NOT_WHOLE_LISTS, (None,)),
     *_each("Keys", lambda x: Keys(x), SPANS),
     *_each("Keys", lambda x: Keys([x]), NOT_WHOLE_LISTS),
     *_each("BlockMask(allowed=", lambda x: BlockMask(2, x), FLAGS),

@@ -105,7 +105,7 @@ def assign_by(assign: Assign) -> None:
 
 def layout_of(tokens: Tokens) -> Layout:
     """Return the layout of tokens that have one of their own, or else zigzag."""
-    return LAYOUTS[tokens.layout or "zigzag"] if tokens.holders is None else in_chunks(tokens.holders)
+    return LAYOUTS[tokens.layout or "zigzag"] if tokens.holders is None else in_chunks(tokens.holders, tokens.bounds)
 
 
 def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: int) -> Tensor:

@@ -11,17 +11,20 @@ Causal documents a, b, c and d over two ranks; digits are the work of eight chun
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from itertools import takewhile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from burst_plugin.ring.document_costs import DocumentCosts, causal_documents
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.sequence.shares import deal_documents
 from burst_plugin.types import SIDES, Side
 
 __all__ = ["choose_tokens", "imbalance", "work_by_rank"]
@@ -50,59 +53,117 @@ def imbalance(table: RouteTable, attending: Attending) -> float:
 def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:
     """Return the assignment of tokens to ranks for a sequence that attends to itself within `mask`.
 
-    The candidates are the layouts that suit the mask; if ranks have even work in none of these, also chunks assigned
-    by their work, and chunks that leave documents inside nodes. Of these the one that takes the least time, by an
-    estimate. `alike` leaves out candidates by which ranks hold unequal numbers of tokens.
+    The candidates are the layouts that suit the mask. If ranks have even work in none of these, also causal documents
+    dealt to nodes and ranks; for other masks, chunks assigned by their work, and chunks that leave documents inside
+    nodes. Of these the one that takes the least time, by an estimate. `alike` leaves out candidates by which ranks
+    hold unequal numbers of tokens.
 
     Raises ValueError if that leaves none.
     """
-    plain = Attending(Tokens(length), Tokens(length), mask)
-    work = {local: _work(plain, local) for local in SIDES}
-    candidates = _candidates(table, plain, work, alike)
-    if not candidates:
+    documents = causal_documents(mask, length)
+    costs = _ByToken(table, length, mask) if documents is None else _ByDocument(table, length, documents)
+    suitable = [Tokens(length, layout=name) for name, layout in LAYOUTS.items() if layout.suits(mask)]
+    least = _candidates(costs, suitable, alike)
+    if not least:
         raise ValueError(
             f"{table.cp_ranks} ranks cannot hold equally many of {length} tokens; "
             f"{even_length(length, table.cp_ranks)} would do"
         )
-    batch = mask.rows or 1  # work is that of all batch rows, if they differ
-    least = {tokens: max(shares) / batch for tokens, shares in candidates.items()}
     times: dict[Tokens, float] = {}
-    for tokens in sorted(candidates, key=least.__getitem__):
+    for tokens in sorted(least, key=least.__getitem__):
         if least[tokens] > min(times.values(), default=math.inf):  # so have all others, and none takes less
             break
-        times[tokens] = _time(table, Attending(tokens, tokens, mask), work)
+        times[tokens] = costs.time(tokens)
     return min(times, key=times.__getitem__)
 
 
-def _candidates(
-    table: RouteTable, plain: Attending, work: Mapping[Side, Tensor], alike: bool
-) -> dict[Tokens, list[int]]:
-    """Return the layouts that suit the mask; if none is even, more and more chunks until work is; and nodes first.
+def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike: bool) -> dict[Tokens, float]:
+    """Return the suitable layouts and, if ranks have even work in none of these, assignments that are made for it.
 
-    Each with the work of every rank, on the side of which it has more.
+    Each with the most work of any rank, on the side of which that is more.
     """
-    length, ring = plain.q.length, table.ring_topology
-    found: dict[Tokens, list[int]] = {}
+    found: dict[Tokens, float] = {}
 
     def add(tokens: Tokens) -> bool:
         """Add a candidate unless it is not allowed. Return whether it is even."""
-        if alike and len(set(map(token_count, table.shards(tokens)))) > 1:
+        if alike and len({count for block in costs.table.group_blocks(tokens) for count in block.counts}) > 1:
             return False
-        shares = [_shares(table, tokens, work[local]) for local in SIDES]
-        found[tokens] = list(map(max, *shares))
+        shares = costs.shares(tokens)
+        found[tokens] = max(map(max, shares))
         return all(_uneven(share) <= GOOD for share in shares)
 
-    suitable = [name for name, layout in LAYOUTS.items() if layout.suits(plain.mask)]
-    some_are_even = [add(Tokens(length, layout=name)) for name in suitable]
-    if any(some_are_even):
-        return found
-    finest = max(_CHUNKS[0], min(length // _SHORTEST, _MOST_CHUNKS) // table.cp_ranks)
-    for cu_seqlens in dict.fromkeys((None, plain.mask.documents if ring.nodes > 1 else None)):
-        for per_rank in takewhile(lambda number: number <= finest, _CHUNKS):
-            holders = assign_chunks(work, ring, table.cp_ranks // ring.ranks, per_rank, cu_seqlens)
-            if add(Tokens(length, holders=holders)):
-                break
+    some_are_even = [add(tokens) for tokens in suitable]
+    if not any(some_are_even):
+        for finer_and_finer in costs.assignments():
+            any(map(add, finer_and_finer))  # until one is even
     return found
+
+
+@dataclass
+class _ByToken:
+    """Costs under any mask, from the work of every token."""
+
+    table: RouteTable
+    length: int
+    mask: Mask
+
+    @cached_property
+    def _work(self) -> dict[Side, Tensor]:
+        plain = Attending(Tokens(self.length), Tokens(self.length), self.mask)
+        return {local: _work(plain, local) for local in SIDES}
+
+    def shares(self, tokens: Tokens) -> list[list[float]]:
+        """Return the work of every rank, by side; that of all batch rows is divided by their number."""
+        batch = self.mask.rows or 1
+        return [[share / batch for share in _shares(self.table, tokens, self._work[local])] for local in SIDES]
+
+    def time(self, tokens: Tokens) -> float:
+        """Return for how long the slowest rank computes and sends, in pairs."""
+        return _time(self.table, Attending(tokens, tokens, self.mask), self._work)
+
+    def assignments(self) -> Iterator[Iterator[Tokens]]:
+        """Yield more and more chunks, by work alone, and then with documents inside nodes."""
+        ring, ranks = self.table.ring_topology, self.table.cp_ranks
+        finest = max(_CHUNKS[0], min(self.length // _SHORTEST, _MOST_CHUNKS) // ranks)
+        numbers = [number for number in _CHUNKS if number <= finest]
+        for documents in dict.fromkeys((None, self.mask.documents if ring.nodes > 1 else None)):
+            chunks = (assign_chunks(self._work, ring, ranks // ring.ranks, number, documents) for number in numbers)
+            yield (Tokens(self.length, holders=holders) for holders in chunks)
+
+
+@dataclass
+class _ByDocument:
+    """Costs of causal documents, in closed form."""
+
+    table: RouteTable
+    length: int
+    documents: list[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        self._known: dict[Tokens, DocumentCosts] = {}
+
+    def _of(self, tokens: Tokens) -> DocumentCosts:
+        if tokens not in self._known:
+            runs = self.table.runs(tokens)
+            self._known[tokens] = DocumentCosts(self.table.ring_topology, runs, self.documents)
+        return self._known[tokens]
+
+    def shares(self, tokens: Tokens) -> list[list[float]]:
+        """Return the work of every rank, by side."""
+        return self._of(tokens).work().tolist()
+
+    def time(self, tokens: Tokens) -> float:
+        """Return for how long the slowest rank computes and sends, in pairs."""
+        costs, ring = self._of(tokens), self.table.ring_topology
+        computes = (costs.work().amax(0) + _VISITED * costs.rows_visited()).max()
+        most = max(map(token_count, self.table.runs(tokens)))
+        all_rows = (most * (ring.nodes - 1), most * ring.nodes * (ring.ranks_per_node - 1))  # if blocks go to all
+        return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
+
+    def assignments(self) -> Iterator[Iterator[Tokens]]:
+        """Yield documents dealt to nodes and ranks."""
+        ring = self.table.ring_topology
+        yield iter((deal_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
@@ -112,7 +173,11 @@ def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) 
     computes = 0.0
     for both, visited in zip(shares, table.rows_visited(attending), strict=True):
         computes = max(computes, max(both) / batch + _VISITED * visited)
-    inter, intra = table.most_rows_moved(attending)
+    return _duration(computes, *table.most_rows_moved(attending))
+
+
+def _duration(computes: float, inter: int, intra: int) -> float:
+    """Return for how long a rank computes so many pairs, and sends so many rows, in pairs."""
     shorter, longer = sorted((computes, max(_SENT_INTER * inter, _SENT_INTRA * intra)))
     return longer + _BARE * shorter
 
@@ -136,5 +201,5 @@ def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
     return shares
 
 
-def _uneven(shares: list[int]) -> float:
+def _uneven(shares: Sequence[float]) -> float:
     return max(shares) * len(shares) / sum(shares) if any(shares) else 1.0

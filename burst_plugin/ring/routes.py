@@ -139,7 +139,7 @@ class RouteTable:
                     f"Tokens(holders={shortened(tokens.holders)}) is for {ranks} ranks, but the "
                     f"context-parallel group has {self.cp_ranks}"
                 )
-            return in_chunks(tokens.holders)
+            return in_chunks(tokens.holders, tokens.bounds)
         name = tokens.layout or self._strategy.layout
         if name == AUTO:
             raise ValueError(

@@ -10,9 +10,11 @@ with `Tokens(8, cu_seqlens=(0, 4, 8))`, every document on its own:
 
     zigzag       rank 0: 0 3 4 7      rank 1: 1 2 5 6
 
-and in chunks, with `Tokens(8, holders=(0, 1, 0, 1))`, as `ring.load_balance` assigns them by their work:
+and in chunks, as `ring.load_balance` assigns them by their work, with `Tokens(8, holders=(0, 1, 0, 1))`, and with
+`Tokens(8, holders=(0, 1, 0), bounds=(0, 3, 7, 8))`:
 
     chunks       rank 0: 0 1 4 5      rank 1: 2 3 6 7
+    chunks       rank 0: 0 1 2 7      rank 1: 3 4 5 6
 
 Lengths that do not divide give ranks unequal numbers of tokens, down to none; nothing is padded or dropped. Under
 a causal mask contiguous leaves the first ranks idle; striped and zigzag give every rank the same work. Under a
@@ -80,15 +82,17 @@ class Tokens:
     holders: chunk-to-rank assignment in place of a layout: the rank that holds each chunk, of about equal lengths.
         `(0, 1, 1, 0)` is zigzag over two ranks. Ranks hold equally many tokens, whatever their chunks, if their
         number divides the length.
+    bounds: of these chunks, 0 first and `length` last, if they are not of about equal lengths.
 
-    Raises ValueError for a length below 1, cu_seqlens that decrease or do not run from 0 to `length`, holders beside
-    a layout or cu_seqlens, or holders that leave a rank out.
+    Raises ValueError for a length below 1, cu_seqlens or bounds that decrease or do not run from 0 to `length`,
+    holders beside a layout or cu_seqlens or that leave a rank out, or bounds of another number of chunks.
     """
 
     length: int
     cu_seqlens: tuple[int, ...] | None = None
     layout: str | None = None
     holders: tuple[int, ...] | None = None
+    bounds: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         expected = "a sequence has 1 token or more, as a whole number"
@@ -98,16 +102,25 @@ class Tokens:
         if self.cu_seqlens is not None:
             object.__setattr__(self, "cu_seqlens", check_cu_seqlens(self.cu_seqlens, "Tokens(cu_seqlens={})"))
             check_total(self.cu_seqlens, self.length)
-        if self.holders is not None:
-            expected = "give a list with the rank that holds each chunk, such as (0, 1, 1, 0)"
-            object.__setattr__(self, "holders", whole_numbers("Tokens(holders={})", self.holders, expected))
-            if self.layout is not None or self.cu_seqlens is not None:
-                beside = "layout" if self.cu_seqlens is None else "cu_seqlens"
-                raise ValueError(f"Tokens(holders=...) has {beside}= as well; give one of them")
-            if set(self.holders) != set(range(len(set(self.holders)))) or not self.holders:
-                raise ValueError(
-                    f"Tokens(holders={shortened(self.holders)}) is not valid; every rank from 0 up holds a chunk"
-                )
+        if self.holders is not None or self.bounds is not None:
+            self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        expected = "give a list with the rank that holds each chunk, such as (0, 1, 1, 0)"
+        holders = whole_numbers("Tokens(holders={})", () if self.holders is None else self.holders, expected)
+        object.__setattr__(self, "holders", holders)
+        if self.layout is not None or self.cu_seqlens is not None:
+            beside = "layout" if self.cu_seqlens is None else "cu_seqlens"
+            raise ValueError(f"Tokens(holders=...) has {beside}= as well; give one of them")
+        if set(holders) != set(range(len(set(holders)))) or not holders:
+            raise ValueError(f"Tokens(holders={shortened(holders)}) is not valid; every rank from 0 up holds a chunk")
+        if self.bounds is not None:
+            expected = f"give where each of the {len(holders)} chunks begins, 0 first, and their end, {self.length}"
+            bounds = whole_numbers("Tokens(bounds={})", self.bounds, expected)
+            object.__setattr__(self, "bounds", bounds)
+            ends = (*bounds[:1], *bounds[-1:])
+            if len(bounds) != len(holders) + 1 or ends != (0, self.length) or list(bounds) != sorted(bounds):
+                raise ValueError(f"Tokens(bounds={shortened(bounds)}) is not valid; {expected}")
 
     def __hash__(self) -> int:
         """Return a hash that is computed once: every layer asks for it, and there may be thousands of chunks."""
@@ -115,7 +128,7 @@ class Tokens:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.length, self.cu_seqlens or (), self.holders or ()))
+        return hash((self.length, self.cu_seqlens or (), self.holders or (), self.bounds or ()))
 
     def __repr__(self) -> str:
         """Return a text with every field that is given; ranks compare it."""
@@ -186,7 +199,7 @@ class Layout:
     def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
         """Return the runs of `rank`, in local order; none is empty."""
         return tuple(
-            run._replace(start=run.start + start)
+            run._replace(start=run.start + start) if start else run
             for start, stop in pairwise(tokens.cu_seqlens or (0, tokens.length))
             for run in self.assign(rank, ranks, stop - start)
             if run.length
@@ -267,26 +280,32 @@ def _chunk(chunk: int, chunks: int, length: int) -> Run:
 
 
 @lru_cache(maxsize=64)
-def in_chunks(holders: tuple[int, ...]) -> Layout:
-    """Return the layout in which rank `holders[c]` holds chunk c; a rank's chunks differ by at most one token."""
+def in_chunks(holders: tuple[int, ...], bounds: tuple[int, ...] | None = None) -> Layout:
+    """Return the layout in which rank `holders[c]` holds chunk c, which is `bounds[c]:bounds[c + 1]` of a sequence.
 
-    @lru_cache(maxsize=1)
-    def runs_by_rank(ranks: int, length: int) -> list[list[Run]]:
-        by_rank: list[list[Run]] = [[] for _ in range(ranks)]
-        numbers, counts, start = [0] * ranks, Counter(holders), 0
+    Without bounds, those of a rank differ by at most one token.
+    """
+
+    def even_bounds(ranks: int, length: int) -> list[int]:
+        numbers, counts, bounds = [0] * ranks, Counter(holders), [0]
         for rank in holders:
             tokens_of_rank = _chunk(rank, ranks, length).length
-            chunk = _chunk(numbers[rank], counts[rank], tokens_of_rank).length
+            bounds.append(bounds[-1] + _chunk(numbers[rank], counts[rank], tokens_of_rank).length)
             numbers[rank] += 1
+        return bounds
+
+    @lru_cache(maxsize=1)
+    def runs_by_rank(ranks: int, length: int) -> list[tuple[Run, ...]]:
+        by_rank: list[list[Run]] = [[] for _ in range(ranks)]
+        for rank, (start, stop) in zip(holders, pairwise(bounds or even_bounds(ranks, length)), strict=True):
             runs = by_rank[rank]
             if runs and runs[-1].start + runs[-1].length == start:
-                runs[-1] = Run(runs[-1].start, runs[-1].length + chunk)
+                runs[-1] = Run(runs[-1].start, stop - runs[-1].start)
             else:
-                runs.append(Run(start, chunk))
-            start += chunk
-        return by_rank
+                runs.append(Run(start, stop - start))
+        return list(map(tuple, by_rank))
 
-    return Layout("chunks", lambda rank, ranks, length: tuple(runs_by_rank(ranks, length)[rank]))
+    return Layout("chunks", lambda rank, ranks, length: runs_by_rank(ranks, length)[rank])
 
 
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(

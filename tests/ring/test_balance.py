@@ -18,6 +18,7 @@ from burst_plugin import (
     Keys,
     Mask,
     PerRow,
+    PrefixLM,
     SlidingWindow,
     Strategy,
     Tokens,
@@ -94,8 +95,8 @@ def test_chunks_of_documents_visit_few_rows() -> None:
 
 
 def test_auto_is_not_even_at_any_price() -> None:
-    """Two of 64 ranks hold half of the work, which is little: to share it over nodes would take longer."""
-    starts = (0, 2048, *range(2048 + 256, 64 * 1024 + 1, 256))
+    """A document has twice the work of a rank, which is little: to cut it and others would take longer."""
+    starts = (0, 64, *range(64 + 16, 8 * 1024 + 1, 16))
     mask, table = Causal() & Documents(starts), RouteTable(Topology(8, 8), Strategy(layout="auto"))
     tokens = choose_tokens(table, starts[-1], mask)
     attending = Attending(tokens, tokens, mask)
@@ -116,10 +117,15 @@ def test_ranks_hold_equally_many_if_they_have_to(length: int) -> None:
 
 
 def test_short_sequences_are_not_cut_into_shreds() -> None:
-    table, mask = RouteTable(Topology(1, 4), Strategy(layout="auto")), Causal() & Documents((0, 30, 40, 64))
+    """Causal documents are cut where ranks need it; under other masks there are four chunks for each rank."""
+    table, documents = RouteTable(Topology(1, 4), Strategy(layout="auto")), Documents((0, 30, 40, 64))
     with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
-        choose_tokens(table, 64, mask)
-    assert {call.args[3] for call in looked_at.mock_calls} == {4}
+        choose_tokens(table, 64, SlidingWindow(20) & documents)
+        assert {call.args[3] for call in looked_at.mock_calls} == {4}
+        looked_at.reset_mock()
+        tokens = choose_tokens(table, 64, Causal() & documents)
+    assert not looked_at.mock_calls
+    assert max(map(len, table.shards(tokens))) <= 4
 
 
 def test_queries_and_keys_of_unlike_strides_are_refused_by_every_rank() -> None:
@@ -203,8 +209,9 @@ def test_many_ranks_have_fewer_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who meets whom has to be found out."""
     monkeypatch.setattr(balance, "_MOST_CHUNKS", 4 * 8)
     starts = tuple(8 * start for start in long_tailed(0))
+    mask = PrefixLM(8) & Documents(starts)
     with mock.patch.object(balance, "assign_chunks", wraps=assign_chunks) as looked_at:
-        choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), starts[-1], Causal() & Documents(starts))
+        choose_tokens(RouteTable(Topology(2, 2), Strategy(layout="auto")), starts[-1], mask)
     assert max(call.args[3] for call in looked_at.mock_calls) == 8
 
 

@@ -60,6 +60,13 @@ def test_chunks_side_by_side_are_one_run() -> None:
     assert layout.runs(1, 2, Tokens(12)) == (Run(4, 6),)
 
 
+def test_chunks_of_any_lengths_go_to_their_holders() -> None:
+    """The second: a chunk is empty, and so is a rank; what is side by side is one run."""
+    assert positions_by_rank(in_chunks((0, 1, 0), (0, 3, 7, 8)), 2, Tokens(8)) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    layout = in_chunks((0, 1, 0, 2), (0, 3, 3, 8, 8))
+    assert [layout.runs(rank, 3, Tokens(8)) for rank in range(3)] == [(Run(0, 8),), (), ()]
+
+
 CHUNKS = {ranks: in_chunks((*range(ranks), *range(0, ranks, 2), *reversed(range(ranks)))) for ranks in (1, 2, 3, 8)}
 
 
@@ -118,6 +125,11 @@ def test_runs_of_some_rows() -> None:
         ((8, (0, 8), None, (0, 1)), "has cu_seqlens= as well"),
         ((8, None, None, (0, 2)), "every rank from 0 up holds a chunk"),
         ((8, None, None, ()), "every rank from 0 up holds a chunk"),
+        ((8, None, None, None, (0, 8)), "every rank from 0 up holds a chunk"),
+        ((8, None, None, (0, 1), ()), "give where each of the 2 chunks begins, 0 first, and their end, 8"),
+        ((8, None, None, (0, 1), (0, 8)), r"Tokens\(bounds=\(0, 8\)\) is not valid; give where"),
+        ((8, None, None, (0, 1), (0, 4, 9)), r"Tokens\(bounds=\(0, 4, 9\)\) is not valid; give where"),
+        ((8, None, None, (0, 1, 0), (0, 5, 4, 8)), r"Tokens\(bounds=\(0, 5, 4, 8\)\) is not valid; give where"),
     ],
 )
 def test_tokens_that_make_no_sequence_are_refused(arguments: tuple[object, ...], message: str) -> None:
@@ -129,6 +141,10 @@ def test_tokens_show_what_is_given_and_all_of_it() -> None:
     """Ranks compare what is shown."""
     assert repr(Tokens(8)) == str(Tokens(8)) == "Tokens(length=8)"
     assert str(Tokens(8, holders=tuple(range(20)))) == f"Tokens(length=8, holders={tuple(range(20))})"
+    bounded = Tokens(8, holders=(0, 1), bounds=(0, 3, 8))
+    assert str(bounded) == "Tokens(length=8, holders=(0, 1), bounds=(0, 3, 8))"
+    assert bounded not in (Tokens(8, holders=(0, 1)), Tokens(8, holders=(0, 1), bounds=(0, 4, 8)))
+    assert hash(bounded) != hash(Tokens(8, holders=(0, 1), bounds=(0, 4, 8)))
 
 
 def test_a_tensor_of_another_length_is_refused() -> None:

@@ -153,9 +153,11 @@ def layouts(ranks: int) -> st.SearchStrategy[Layout]:
 @st.composite
 def sequences(draw: st.DrawFn, length: int, ranks: int) -> Tokens:
     """Draw tokens in the strategy's layout, in another one, by documents, or in chunks."""
-    kind = draw(st.sampled_from(["usual", "holders", "documents", "layout"]))
-    if kind == "holders":
-        return Tokens(length, holders=draw(holders(ranks)))
+    kind = draw(st.sampled_from(["usual", "holders", "bounds", "documents", "layout"]))
+    if kind in ("holders", "bounds"):
+        chunks = draw(holders(ranks))
+        inner = st.lists(st.integers(0, length), min_size=len(chunks) - 1, max_size=len(chunks) - 1).map(sorted)
+        return Tokens(length, holders=chunks, bounds=(0, *draw(inner), length) if kind == "bounds" else None)
     layout = draw(st.sampled_from(sorted(LAYOUTS))) if kind == "layout" else None
     return Tokens(length, draw(cu_seqlens(length)) if kind == "documents" else None, layout)
 
