@@ -179,6 +179,9 @@ def test_batches_that_grow_keep_their_samples(scripts: Any, datasets: list[Any])
     steps = _steps(scripts, datasets[0], 2, 2, rampup=(8, 8, 72))
     assert [len(_flat(step)) for step in steps][:6] == [8, 8, 8, 16, 16, 24]
     assert [sample for step in steps for sample in _flat(step)] == list(range(len(datasets[0]) // 4 * 4))
+    for samples, step in ((_flat(step), step) for step in steps):
+        dealt = deal_evenly(works_of(datasets[0], samples), 2, 2)
+        assert step == [[[samples[number] for number in part] for part in rank] for rank in dealt]
     assert _steps(scripts, datasets[0], 2, 2, 40, rampup=(8, 8, 72)) == steps[4:]
 
 
@@ -276,12 +279,12 @@ def test_the_example() -> None:
     assert [[sum(works[sample] for sample in pair) for pair in rank] for rank in pairs] == [[10, 6], [9, 7]]
 
 
-def test_rank_0_says_how_even_the_first_step_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_even_a_step_is_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
-    even_microbatches._say(works, deal_evenly(works, 2, 1))
-    assert "the fullest of 2 data-parallel ranks has 1.00 times the mean attention, 1.25 times in Meg" in (
-        capsys.readouterr().out
-    )
+    for size, own in ((1, "1.25"), (2, "1.12")):
+        even_microbatches._say(works, deal_evenly(works, 2, size))
+        said = f"the fullest of 2 data-parallel ranks has 1.00 times the mean attention, {own} times in Megatron's"
+        assert said in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals
