@@ -35,6 +35,7 @@ from burst_plugin.megatron.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.documents import follow_documents
+from burst_plugin.megatron.even_microbatches import add_flag, follow_flag
 from burst_plugin.megatron.flag_checks import refuse_flags
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
@@ -275,6 +276,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
     refuse_flags()
+    follow_flag()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way
@@ -296,4 +298,4 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `add_megatron_arguments` does, and add the flags of this package."""
-    return add_arguments(mend_help(original(*args, **kwargs)))
+    return add_flag(add_arguments(mend_help(original(*args, **kwargs))))
