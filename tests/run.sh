@@ -15,10 +15,18 @@ check() {
     "$PY" -m "$@" || failed+="${failed:+, }$name"
 }
 
-check "ruff check" ruff check .
-check "ruff format" ruff format --check .
-check "mypy" mypy
-[ -z "$failed" ] || echo "== failed so far: $failed"
+lint() {
+    check "ruff check" ruff check .
+    check "ruff format" ruff format --check .
+    check "mypy" mypy
+    echo "== failed: ${failed:-none of these}"
+    [ -z "$failed" ]
+}
+
+# Beside the tests, which wait a third of their time; what it finds is printed after them.
+said=$(mktemp)
+lint >"$said" 2>&1 &
+linting=$!
 
 # The tensors are small: threads would wait for each other rather than work.
 export OMP_NUM_THREADS=1
@@ -38,8 +46,7 @@ else
     fi
 fi
 
-if [ -n "$failed" ]; then
-    echo "tests/run.sh: failed before pytest: $failed" >&2
-    [ "$status" -ne 0 ] || status=1
-fi
+wait "$linting" || status=1
+cat "$said"
+rm "$said"
 exit "$status"

@@ -28,13 +28,15 @@ from burst_plugin.megatron.arguments import (
     burst_is_possible,
     burst_is_requested,
     mend_help,
-    refuse_flags,
 )
 from burst_plugin.megatron.choice import ChosenCoreAttention
 from burst_plugin.megatron.chunked_loss import follow_losses
 from burst_plugin.megatron.chunked_mlp import chunk_mlp
-from burst_plugin.megatron.config import is_hybrid, spreads_sequences
+from burst_plugin.megatron.config import asks_for_burst, is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.documents import follow_documents
+from burst_plugin.megatron.even_microbatches import add_flag, follow_flag
+from burst_plugin.megatron.flag_checks import refuse_flags
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.layouts import MEGATRONS_OWN, follow_layout
@@ -94,6 +96,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     wrap(parallel_state, "destroy_model_parallel", partial(_forget_rings, adapter))
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
     adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
+    adapter.report.append(follow_documents(adapter.registry))
     adapter.report.append(follow_losses(adapter.registry))
     adapter.report.append(_extend_argument_parser())
     return adapter
@@ -121,10 +124,10 @@ def _choose_core_attention(
     **kwargs: Any,
 ) -> None:
     """Build a `TransformerLayer`, with the core attention that its own cp_comm_type chooses."""
-    if spreads_sequences(config) and not _asks_for_burst(config) and burst_is_possible():
+    if spreads_sequences(config) and not asks_for_burst(config) and burst_is_possible():
         _warn_of_another_kind(config.cp_comm_type)
     _refuse_other_attention(config, adapter.registry.layout)
-    if _asks_for_burst(config):
+    if asks_for_burst(config):
         submodules = copy.copy(submodules)
         _refuse_other_mixers(config, adapter.registry.layout, submodules)
         for name, spec in vars(submodules).items():
@@ -183,7 +186,7 @@ def _refuse_mamba(
     adapter: Adapter, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Build a `MambaLayer`, or raise ValueError where a rank holds other tokens than it takes them for."""
-    if _asks_for_burst(config):
+    if asks_for_burst(config):
         _refuse_mixer("MambaLayer", config, adapter.registry.layout)
     original(layer, config, *args, **kwargs)
 
@@ -196,12 +199,6 @@ def _refuse_mixer(kind: object, config: Any, layout: str) -> None:
     else:
         return
     raise ValueError(_OTHER_MIXER.format(kind=kind, option=option, tokens=tokens, instead=instead))
-
-
-def _asks_for_burst(config: Any) -> bool:
-    """Return whether any layer of a model may be on a ring."""
-    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
-    return spreads_sequences(config) and "burst" in kinds
 
 
 def _models_that_count_positions() -> tuple[type, ...]:
@@ -218,7 +215,7 @@ def _refuse_counted_positions(original: Callable[..., None], *args: Any, **kwarg
     bound.apply_defaults()
     given = bound.arguments
     kind = given["position_embedding_type"]
-    if _asks_for_burst(given["config"]):
+    if asks_for_burst(given["config"]):
         if kind in ("learned_absolute", "relative"):
             raise ValueError(
                 f"position_embedding_type={kind!r} is not supported here with cp_comm_type='burst': this model "
@@ -243,7 +240,7 @@ def _refuse_packed_mrope(original: Callable[..., Any], model: Any, *args: Any, *
     packed = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("packed_seq_params")
     rotary = type(getattr(model, "rotary_pos_emb", None))
     is_packed = packed is not None and packed.qkv_format == "thd"
-    if is_packed and rotary is MultimodalRotaryEmbedding and _asks_for_burst(model.config):
+    if is_packed and rotary is MultimodalRotaryEmbedding and asks_for_burst(model.config):
         raise ValueError(
             "position_embedding_type='mrope' is not supported with packed sequences: Megatron cuts its positions as "
             "those of one sequence; use batches of whole sequences"
@@ -279,6 +276,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     Flags are checked before, since this is the first thing that all training scripts of Megatron do.
     """
     refuse_flags()
+    follow_flag()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way
@@ -300,4 +298,4 @@ def _forget_rings(adapter: Adapter, original: Callable[..., Any], *args: Any, **
 
 def _add_flags(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `add_megatron_arguments` does, and add the flags of this package."""
-    return add_arguments(mend_help(original(*args, **kwargs)))
+    return add_flag(add_arguments(mend_help(original(*args, **kwargs))))

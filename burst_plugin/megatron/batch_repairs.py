@@ -7,9 +7,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from megatron.core import parallel_state, utils
-from megatron.core.models.gpt import gpt_model
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
@@ -20,7 +18,6 @@ from burst_plugin.megatron.packed import packed_indices
 __all__ = [
     "CUT_BATCH",
     "WANT_TE",
-    "count_no_labels_as_one",
     "cut_over_context_parallel_ranks",
     "cut_packed",
     "cut_packed_batches",
@@ -144,13 +141,3 @@ def roll_padded_documents() -> None:
         return original(*given.args, **given.kwargs)
 
     wrap(multi_token_prediction, "_roll_tensor_packed_seq", roll)
-
-
-def count_no_labels_as_one() -> None:
-    """Divide the loss of token prediction by 1 at least; Megatron divides by a rank's number of labels, even by 0."""
-
-    def roll(original: Any, *args: Any, **kwargs: Any) -> Any:
-        rolled, total = original(*args, **kwargs)
-        return rolled, torch.where(total == 0, torch.ones_like(total), total)
-
-    wrap(gpt_model, "roll_tensor", roll)

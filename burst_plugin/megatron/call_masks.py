@@ -8,6 +8,8 @@ from torch import Tensor
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.megatron import masks
+from burst_plugin.megatron.arguments import resets_attention_mask
+from burst_plugin.megatron.documents import are_bounds, check_length, mask_of_rows, rows_of
 from burst_plugin.megatron.packed import is_packed, packed_documents
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.sequence.layout import Tokens
@@ -53,6 +55,12 @@ class MaskReader:
         if is_packed(packed_seq_params):
             documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, lengths)
             return CallMask(documents & mask, attention_bias, tokens)
+        if are_bounds(attention_mask):
+            return self._with_bounds(kind, cp, mask, attention_mask, lengths)
+        if resets_attention_mask():
+            raise ValueError(
+                "this model does not hand on where documents begin, which --reset-attention-mask needs; drop the flag"
+            )
         if attention_mask is not None and kind == "arbitrary":
             bias = masks.with_masked(attention_bias, attention_mask, (lengths[0], lengths[1] * cp.ranks), q.dtype)
             return CallMask(mask, bias, None)
@@ -104,6 +112,18 @@ class MaskReader:
         assign = self._registry.packed_tokens
         tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read, assign)
         return documents, tokens
+
+    def _with_bounds(
+        self, kind: str, cp: ContextParallel, mask: Mask, bounds: Tensor, lengths: tuple[int, int]
+    ) -> CallMask:
+        """Return `mask` inside the documents of every batch row, given where they begin, [B, N]."""
+        if kind != "causal" or lengths[0] != lengths[1]:
+            raise ValueError(f"bounds of documents are for causal self-attention, got attn_mask_type={kind}")
+        registry, length = self._registry, lengths[0] * cp.ranks
+        rows = registry.tensor_cache.get(bounds, "rows", lambda: check_length(rows_of(bounds), length), id(self))
+        with registry.documents.recomputing(rows):
+            tokens = registry.tokens_of_batch(length, cp.ranks)
+        return CallMask(mask & mask_of_rows(rows), None, (tokens, tokens))
 
     def _numbers(self, tensor: Tensor) -> tuple[int, ...]:
         return self._registry.tensor_cache.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()), id(self))

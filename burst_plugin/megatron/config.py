@@ -18,6 +18,7 @@ __all__ = [
     "HONOURED",
     "NOT_DYNAMIC",
     "REFUSED",
+    "asks_for_burst",
     "is_hybrid",
     "is_irrelevant",
     "problems",
@@ -89,7 +90,10 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
     }
 )
 
-NOT_DYNAMIC = "its groups change with every microbatch, and rotate in another way; use context_parallel_size"
+NOT_DYNAMIC = (
+    "its groups change with every microbatch, and rotate in another way; use context_parallel_size with "
+    "--burst-layout auto, by which short documents stay on one rank, and longer ones inside a node if they fit"
+)
 
 # What happens before or after the core attention, or outside attention altogether.
 _IRRELEVANT = frozenset(
@@ -144,6 +148,12 @@ def is_hybrid(config: Any) -> bool:
 def spreads_sequences(config: Any) -> bool:
     """Return whether sequences may be spread over ranks."""
     return config.context_parallel_size > 1 or is_hybrid(config) or _is_dynamic(config)
+
+
+def asks_for_burst(config: Any) -> bool:
+    """Return whether any layer of a model may be on a ring."""
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    return spreads_sequences(config) and "burst" in kinds
 
 
 def _is_dynamic(config: Any) -> bool:

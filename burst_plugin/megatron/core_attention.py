@@ -20,9 +20,9 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.call_masks import MaskReader
 from burst_plugin.megatron.config import is_hybrid, problems, unknown_fields
+from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.packed import is_packed
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores

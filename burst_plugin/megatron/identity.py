@@ -42,9 +42,15 @@ class Identity:
     def __init__(self) -> None:
         self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
         self.microbatches = 1  # of the schedule in progress
+        self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
+
+    @property
+    def moment(self) -> tuple[int, int] | None:
+        """The number of the pass in progress and of its microbatch, the same on all stages of a pipeline, if any."""
+        return None if self._microbatch is None else (self.passes, self._microbatch)
 
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
@@ -126,6 +132,7 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         before = {cp: cp.rank_state.calls_made for cp in rings()}
         identity().microbatches = kwargs.get("num_microbatches", 1)
+        identity().passes += 1
         result = original(*args, **kwargs)
         for cp in rings():
             if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model

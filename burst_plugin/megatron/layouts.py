@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import MultimodalRotaryEmbedding, RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
+from burst_plugin.megatron.arguments import cuts_documents_as_one, resets_attention_mask
 from burst_plugin.megatron.batch_repairs import WANT_TE, cut_packed, functions_that_cut
 from burst_plugin.megatron.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.registry import Registry
@@ -40,6 +42,11 @@ def follow_layout(registry: Registry) -> str:
         wrap_everywhere(utils, name, cuts.packed_batch if name in WANT_TE else cuts.batch)
     wrap_everywhere(rope_utils, "get_pos_emb_on_this_cp_rank", cuts.rotary_embedding)
     wrap_everywhere(rope_utils, "apply_rotary_pos_emb", cuts.rotate)
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding, MultimodalRotaryEmbedding):
+        kept = kind.forward
+        replaced = wrap(kind, "forward", cuts.kept_rotary_embedding)
+        if hasattr(kept, "cache_clear"):
+            vars(replaced)["cache_clear"] = kept.cache_clear
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
     wrap(GPTModel, "_preprocess", cuts.look_at_first_batch)
     wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
@@ -57,8 +64,18 @@ class _Cuts:
     def _apply_to(self, group: Any) -> bool:
         return group is not None and group.size() > 1 and self._registry.layout != MEGATRONS_OWN
 
-    def _tokens(self, length: int) -> Tokens:
-        return Tokens(length, layout=self._registry.layout_of_sequences)
+    def _apply_to_packed(self, group: Any) -> bool:
+        """Return whether packed documents are cut in another way than Megatron's kernels rotate them."""
+        return self._apply_to(group) or (group is not None and group.size() > 1 and cuts_documents_as_one())
+
+    def _follow_documents(self) -> bool:
+        """Return whether ranks hold other tokens of every microbatch, by the documents of its sequences."""
+        return self._registry.layout == AUTO and resets_attention_mask()
+
+    def _tokens_of_batch(self, offsets: tuple[int, ...] | None, length: int, group: dist.ProcessGroup) -> Tokens:
+        if offsets is None:
+            return self._registry.tokens_of_batch(length, group.size())
+        return self._registry.packed_tokens(offsets, group.size())
 
     def batch(self, original: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Cut entries [B, S, ...] of a batch of whole sequences, and its attention_mask [B, 1, S, S] by the queries.
@@ -70,11 +87,13 @@ class _Cuts:
         batch, group = given["batch"], _group(given)
         if not self._apply_to(group):
             return original(*args, **kwargs)  # type: ignore[no-any-return]
+        packed = batch.get("cu_seqlens")
+        offsets = None if packed is None else tuple(packed.flatten().tolist())
         for name, x in batch.items():
             dim = 2 if name == "attention_mask" else 1
             if not isinstance(x, Tensor) or x.dim() <= dim or name in _NOT_BY_TOKEN:
                 continue
-            tokens = self._tokens(x.shape[dim])
+            tokens = self._tokens_of_batch(offsets, x.shape[dim], group)
             divisor = layout_of(tokens).chunks_per_rank * group.size()
             if tokens.length % divisor:
                 raise ValueError(
@@ -93,7 +112,23 @@ class _Cuts:
         """Cut the rotary embedding of a whole sequence along `seq_dim`."""
         if not self._apply_to(cp_group):
             return original(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
-        return _cut(pos_emb, seq_dim, self._tokens(pos_emb.shape[seq_dim]), cp_group)
+        if self._follow_documents():  # Megatron keeps what this returns, for all microbatches
+            return pos_emb
+        tokens = self._registry.tokens_of_batch(pos_emb.shape[seq_dim], cp_group.size())
+        return _cut(pos_emb, seq_dim, tokens, cp_group)
+
+    def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents."""
+        found = original(embedding, *args, **kwargs)
+        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
+        group = given.get("cp_group") or embedding.cp_group
+        if given.get("packed_seq") or not self._apply_to(group) or not self._follow_documents():
+            return found
+        if self._registry.identity.moment is None:  # YaRN makes one with the model, for its fused form
+            return found
+        table, *rest = found if isinstance(found, tuple) else (found,)
+        table = _cut(table, 0, self._registry.tokens_of_batch(len(table), group.size()), group)
+        return (table, *rest) if rest else table
 
     def rotate(
         self,
@@ -108,7 +143,7 @@ class _Cuts:
     ) -> Tensor:
         """Rotate queries or keys; those of packed documents, [T/CP, H, D], by their positions in these."""
         group = _group({"cp_group": cp_group})
-        if cu_seqlens is None or not self._apply_to(group):
+        if cu_seqlens is None or not self._apply_to_packed(group):
             return original(t, freqs, config, cu_seqlens, mscale, cp_group, **options)  # type: ignore[no-any-return]
         rows = self._positions(cu_seqlens, t.shape[0] * group.size(), group)
         freqs = freqs[rows.clamp(max=freqs.shape[0] - 1)]  # padding may be longer than any document
@@ -121,7 +156,7 @@ class _Cuts:
         They are looked up for every layer, and computed once where that reads a tensor.
         """
         if self._registry.layout != AUTO:
-            return _in_documents(self._tokens(length), cu_seqlens, group)
+            return _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
         version = None if cu_seqlens.is_inference() else cu_seqlens._version
         moment = (self._registry.identity.forward_steps, version, group.size(), group.rank())
         known = getattr(cu_seqlens, _POSITIONS, None)
@@ -132,10 +167,11 @@ class _Cuts:
 
     def _documents(self, cu_seqlens: Tensor, length: int, group: dist.ProcessGroup) -> Tokens:
         """Return which tokens of a packed sequence ranks hold; core attention tells offsets that do not fit it."""
+        plain = Tokens(length, layout=self._registry.layout_of_sequences)
         if self._registry.layout != AUTO:
-            return self._tokens(length)
+            return plain
         offsets = tuple(cu_seqlens.flatten().tolist())
-        return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else self._tokens(length)
+        return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else plain
 
     def look_at_first_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
@@ -158,7 +194,9 @@ class _Cuts:
         offsets = tuple(starts.flatten().tolist())
         if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
             return False
-        ours = self._documents(starts, length, group) if is_packed else self._tokens(length)
+        registry = self._registry
+        tokens_of_batch = registry.tokens_of_batch(length, group.size())
+        ours = self._documents(starts, length, group) if is_packed else tokens_of_batch
 
         def fit(tokens: Tokens) -> bool:
             """Return whether positions are those of `tokens`, in the whole or in their documents."""
@@ -173,7 +211,8 @@ class _Cuts:
         Raises ValueError for packed documents, of which its kernels take the positions to be in zigzag.
         """
         given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
-        if given.get("packed_seq") and self._apply_to(_group(given) or embedding.cp_group):
+        group = _group(given) or embedding.cp_group
+        if self._apply_to_packed(group) if given.get("packed_seq") else self._follow_documents():
             raise ValueError(
                 f"apply_rope_fusion=True of multi-latent attention is not supported with packed documents in "
                 f"layout={self._registry.layout!r}: its kernels rotate them in zigzag; use --no-rope-fusion"
@@ -188,11 +227,13 @@ class _Cuts:
         given = inspect.signature(original).bind(*args, **kwargs)
         given.apply_defaults()
         local, dim, group = (given.arguments[name] for name in ("tensor", "dims", "cp_group"))
-        if local is None or not self._apply_to(group):
+        packed = given.arguments["packed_seq_params"]
+        if local is None or not (self._apply_to(group) if packed is None else self._apply_to_packed(group)):
             return original(*args, **kwargs)  # type: ignore[no-any-return]
-        length, packed = local.shape[dim] * group.size(), given.arguments["packed_seq_params"]
-        tokens = self._tokens(length)
-        if packed is not None:
+        length = local.shape[dim] * group.size()
+        if packed is None:
+            tokens = self._registry.tokens_of_batch(length, group.size())
+        else:
             tokens = self._documents(_starts(packed), length, group)
         shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
         dist.all_gather(shards, local.contiguous(), group=group)

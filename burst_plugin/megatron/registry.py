@@ -13,13 +13,19 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.arguments import parsed_layout, parsed_strategy
+from burst_plugin.megatron.arguments import (
+    cuts_documents_as_one,
+    parsed_layout,
+    parsed_strategy,
+    resets_attention_mask,
+)
+from burst_plugin.megatron.documents import MicrobatchDocuments, Rows, check_length, mask_of_rows
 from burst_plugin.megatron.identity import Identity
 from burst_plugin.megatron.masks import check_same
 from burst_plugin.megatron.packed import by_document
 from burst_plugin.megatron.tensor_cache import TensorCache
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.sequence.masks import Causal, Documents, Mask
+from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["Registry"]
@@ -38,10 +44,11 @@ class Registry:
         self.strategy = strategy
         self.tensor_cache = TensorCache()
         self.identity = Identity()
+        self.documents = MicrobatchDocuments()
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()
-        self._packed_tokens: dict[tuple[tuple[int, ...], int], Tokens] = {}  # the latest
+        self._chosen: dict[tuple[Rows, int], Tokens] = {}  # the latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -65,27 +72,40 @@ class Registry:
 
         Raises ValueError for lengths that the layout cannot cut, or of which ranks cannot hold equally many tokens.
         """
-        if ranks == 1 or self.layout == "zigzag":
+        if ranks == 1 or (self.layout == "zigzag" and not cuts_documents_as_one()):
             return by_document(offsets, ranks)
         if offsets[-1] % ranks:
             raise ValueError(
                 f"packed documents of {offsets[-1]} tokens do not divide by context_parallel_size={ranks}: pad the "
                 "last one, and pass cu_seqlens_padded besides cu_seqlens"
             )
+        return self._tokens_of((offsets,), ranks)
+
+    def tokens_of_batch(self, length: int, ranks: int) -> Tokens:
+        """Return which tokens of a batch of sequences of `length` ranks hold; see `MicrobatchDocuments` for "auto".
+
+        Raises ValueError for documents that end elsewhere.
+        """
+        if self.layout != AUTO or not resets_attention_mask():
+            return Tokens(length, layout=self.layout_of_sequences)
+        return self._tokens_of(check_length(self.documents.of(self.identity), length), ranks)
+
+    def _tokens_of(self, rows: Rows, ranks: int) -> Tokens:
+        """Return which tokens ranks hold, of sequences whose documents begin at `rows`, by another layout."""
+        length = rows[0][-1]
         if self.layout != AUTO:
-            return Tokens(offsets[-1], layout=self.layout)
-        if (offsets, ranks) not in self._packed_tokens:
+            return Tokens(length, layout=self.layout)
+        if (rows, ranks) not in self._chosen:
             cp = next((cp for cp in self._contexts.values() if cp.ranks == ranks), None)
             if cp is None:
                 raise ValueError(
                     f"layout='auto' assigns packed documents to the {ranks} ranks of a ring, and there is none yet; "
                     "cut batches after initialize_model_parallel()"
                 )
-            if len(self._packed_tokens) >= _KNOWN:
-                self._packed_tokens.pop(next(iter(self._packed_tokens)))
-            chosen = cp.tokens(offsets[-1], Causal() & Documents(offsets), alike=True)
-            self._packed_tokens[offsets, ranks] = chosen
-        return self._packed_tokens[offsets, ranks]
+            if len(self._chosen) >= _KNOWN:
+                self._chosen.pop(next(iter(self._chosen)))
+            self._chosen[rows, ranks] = cp.tokens(length, Causal() & mask_of_rows(rows), alike=True)
+        return self._chosen[rows, ranks]
 
     def contexts(self) -> list[ContextParallel]:
         """Return all rings in use."""
@@ -103,8 +123,9 @@ class Registry:
         self._contexts.clear()
         self._of_microbatches.clear()
         self._calls_with_mask.clear()
-        self._packed_tokens.clear()
+        self._chosen.clear()
         self.identity = Identity()
+        self.documents = MicrobatchDocuments()
 
     def context(self, config: Any, pg_collection: Any, packed_seq_params: Any = None) -> ContextParallel:
         """Return the ring of a layer's group, created on first use, which is then collective.

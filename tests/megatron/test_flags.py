@@ -13,16 +13,9 @@ import pytest
 from burst_plugin import Strategy
 from burst_plugin.megatron import report
 from burst_plugin.megatron.adapter import _choose_core_attention
-from burst_plugin.megatron.arguments import (
-    REFUSED_FLAGS,
-    add_arguments,
-    flag_problems,
-    mend_help,
-    parsed_strategy,
-    refuse_flags,
-    warn_of_quantizers,
-)
+from burst_plugin.megatron.arguments import add_arguments, mend_help, parsed_arguments, parsed_strategy
 from burst_plugin.megatron.config import REFUSED
+from burst_plugin.megatron.flag_checks import REFUSED_FLAGS, flag_problems, refuse_flags, warn_of_quantizers
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import tree_version
 from tests.support.megatron_gpt import GptRun, build, join
@@ -78,9 +71,15 @@ def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
             {"cp_comm_type": ["p2p", "burst"], "batch_invariant_mode": True},
             "--batch-invariant-mode is not supported: switch batch_invariant_mode off",
         ),
-        ({"reset_attention_mask": True}, "--reset-attention-mask is not supported: documents would attend to each"),
+        (
+            {"cp_comm_type": ["p2p", "burst"], "reset_attention_mask": True},
+            "--reset-attention-mask needs --cp-comm-type burst in all layers, got burst p2p",
+        ),
         ({"sft": True}, "--sft is not supported: before 0.18 the script does not tell layers where documents begin"),
-        ({"dataloader_inter_document_masking": True}, "--dataloader-inter-document-masking is not supported: "),
+        (
+            {"hybrid_context_parallel": True, "dataloader_inter_document_masking": True},
+            "--dataloader-inter-document-masking is not supported with --hybrid-context-parallel: use --context-par",
+        ),
         ({"perform_rl_step": True}, "--perform-rl-step is not supported: before 0.20 it gives all ranks whole"),
         (
             {"context_parallel_size": 1, "dynamic_context_parallel": True},
@@ -125,9 +124,6 @@ def test_conversations_are_packed_from_0_18_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     refuse_flags()
     assert not any("sft" in line for line in report._refused()), "`burst doctor` lists what is refused here"
-    _parse(sft=True, calculate_per_token_loss=False)
-    with pytest.warns(UserWarning, match="--sft leaves .* add --calculate-per-token-loss"):
-        refuse_flags()
     _parse(sft=True, hybrid_context_parallel=True)
     with pytest.raises(ValueError, match="--sft with --hybrid-context-parallel is not supported"):
         refuse_flags()
@@ -151,7 +147,7 @@ def test_quantizers_that_are_left_out_are_warned_of() -> None:
 
 
 def test_all_flags_are_told_of_at_once() -> None:
-    _parse(fp8_dot_product_attention=True, batch_invariant_mode=True, reset_attention_mask=True)
+    _parse(fp8_dot_product_attention=True, batch_invariant_mode=True, use_legacy_models=True)
     with pytest.raises(ValueError, match="--fp8-dot-product-attention") as caught:
         refuse_flags()
     assert len(str(caught.value).splitlines()) == 4
@@ -163,14 +159,14 @@ def test_flags_become_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed_strategy() is None
     flags = {"backward": "q", "kernel": "reference", "ranks-per-node": "2", "layout": "striped"}
     parsed = parser.parse_args([word for name, value in flags.items() for word in (f"--burst-{name}", value)])
-    parsed.reset_attention_mask = False
+    parsed.use_legacy_models = False
     module = argparse.Namespace(_GLOBAL_ARGS=parsed)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)  # type: ignore[arg-type]
     assert parsed_strategy() == Strategy(backward="q", kernel="reference", ranks_per_node=2, layout="striped")
     assert Registry(None).layout == "striped"
     assert flag_problems() == []
-    parsed.reset_attention_mask = True
-    assert "--reset-attention-mask is not supported" in flag_problems()[0]
+    parsed.use_legacy_models = True
+    assert "--use-legacy-models is not supported" in flag_problems()[0]
 
 
 @pytest.mark.parametrize("parts", [(2,), (1, 4)])
@@ -210,15 +206,18 @@ def test_rings_are_made_for_layers_that_are_on_one(kinds: list[str], rings: int)
     assert run_ranks(_rings, 2, kinds) == [rings] * 2
 
 
-def test_a_loss_of_unlike_numbers_of_tokens_warns() -> None:
-    _parse(eod_mask_loss=True, calculate_per_token_loss=False)
-    with pytest.warns(UserWarning, match="--eod-mask-loss leaves .* add --calculate-per-token-loss"):
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "dataloader_inter_document_masking"])
+def test_documents_are_kept_apart_without_square_masks(flag: str) -> None:
+    _parse(**{flag: True, "create_attention_mask_in_dataloader": True})
+    name = flag.replace("_", "-")
+    with pytest.warns(UserWarning, match=f"--{name}: sequences are cut in zigzag, .*; --burst-layout auto gives"):
         refuse_flags()
-    for fine in ({"eod_mask_loss": False}, {"calculate_per_token_loss": True}):
-        _parse(**{"eod_mask_loss": True, "calculate_per_token_loss": False, **fine})
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            refuse_flags()
+    makes_mask = parsed_arguments().create_attention_mask_in_dataloader
+    assert makes_mask == (flag == "dataloader_inter_document_masking"), "that loader makes none anyway"
+    _parse(**{flag: True, "burst_layout": "auto"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refuse_flags()
 
 
 def test_a_ring_that_was_not_asked_for_and_masks_of_all_pairs_warn() -> None:

@@ -76,7 +76,7 @@ class WrittenOut(MegatronModule):
         q, k, v = query.double(), *(x.double().repeat_interleave(group, dim=2) for x in (key, value))
         scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (self.scale or q.shape[-1] ** -0.5)
         pairs = allowed_pairs(len(q), len(k), causal=self.causal, window=self.window, packed=packed)
-        scores = scores.masked_fill(~pairs, -torch.inf)
+        scores = scores.masked_fill(~pairs if attention_mask is None else ~pairs | attention_mask, -torch.inf)
         if self.softmax_offset is not None:
             sink = self.softmax_offset.double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, sink], -1)

@@ -77,6 +77,18 @@ def random_tokens(run: GptRun, microbatches: int = 2, seed: int = 0) -> torch.Te
     return torch.randint(run.vocab, shape, generator=generator)
 
 
+def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole microbatches, as Megatron's data loader gives them, not yet cut for context parallelism."""
+    positions = torch.arange(tokens.shape[-1] - 1)
+    for rows in tokens:
+        yield {
+            "tokens": rows[:, :-1].contiguous(),
+            "labels": rows[:, 1:].contiguous(),
+            "loss_mask": torch.ones(rows[:, 1:].shape, dtype=torch.float32),
+            "position_ids": positions.expand(rows.shape[0], -1).contiguous(),
+        }
+
+
 def join(run: GptRun) -> None:
     """Set up Megatron's groups for ``run``. With ``cp_comm_type="burst"`` the plugin is installed before."""
     cpu.enable(force=True)  # the test ranks are joined by gloo, on machines with GPUs too
@@ -136,15 +148,18 @@ def one_step(run: GptRun, tokens: torch.Tensor, step: Any = None) -> StepResult:
         leave()
 
 
-def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor, step: Any = None) -> float:
-    """One forward and backward by Megatron's schedule, gradients in ``main_grad``. Returns the mean loss."""
+def forward_backward(model: Any, run: GptRun, tokens: torch.Tensor, step: Any = None, data: Any = batches) -> float:
+    """One forward and backward by Megatron's schedule, gradients in ``main_grad``. Returns the mean loss.
+
+    ``data`` makes a data iterator of tokens, or None for a rank that reads none.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     model.zero_grad_buffer()
     losses = get_forward_backward_func()(
         forward_step_func=step or forward_step,
-        data_iterator=batches(tokens),
+        data_iterator=data(tokens),
         model=[model],
         num_microbatches=len(tokens),
         seq_length=run.seq_length,
@@ -201,18 +216,6 @@ def cut_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup | None = 
     group = group or parallel_state.get_context_parallel_group()
     since_0_18 = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
     return get_batch_on_this_cp_rank(batch, cp_group=group, **since_0_18)
-
-
-def batches(tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole microbatches, as Megatron's data loader gives them, not yet cut for context parallelism."""
-    positions = torch.arange(tokens.shape[-1] - 1)
-    for rows in tokens:
-        yield {
-            "tokens": rows[:, :-1].contiguous(),
-            "labels": rows[:, 1:].contiguous(),
-            "loss_mask": torch.ones(rows[:, 1:].shape, dtype=torch.float32),
-            "position_ids": positions.expand(rows.shape[0], -1).contiguous(),
-        }
 
 
 def loss_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

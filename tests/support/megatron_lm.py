@@ -86,11 +86,16 @@ def _find_or_extract(tag: str, given: Path, directory: Path) -> Path:
 
 
 def train(
-    script: Path, ranks: int, *flags: str, launcher: bool = True, timeout_s: float = 300
+    script: Path,
+    ranks: int,
+    *flags: str,
+    launcher: bool = True,
+    timeout_s: float = 300,
+    without: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run a training script of a checkout on so many ranks: by the launcher, or by its own patched tree.
 
-    On made-up data, unless the flags name some.
+    On made-up data, unless the flags name some. without: words of `SMALL` to leave out.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if launcher:
@@ -104,7 +109,11 @@ def train(
         [
             *command,
             str(script),
-            *(word for word in SMALL if word != "--mock-data" or "--data-path" not in flags),
+            *(
+                word
+                for word in SMALL
+                if word not in without and (word != "--mock-data" or "--data-path" not in flags)
+            ),
             *flags,
         ],
         capture_output=True,

@@ -1,0 +1,158 @@
+"""Flags of Megatron's own that a ring cannot follow: refused at start-up, with what to write instead."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
+from burst_plugin.megatron.arguments import (
+    PACKS,
+    RESETS,
+    burst_is_possible,
+    flag_of,
+    options_that_are_set,
+    parsed_arguments,
+    parsed_layout,
+)
+from burst_plugin.megatron.config import NOT_DYNAMIC, REFUSED
+from burst_plugin.megatron.releases import Version, parse_version
+from burst_plugin.strategy import Strategy
+
+__all__ = ["REFUSED_FLAGS", "flag_problems", "refuse_flags", "warn_of_quantizers"]
+
+_PACKS_SINCE = (0, 18, 0)
+_PACK = "pack them in a forward_step of your own: PackedSeqParams, cut by burst_plugin.megatron.packed_indices"
+
+# Flags that are not in TransformerConfig and ask for attention that is not supported.
+REFUSED_FLAGS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "sft": Rule(
+            lambda given: not given or _version_at_hand() >= _PACKS_SINCE,
+            "before 0.18 the script does not tell layers where documents begin in the way that they need; update, or "
+            f"{_PACK}",
+        ),
+        "perform_rl_step": Rule(off, "before 0.20 it gives all ranks whole sequences, and later it is not tested"),
+        "fake_process_group": Rule(off, "ranks cannot meet in it; see `burst plan`"),
+        "dynamic_context_parallel": Rule(off, NOT_DYNAMIC),
+        "use_legacy_models": Rule(off, "legacy models have no core attention; drop it"),
+        "flash_attention_version": Rule(one_of(None), "kernels are chosen by --burst-kernel; drop it"),
+    }
+)
+
+_LONG = 16384  # tokens; from there on a mask of all pairs takes gigabytes
+
+
+def flag_problems() -> list[str]:
+    """Return what in Megatron's parsed arguments, but not in TransformerConfig, asks for unsupported attention."""
+    return _problems(parsed_arguments(), REFUSED_FLAGS)
+
+
+def refuse_flags() -> None:
+    """Stop at start-up if Megatron's parsed arguments ask for something that burst attention cannot do.
+
+    Raises:
+        ValueError: naming every such flag with its value, and what to write instead.
+    """
+    args = parsed_arguments()
+    if args is None:
+        return
+    reasons: list[str] = []
+    if not burst_is_possible():
+        given = map(flag_of, options_that_are_set(args))
+        reasons = [f"{flag} needs --cp-comm-type burst: add that, or drop it" for flag in given]
+        if args.context_parallel_size > 1:
+            _warn(
+                f"--context-parallel-size {args.context_parallel_size} without --cp-comm-type burst: Megatron's own "
+                "context parallelism runs, not burst attention"
+            )
+    elif args.context_parallel_size > 1 or _brings_groups(args):
+        reasons = _problems(args, {**REFUSED, **REFUSED_FLAGS})
+        if getattr(args, "sft", False) and getattr(args, "hybrid_context_parallel", False):
+            reasons.append(
+                "--sft with --hybrid-context-parallel is not supported: the script packs such microbatches, and "
+                "rotates them in another way; drop one of them"
+            )
+        kinds = sorted(set(args.cp_comm_type))
+        if parsed_layout() != Strategy.layout and kinds != ["burst"]:
+            reasons.append(
+                f"{flag_of('burst_layout', parsed_layout())} needs --cp-comm-type burst in all layers, got "
+                f"{' '.join(kinds)}: Megatron's own context parallelism takes batches to be cut in zigzag"
+            )
+        reasons += _document_problems(args, kinds)
+        _warn_of_square_masks(args)
+    if reasons:
+        raise ValueError("burst attention cannot run with these flags:" + "".join(f"\n  {line}" for line in reasons))
+
+
+def _document_problems(args: Any, kinds: Sequence[str]) -> list[str]:
+    """Return why ranks cannot keep documents apart as these arguments ask for.
+
+    Data loaders are told to make no masks [S, S], which layers get none of: see `burst_plugin.megatron.documents`.
+    """
+    flags = [name for name in (RESETS, PACKS) if getattr(args, name, False)]
+    if not flags:
+        return []
+    reasons = []
+    if kinds != ["burst"]:
+        reasons.append(
+            f"{flag_of(flags[0])} needs --cp-comm-type burst in all layers, got {' '.join(kinds)}: Megatron's own "
+            "context parallelism would let documents attend to each other"
+        )
+    if _brings_groups(args):
+        reasons.append(
+            f"{flag_of(flags[0])} is not supported with --hybrid-context-parallel: use --context-parallel-size alone"
+        )
+    if RESETS in flags:
+        args.create_attention_mask_in_dataloader = False
+    if parsed_layout() == Strategy.layout:
+        _warn(
+            f"{flag_of(flags[0])}: sequences are cut in zigzag, whatever documents they hold; --burst-layout auto "
+            "gives all ranks the same work, and sends less"
+        )
+    return reasons
+
+
+def warn_of_quantizers() -> None:
+    """Warn of ModelOpt: it quantizes queries, keys and values only in Transformer Engine's attention."""
+    if getattr(parsed_arguments(), "modelopt_enabled", False):
+        _warn(
+            "ModelOpt is in use: if queries, keys or values of this model are quantized (--export-kv-cache-quant), "
+            "burst attention trains and saves it without that; other layers are not affected"
+        )
+
+
+def _warn(text: str) -> None:
+    """Warn once for all ranks, since their flags are the same."""
+    if getattr(parsed_arguments(), "rank", 0) == 0:
+        warnings.warn(text, stacklevel=3)
+
+
+def _brings_groups(args: Any) -> bool:
+    """Return whether microbatches are spread over groups of their own."""
+    return any(getattr(args, name, False) for name in ("hybrid_context_parallel", "dynamic_context_parallel"))
+
+
+def _warn_of_square_masks(args: Any) -> None:
+    """Warn of the loader's masks [S, S], which only repeat "causal": while made, each exists twice in float32."""
+    tokens = getattr(args, "seq_length", None) or 0
+    if getattr(args, "create_attention_mask_in_dataloader", False) and tokens >= _LONG:
+        _warn(
+            f"the data loader makes an attention mask of {tokens} x {tokens}, {8 * tokens**2 / 2**30:.0f} GiB per "
+            "loader process while it does; add --no-create-attention-mask-in-dataloader"
+        )
+
+
+def _problems(args: Any, rules: Mapping[str, Rule]) -> list[str]:
+    values = {name: getattr(args, name) for name in rules if hasattr(args, name)}
+    return [
+        f"{flag_of(name, value)} is not supported: {instead}" for name, value, instead in broken_rules(rules, values)
+    ]
+
+
+def _version_at_hand() -> Version:
+    """Return the version of the Megatron-core that has read the arguments."""
+    return parse_version(sys.modules["megatron.core"].__version__)

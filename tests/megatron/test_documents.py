@@ -1,0 +1,244 @@
+"""`--reset-attention-mask`: documents of pretraining batches, against masks of all pairs on one rank."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from burst_plugin import Causal, Documents, PerRow, Strategy, Topology
+from burst_plugin.megatron.packed import layout_of
+from burst_plugin.ring import load_balance
+from burst_plugin.ring.routes import RouteTable
+from burst_plugin.sequence.layout import positions
+from tests.megatron.test_model_parity import DEEPSEEK, MTP, TWO_LAYERS, check_equal
+from tests.support.core_attentions import WrittenOut
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    batches,
+    build,
+    cut_batch,
+    forward_backward,
+    full_grads,
+    loss_of,
+    random_tokens,
+)
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+EOD = 7
+# Where documents end, by microbatch and row; one ends with the sequence.
+ENDS = (((4, 5, 30, 47), (11, 40, 63)), ((33,), (0, 20, 21, 22, 50)))
+
+
+def documents(run: GptRun) -> torch.Tensor:
+    """Tokens [2, B, S + 1] with end-of-document tokens."""
+    tokens = random_tokens(run)
+    tokens[tokens == EOD] += 1
+    for microbatch, rows in zip(tokens, ENDS, strict=True):
+        for row, ends in zip(microbatch, rows, strict=False):
+            row[list(ends)] = EOD
+    return tokens
+
+
+def parse(**changes: Any) -> None:
+    """Leave parsed arguments where Megatron's training scripts leave theirs."""
+    given = {"reset_attention_mask": True, "context_parallel_size": 2, "cp_comm_type": ["burst"], **changes}
+    module = argparse.Namespace(_GLOBAL_ARGS=argparse.Namespace(**given))
+    sys.modules["megatron.training.global_vars"] = module  # type: ignore[assignment]
+
+
+def with_documents(tokens: torch.Tensor, *, masks: bool, reset: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches as Megatron's loader gives them with these flags, and `--eod-mask-loss`, or without masks [S, S]."""
+    from megatron.core.datasets import gpt_dataset
+
+    for batch in batches(tokens):
+        made = [
+            gpt_dataset._get_ltor_masks_and_position_ids(row, EOD, reset, True, True, masks)
+            for row in batch["tokens"]
+        ]
+        batch["loss_mask"] = torch.stack([loss_mask for _, loss_mask, _ in made])
+        batch["position_ids"] = torch.stack([ids for _, _, ids in made])
+        if masks:
+            batch["attention_mask"] = torch.stack([mask for mask, _, _ in made])
+        else:
+            length = batch["tokens"].shape[1]
+            bounds = torch.full((len(made), length + 1), length, dtype=torch.int32)
+            for row, tokens_of_row in zip(bounds, batch["tokens"], strict=True):
+                ends = (tokens_of_row == EOD).nonzero().flatten() + 1
+                row[0], row[1 : len(ends) + 1] = 0, ends
+            batch["burst_documents"] = bounds
+        yield batch
+
+
+def step(data: Iterator[dict[str, torch.Tensor]] | None, model: Any, *, read: Any) -> tuple[torch.Tensor, Any]:
+    """What `pretrain_gpt.py` does for a microbatch: stages between the first and the last get none.
+
+    `read` gives the batches that other ranks of tensor parallelism broadcast to this one.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_pipeline_first_stage() and not parallel_state.is_pipeline_last_stage():
+        return model(None, None, None), None
+    batch = next(data or read)
+    batch.pop("burst_documents", None)
+    batch = cut_batch(batch)
+    mask = batch.get("attention_mask")
+    output = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"], loss_mask=batch["loss_mask"])
+    return output, partial(loss_of, batch["loss_mask"])
+
+
+def _run(rank: int, run: GptRun, reset: bool) -> StepResult:
+    from megatron.core import parallel_state
+
+    spread = run.cp > 1
+    if spread:
+        parse(context_parallel_size=run.cp)
+    make, tokens = partial(with_documents, masks=not spread, reset=reset), documents(run)
+    model = build(run)
+    reads = parallel_state.get_tensor_model_parallel_rank() == 0 and (
+        parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    )
+    here = partial(step, read=make(tokens))
+    loss = forward_backward(model, run, tokens, here, make if reads else lambda tokens: None)
+    return StepResult(loss, full_grads(model, run))
+
+
+def over(run: GptRun, layout: str, **sizes: Any) -> GptRun:
+    """The same model over 2 nodes of 2 ranks, or as `sizes` say."""
+    sizes = sizes or {"cp": 4, "hierarchical": (2, 2)}
+    return replace(run, cp_comm_type="burst", core=None, strategy=Strategy(layout=layout), **sizes)
+
+
+def check_over(run: GptRun, one: GptRun, reset: bool = False) -> None:
+    (reference,) = run_ranks(_run, 1, one, reset)
+    check_equal(run_ranks(_run, run.tp * run.pp * run.cp, run, reset), reference)
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the layout "auto" assigns even a few tokens in chunks: sending them costs nothing."""
+    for price in ("_SENT_INTER", "_SENT_INTRA", "_VISITED"):
+        monkeypatch.setattr(load_balance, price, 0)
+    table = RouteTable(Topology(2, 2), Strategy())
+    for rows in ENDS:
+        mask = PerRow(tuple(Documents((0, *(end + 1 for end in ends if end < 63), 64)) for ends in rows))
+        assert load_balance.choose_tokens(table, 64, Causal() & mask, alike=True).holders
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "auto"])
+def test_documents_are_kept_apart_as_by_masks(layout: str, per_token: bool) -> None:
+    one = replace(TWO_LAYERS, per_token_loss=per_token)
+    check_over(over(one, layout), one)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"layers": 3}, {"cp": 2, "pp": 3}),
+        ({"recompute": "full"}, {"cp": 2, "tp": 2, "pp": 2, "sequence_parallel": True}),
+        ({"positions": "yarn"}, {}),
+    ],
+    ids=["pp3", "tp2_pp2_recomputed", "yarn"],
+)
+def test_all_stages_and_tensor_ranks_know_the_documents(changes: dict[str, Any], sizes: dict[str, Any]) -> None:
+    one = replace(TWO_LAYERS, **changes)
+    check_over(over(one, "auto", **sizes), replace(one, recompute="none"))
+
+
+@pytest.mark.usefixtures("chunks")
+def test_learned_positions_begin_again_with_every_document() -> None:
+    one = replace(TWO_LAYERS, positions="learned_absolute")
+    check_over(over(one, "auto", cp=2, pp=2), one, reset=True)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("per_token", [False, True])
+def test_multi_token_prediction(per_token: bool) -> None:
+    one = replace(MTP, per_token_loss=per_token)
+    check_over(over(one, "auto"), one)
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+def test_mla_with_experts_recomputed(recompute: str) -> None:
+    check_over(replace(over(DEEPSEEK, "auto"), recompute=recompute), replace(DEEPSEEK, core=WrittenOut))
+
+
+# ------------------------------------------------------------------------------------------------------ drawn batches
+
+
+def drawn_ends(random: Random, length: int) -> tuple[int, ...]:
+    """Draw where documents begin, of log-normal lengths."""
+    starts = [0]
+    while starts[-1] < length:
+        starts.append(min(length, starts[-1] + max(1, round(random.lognormvariate(2, 1)))))
+    return tuple(starts)
+
+
+def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: list[tuple[int, ...]]) -> torch.Tensor:
+    """Causal attention inside documents in float64, [B, S, H, D]."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    at = torch.arange(q.shape[1])
+    of = torch.stack([torch.searchsorted(torch.tensor(row), at, right=True) for row in rows])
+    apart = (of[:, :, None] != of[:, None]) | (at[:, None] < at)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(apart[:, None], -torch.inf).softmax(-1), v)
+
+
+def _drawn(rank: int, ranks: int, layout: str, packed: bool) -> float:
+    """Return the largest error of ten batches: outputs and gradients of one core attention."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    parse(context_parallel_size=ranks, reset_attention_mask=not packed, dataloader_inter_document_masking=packed)
+    model = build(replace(TWO_LAYERS, cp=ranks, cp_comm_type="burst", strategy=Strategy(layout=layout)))
+    core = model.module.decoder.layers[0].self_attention.core_attention
+    registry, worst = core._registry, 0.0
+    assert parallel_state.get_context_parallel_world_size() == ranks
+    for number in range(10):
+        random, generator = Random(number), torch.Generator().manual_seed(number)
+        length, batch = 2 * ranks * random.randint(4, 12), 1 if packed else 2
+        rows = [drawn_ends(random, length) for _ in range(batch)]
+        q, k, v, grad = (torch.randn(batch, length, h, 8, generator=generator).double() for h in (8, 4, 4, 8))
+        whole = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = definition(*whole, rows)
+        expected.backward(grad)
+        if packed:
+            offsets = torch.tensor(rows[0], dtype=torch.int32)
+            tokens = registry.packed_tokens(rows[0], ranks)
+            given: dict[str, Any] = {"packed_seq_params": PackedSeqParams("thd", *[offsets] * 4, length, length)}
+        else:
+            longest = max(map(len, rows))
+            filled = [[*row, *[length] * (longest - len(row))] for row in rows]
+            given = {"attention_mask": torch.tensor(filled, dtype=torch.int32)}
+            with registry.documents.recomputing(tuple(rows)):
+                tokens = registry.tokens_of_batch(length, ranks)
+        at = positions(layout_of(tokens).runs(rank, ranks, tokens))
+        cut = [(x[0, at] if packed else x[:, at].transpose(0, 1)).requires_grad_() for x in (q, k, v)]
+        out = core(*cut, **given)
+        part = grad[:, at].flatten(2)
+        out.backward(part[0] if packed else part.transpose(0, 1))
+        got = [(x[None] if packed else x.transpose(0, 1)) for x in (out.detach(), *(x.grad for x in cut))]
+        wanted = [expected.detach().flatten(2), *(x.grad for x in whole)]
+        worst = max(worst, *((a - b[:, at]).abs().max().item() for a, b in zip(got, wanted, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["end_of_document_tokens", "packed"])
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", "auto"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ten_drawn_batches_equal_float64(ranks: int, layout: str, packed: bool) -> None:
+    assert max(run_ranks(_drawn, ranks, ranks, layout, packed)) < 1e-12
