@@ -33,6 +33,8 @@ class Burst(Contender):
         sizes = Topology(case.nodes, case.ranks_per_node).ulysses_degrees
         if degree not in sizes or degree not in case.shapes.ulysses_degrees:
             return f"no groups of {degree} ranks can share {case.q_heads} query and {case.kv_heads} key/value heads"
+        if self.by_document and any(length % (2 * case.ranks) for length in case.documents):
+            return f"ranks would hold unequal numbers of tokens: documents do not divide by {2 * case.ranks}"
         return None
 
     def variants(self, case: Case) -> tuple[Contender, ...]:
