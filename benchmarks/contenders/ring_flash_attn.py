@@ -26,7 +26,7 @@ _PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "lo
 class RingFlashAttn(Contender):
     """`zigzag_ring_flash_attn_func` for causal attention, `ring_flash_attn_func` for full.
 
-    `packed` is its function for packed documents: "zigzag" or "ring", each on its own, or "llama3", all heads at once.
+    `packed` is its function for packed documents: "zigzag" or "ring", each on its own; "llama3", all heads at once.
     """
 
     name: str = "ring-flash-attn"
