@@ -151,9 +151,9 @@ def _finish(figure: Any, result: Result, title: str, names: Sequence[str]) -> No
     figure.supxlabel("\n".join(filter(None, notes)), x=0.005, ha="left", fontsize=8, color="0.35")
     if names:
         handles = [Patch(color=COLOURS[number], label=name) for number, name in enumerate(names)]
-        below_title = 1 - 0.22 / figure.get_figheight()
-        where = {"loc": "upper left", "bbox_to_anchor": (-0.003, below_title), "ncols": len(names)}
-        figure.legend(handles=handles, frameon=False, fontsize=10, handlelength=1.2, columnspacing=1.6, **where)
+        place, size = (-0.003, 1 - 0.22 / figure.get_figheight()), min(10.0, 960 / len("".join(names)))  # in one line
+        where = {"loc": "upper left", "bbox_to_anchor": place, "ncols": len(names), "fontsize": size}
+        figure.legend(handles=handles, frameon=False, handlelength=1.2, columnspacing=1.6, **where)
 
 
 _PAINTERS = {"cluster": draw_cluster, "attention": draw_attention}
