@@ -80,6 +80,9 @@ def test_end_of_document_tokens(tree: Path, text: list[str], per_token: list[str
 def test_end_of_document_tokens_in_other_models(tree: Path, text: list[str], shape: str) -> None:
     ranks, flags = SHAPES[shape]
     given = [*text, *RESET, *flags.split()]
+    if shape == "mtp" and tree_version(tree) >= (0, 20, 0):  # that Megatron itself makes with Transformer Engine only
+        assert "is_inference_column_parallel_linear" in train(tree / "pretrain_gpt.py", 1, *given).stderr
+        return
     check(run(tree, 2 * ranks, *CP2, *AUTO, *given), run(tree, ranks, *given))
 
 
