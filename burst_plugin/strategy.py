@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.checks import as_number, as_positive, check_one_of, shown, whole_number
@@ -291,15 +292,15 @@ class Strategy:
         given = tuple(sorted(name for name, value in options.items() if value != AUTO))
         return MeasuredStrategy(**fields_set, measured=measured, model=sizes, given=given)
 
-    def compared(self) -> dict[str, object]:
-        """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""
+    @cached_property
+    def compared(self) -> Mapping[str, object]:
+        """The options that must be the same on all ranks, as they compare them: kernel objects by name."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["compared"]}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 
     def check_is_due(self, call: int, cheap: bool) -> bool:
         """Return whether ranks compare call number `call`, from 1 on. `cheap`: comparing stalls nothing."""
-        is_every = self.check == "always" or (self.check == AUTO and cheap)
-        return is_every or call & (call - 1) == 0  # 1, 2, 4, 8, ...
+        return self.check == "always" or (self.check == AUTO and cheap) or call & (call - 1) == 0  # 1, 2, 4, 8, ...
 
     def parts_of(self, direction: Direction) -> int:
         """Return the number of parts in which blocks are sent in a pass."""

@@ -62,8 +62,8 @@ def test_a_strategy_cannot_be_changed_or_given_twice() -> None:
 
 def test_a_kernel_may_be_an_object_and_is_compared_by_name() -> None:
     one, other = (Strategy(kernel=TorchCpuKernel(), check="sparse") for _ in range(2))
-    assert one.compared() == other.compared() == Strategy(kernel="torch_cpu", check="sparse").compared()
-    assert one.compared() != Strategy(kernel=KERNELS["reference"], check="sparse").compared()
+    assert one.compared == other.compared == Strategy(kernel="torch_cpu", check="sparse").compared
+    assert one.compared != Strategy(kernel=KERNELS["reference"], check="sparse").compared
 
 
 def test_bytes_per_token_and_hop_are_those_of_the_design() -> None:

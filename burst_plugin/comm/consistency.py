@@ -100,6 +100,8 @@ class ConsistencyCheck:
         when = f"the comparison before {at}"
         lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
         said = self.exchange(fingerprint(lines, problem), when)
+        if len(set(said)) == 1 and not problem:
+            return
         raise_if_apart(dict(enumerate(said)), self._ranks)
         compares = all(text.startswith(_PLACE) for text in said)  # ranks with a problem end here
         if compares and len(set(said)) > 1 and any(map(_is_cut, said)):

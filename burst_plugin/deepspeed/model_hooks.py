@@ -61,6 +61,7 @@ class ModelHooks:
             return None
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
+            kwargs = _by_name(model, args, kwargs)
             self._check_count(kwargs)
             if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
                 self._check_takes_shards(model)

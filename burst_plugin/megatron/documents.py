@@ -126,11 +126,8 @@ def rows_of(bounds: Tensor) -> Rows:
 
     Raises ValueError for a row that does not begin with 0, or that decreases.
     """
-    rows = []
-    for row in bounds.cpu():
-        count = int((row < row[-1]).sum())
-        rows.append(check_cu_seqlens([*row[:count].tolist(), int(row[-1])], "bounds of documents {}"))
-    return tuple(rows)
+    rows = (torch.unique_consecutive(row).tolist() for row in bounds.cpu())
+    return tuple(check_cu_seqlens(row, "bounds of documents {}") for row in rows)
 
 
 def check_length(rows: Rows, length: int) -> Rows:
@@ -192,7 +189,7 @@ class _Reading:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        batch = next(self._batches)
+        batch = dict(next(self._batches))  # Megatron keeps what it reads, to run a step again
         if _KEY not in batch:
             raise ValueError(
                 "--reset-attention-mask with burst attention is for batches of Megatron's GPTDataset, and this one "

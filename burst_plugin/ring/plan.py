@@ -250,5 +250,5 @@ class Plan:
     def digest(self) -> bytes:
         """Digest of the kind of call, the same on all ranks of the ring."""
         state = self.rank_state
-        text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared()))
+        text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared))
         return blake2b(text.encode(), digest_size=8).digest()

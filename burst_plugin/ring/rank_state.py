@@ -170,7 +170,7 @@ class RankState:
                 raise ValueError(problem)
             return
         passes = f"{self.passes_digest:x}"  # backward passes may come in another order
-        options = {"topology": self.topology, **self.strategy.compared()}
+        options = {"topology": self.topology, **self.strategy.compared}
         compared = {
             "ring": self.consistency.ring_name(self.ring_id),
             "order of passes so far": passes,

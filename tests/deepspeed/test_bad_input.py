@@ -415,6 +415,18 @@ def _engine() -> Any:
     return engine
 
 
+def _by_position(rank: int) -> list[float]:
+    engine = start(RUN, 2)
+    local = burst.shard_batch(BATCH)
+    by_name = engine(**local).loss
+    return [float(by_name.detach()), float(engine(local.pop("input_ids"), **local).loss.detach())]
+
+
+def test_a_batch_that_is_cut_already_may_come_by_position() -> None:
+    for by_name, by_position in run_ranks(_by_position, 2):
+        assert by_position == by_name
+
+
 def _parts_of_shards(rank: int) -> list[str]:
     engine = _engine()
     local = burst.shard_batch(BATCH)

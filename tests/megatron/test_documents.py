@@ -10,6 +10,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -172,9 +173,12 @@ def test_multi_token_prediction(per_token: bool) -> None:
 
 
 @pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("recompute", ["full", "selective"])
-def test_mla_with_experts_recomputed(recompute: str) -> None:
-    check_over(replace(over(DEEPSEEK, "auto"), recompute=recompute), replace(DEEPSEEK, core=WrittenOut))
+@pytest.mark.parametrize(
+    ("recompute", "sizes"), [("full", {"cp": 2, "pp": 2}), ("selective", {})], ids=["pp2", "cp4"]
+)
+def test_mla_with_experts_recomputed(recompute: str, sizes: dict[str, Any]) -> None:
+    """The first stage of a pipeline recomputes a microbatch after it has read the next one."""
+    check_over(replace(over(DEEPSEEK, "auto", **sizes), recompute=recompute), replace(DEEPSEEK, core=WrittenOut))
 
 
 # ------------------------------------------------------------------------------------------------------ drawn batches
@@ -242,3 +246,88 @@ def _drawn(rank: int, ranks: int, layout: str, packed: bool) -> float:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ten_drawn_batches_equal_float64(ranks: int, layout: str, packed: bool) -> None:
     assert max(run_ranks(_drawn, ranks, ranks, layout, packed)) < 1e-12
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def _refused(rank: int) -> list[str]:
+    """Return what each call says that cannot be right."""
+    from burst_plugin.megatron.documents import _Reading
+
+    parse()
+    model = build(replace(TWO_LAYERS, cp=2, cp_comm_type="burst", strategy=Strategy(layout="auto")))
+    core = model.module.decoder.layers[0].self_attention.core_attention
+    q, k = torch.randn(8, 1, 8, 8), torch.randn(8, 1, 4, 8)
+
+    def with_bounds(*rows: list[int]) -> None:
+        core(q, k, k, attention_mask=torch.tensor(rows, dtype=torch.int32))
+
+    found = []
+    for call in (
+        lambda: with_bounds([0, 24]),
+        lambda: with_bounds([0, 24, 16]),
+        lambda: with_bounds([4, 16]),
+        lambda: core(q, k, k, attention_mask=torch.tensor([[0, 16]])),
+        lambda: core(q, k, k),
+        lambda: model(torch.zeros(1, 32, dtype=torch.int64), torch.arange(32)[None], None),
+        lambda: next(_Reading(iter([{"tokens": q}]), lambda bounds: None)),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            call()
+        found.append(str(error.value))
+    return found
+
+
+def test_what_cannot_be_right_is_one_clear_error_on_every_rank() -> None:
+    for found in run_ranks(_refused, 2):
+        assert "ends at 24, but the sequence has 16 tokens over all ranks" in found[0]
+        assert "document 1 runs from 24 to 16" in found[1]
+        assert "must begin with 0" in found[2]
+        assert "this model does not hand on where documents begin" in found[3]
+        assert "this model does not hand on where documents begin" in found[4]
+        assert "is for models that Megatron's schedules run" in found[5]
+        assert "this one does not say where documents begin" in found[6]
+
+
+class Tokenizer:
+    """What Megatron asks a tokenizer for."""
+
+    eod, pad, vocab_size = 0, 5000, 128
+    unique_identifiers = {"class": "Tokenizer"}  # noqa: RUF012 - Megatron reads it as a plain attribute
+
+
+def _read_twice(rank: int) -> None:
+    """Megatron's own samples, and a batch that is read again, as when a step is run again to look for faults."""
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset, MockGPTLowLevelDataset
+    from megatron.core.datasets.utils import Split
+
+    from burst_plugin.megatron import install
+    from burst_plugin.megatron.documents import _Reading, rows_of
+
+    parse()
+    install(Strategy(layout="auto"))
+    config = GPTDatasetConfig(
+        random_seed=0,
+        sequence_length=2048,
+        split="1,0,0",
+        tokenizer=Tokenizer(),  # type: ignore[arg-type]
+        reset_position_ids=False,
+        reset_attention_mask=True,
+        eod_mask_loss=True,
+        create_attention_mask=False,
+        mid_level_dataset_surplus=0.005,
+    )
+    indices = np.arange(1000)
+    dataset = MockGPTDataset(MockGPTLowLevelDataset(Tokenizer()), None, indices, 10, Split.train, config)  # type: ignore[arg-type]
+    batch = torch.utils.data.default_collate([dataset[0], dataset[1]])
+    kept: list[Any] = []
+    for _ in range(2):
+        assert "burst_documents" not in next(_Reading(iter([batch]), kept.append))
+    for row, tokens in zip(rows_of(kept[1]), batch["tokens"], strict=True):
+        assert row == (0, *((tokens == Tokenizer.eod).nonzero().flatten() + 1).tolist(), 2048)
+        assert len(row) > 3
+
+
+def test_samples_say_where_documents_begin() -> None:
+    run_ranks(_read_twice, 1)

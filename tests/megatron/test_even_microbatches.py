@@ -26,8 +26,7 @@ from tests.support.ranks import run_ranks
 pytestmark = pytest.mark.megatron
 
 SEQ, GLOBAL_BATCH, EOD = 256, 32, 0
-FLAGS = {"burst_even_microbatches": True, "reset_attention_mask": True, "dataloader_type": "single"}
-USUAL = {**FLAGS, "cp_comm_type": ["p2p"], "context_parallel_size": 1}
+USUAL = {"burst_even_microbatches": True, "reset_attention_mask": True, "dataloader_type": "single"}
 
 
 class Words:
@@ -67,8 +66,7 @@ def _datasets(blend: Any, samples: int = 320) -> list[Any]:
         eod_mask_loss=False,
         create_attention_mask=False,
     )
-    found: list[Any] = BlendedMegatronDatasetBuilder(GPTDataset, [samples, 8, 8], lambda: True, config).build()
-    return found
+    return list(BlendedMegatronDatasetBuilder(GPTDataset, [samples, 8, 8], lambda: True, config).build())
 
 
 @pytest.fixture(scope="module", params=["one", "blend"])
@@ -103,23 +101,20 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
         __iter__ = Sampler.__iter__
 
     def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-        at = module.at
-        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, at.size, at.rank, at.ranks)
+        sampler = MegatronPretrainingSampler(len(dataset), consumed_samples, **vars(module.at))
         return types.SimpleNamespace(batch_sampler=sampler)
 
-    vars(module).update(
-        MegatronPretrainingSampler=MegatronPretrainingSampler,
-        build_pretraining_data_loader=build_pretraining_data_loader,
-        original=build_pretraining_data_loader,
-    )
+    vars(module).update(MegatronPretrainingSampler=MegatronPretrainingSampler, original=build_pretraining_data_loader)
+    vars(module).update(build_pretraining_data_loader=build_pretraining_data_loader)
     monkeypatch.setitem(sys.modules, "megatron.training.datasets.data_samplers", module)
+    monkeypatch.setattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
     _parse(monkeypatch)
     return module
 
 
 def _parse(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    args = argparse.Namespace(**{**USUAL, **changes})
-    at: Any = argparse.Namespace(_GLOBAL_ARGS=args)
+    args = {**USUAL, "cp_comm_type": ["p2p"], "context_parallel_size": 1, **changes}
+    at: Any = argparse.Namespace(_GLOBAL_ARGS=argparse.Namespace(**args))
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", at)
 
 
@@ -144,11 +139,6 @@ def _steps(
     return steps[:-1]
 
 
-@pytest.fixture(autouse=True)
-def _without_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None)
-
-
 def _flat(step: Any) -> list[int]:
     return sorted(sample for rank in step for microbatch in rank for sample in microbatch)
 
@@ -160,9 +150,8 @@ def _flat(step: Any) -> list[int]:
 def test_every_step_trains_on_megatrons_samples(scripts: Any, datasets: list[Any], ranks: int, size: int) -> None:
     steps = _steps(scripts, datasets[0], ranks, size)
     whole = len(datasets[0]) // (ranks * size) * ranks * size
-    assert [_flat(step) for step in steps] == [
-        list(range(start, min(start + GLOBAL_BATCH, whole))) for start in range(0, whole, GLOBAL_BATCH)
-    ]
+    starts = range(0, whole, GLOBAL_BATCH)
+    assert [_flat(step) for step in steps] == [[*range(i, min(i + GLOBAL_BATCH, whole))] for i in starts]
     for step in steps:
         assert {len(microbatch) for rank in step for microbatch in rank} == {size}
         assert len({len(rank) for rank in step}) == 1
@@ -179,7 +168,8 @@ def test_batches_that_grow_keep_their_samples(scripts: Any, datasets: list[Any])
     steps = _steps(scripts, datasets[0], 2, 2, rampup=(8, 8, 72))
     assert [len(_flat(step)) for step in steps][:6] == [8, 8, 8, 16, 16, 24]
     assert [sample for step in steps for sample in _flat(step)] == list(range(len(datasets[0]) // 4 * 4))
-    for samples, step in ((_flat(step), step) for step in steps):
+    for step in steps:
+        samples = _flat(step)
         dealt = deal_evenly(works_of(datasets[0], samples), 2, 2)
         assert step == [[[samples[number] for number in part] for part in rank] for rank in dealt]
     assert _steps(scripts, datasets[0], 2, 2, 40, rampup=(8, 8, 72)) == steps[4:]
@@ -210,11 +200,10 @@ def test_ranks_agree(scripts: Any, datasets: list[Any]) -> None:
 def test_validation_and_runs_without_the_flag_are_left_alone(
     scripts: Any, datasets: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [list(range(start, start + 2)) for start in range(0, 8, 4)]
     _steps(scripts, datasets[0], 2, 2)
     scripts.at.rank = 0
     for dataset in datasets[1:]:
-        assert list(scripts.build_pretraining_data_loader(dataset, 0).batch_sampler)[:2] == expected
+        assert list(scripts.build_pretraining_data_loader(dataset, 0).batch_sampler)[:2] == [[0, 1], [4, 5]]
     vars(scripts)["build_pretraining_data_loader"] = scripts.original
     _parse(monkeypatch, burst_even_microbatches=False)
     follow_flag()
@@ -273,8 +262,7 @@ def test_ranks_wait_less(scripts: Any, datasets: list[Any], size: int) -> None:
 
 def test_the_example() -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
-    dealt = deal_evenly(works, 2, 1)
-    assert [[works[sample] for (sample,) in rank] for rank in dealt] == [[9, 4, 2, 1], [6, 5, 4, 1]]
+    assert [[works[i] for (i,) in rank] for rank in deal_evenly(works, 2, 1)] == [[9, 4, 2, 1], [6, 5, 4, 1]]
     pairs = deal_evenly(works, 2, 2)
     assert [[sum(works[sample] for sample in pair) for pair in rank] for rank in pairs] == [[10, 6], [9, 7]]
 

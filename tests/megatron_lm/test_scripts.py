@@ -116,18 +116,19 @@ def _conversations(directory: Path) -> list[str]:
     (directory / "data.jsonl").write_text("\n".join(lines))
     return [
         *("--sft", "--tokenizer-type", "SFTTokenizer", "--sft-tokenizer-prompt-format", "identity"),
-        *("--tokenizer-model", str(directory / "tokenizer"), "--split", "100,0,0", "--calculate-per-token-loss"),
+        *("--tokenizer-model", str(directory / "tokenizer"), "--split", "100,0,0"),
         *("--data-path", str(directory / "data.jsonl"), "--micro-batch-size", "1"),
     ]
 
 
-def test_conversations_are_packed_alike_over_any_ranks(tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("per_token", [[], ["--calculate-per-token-loss"]], ids=["mean_of_microbatches", "per_token"])
+def test_conversations_are_packed_alike_over_any_ranks(tree: Path, tmp_path: Path, per_token: list[str]) -> None:
     """Megatron's own attention knows no documents on CPUs, so that there is no run on one rank to compare with."""
     script = tree / "pretrain_gpt.py"
     if tree_version(tree) < (0, 18, 0):
         assert "--sft is not supported: before 0.18" in train(script, 2, *CP2, "--sft").stderr
         return
-    flags = _conversations(tmp_path)
+    flags = [*_conversations(tmp_path), *per_token]
     two, four = (losses(train(script, ranks, *cp, *flags)) for ranks, cp in ((2, CP2), (4, CP4)))
     assert len(two) == 5
     assert two[-1] < two[0] - 0.1
