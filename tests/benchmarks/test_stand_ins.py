@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.contenders import Case, Slept, kernels
 from benchmarks.contenders.kernels import StandIn, kernel_for, sleeping, tile
+from benchmarks.contenders.protocol import import_problem
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.contenders.torch_context_parallel import _backward, _forward
 from benchmarks.contenders.yunchang import USP
@@ -138,13 +139,16 @@ def test_a_peer_that_cannot_be_had_says_why(name: str, tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
+    import_problem.cache_clear()
     try:
         assert contender.absent() == f"{name} does not import: RuntimeError: no luck"
         assert torch.get_num_threads() == threads + 1
     finally:
         torch.set_num_threads(threads)
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    import_problem.cache_clear()
     assert contender.absent() == f"{name} is not installed; the extra `bench` has it"
+    import_problem.cache_clear()
 
 
 def _slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
