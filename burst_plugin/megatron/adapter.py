@@ -40,6 +40,7 @@ from burst_plugin.megatron.flag_checks import refuse_flags
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
 from burst_plugin.megatron.layouts import MEGATRONS_OWN, follow_layout
+from burst_plugin.megatron.loss_repairs import weigh_tokens_alike
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
@@ -97,6 +98,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
     adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
     adapter.report.append(follow_documents(adapter.registry))
+    adapter.report.append(weigh_tokens_alike(lambda: adapter.registry.identity))
     adapter.report.append(follow_losses(adapter.registry))
     adapter.report.append(_extend_argument_parser())
     return adapter

@@ -28,7 +28,7 @@ from burst_plugin.megatron.batch_repairs import (
     wants_absent_te,
 )
 from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.loss_repairs import count_no_labels_as_one, weigh_tokens_alike
+from burst_plugin.megatron.loss_repairs import count_no_labels_as_one
 from burst_plugin.megatron.releases import Version
 from burst_plugin.megatron.training_repairs import (
     count_steps_of_pytorchs_adam,
@@ -199,12 +199,6 @@ REPAIRS = (
         fixed_in=None,
         apply=roll_padded_documents,
         needed=lambda: hasattr(multi_token_prediction, "_roll_tensor_packed_seq"),
-    ),
-    Repair(
-        name="loss_of_unequal_ranks",
-        fault="a rank's loss is divided by its own number of tokens, so that a token counts more where there are few",
-        fixed_in=None,
-        apply=weigh_tokens_alike,
     ),
     Repair(
         name="token_prediction_without_labels",

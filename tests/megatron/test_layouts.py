@@ -262,8 +262,7 @@ def _rolled(rank: int, layout: str) -> None:
             if hasattr(module, "roll_tensor"):  # until 0.16 the latter, too
                 got, total = module.roll_tensor(whole[:, rows], cp_group=group, packed_seq_params=params)
                 assert got.tolist() == expected[:, rows].tolist()
-                mean_of_ranks = expected.sum() / 4  # by which losses are divided
-                assert total == (got.sum() if module is multi_token_prediction else mean_of_ranks)
+                assert total == got.sum()
 
 
 @pytest.mark.usefixtures("chunks")

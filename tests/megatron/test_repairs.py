@@ -77,7 +77,6 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "hierarchical_groups",
         "packed_batch",
         "packed_token_prediction",
-        "loss_of_unequal_ranks",
         "yarn_tables",
         "resume_without_te",
         "resume_in_float32",

@@ -30,8 +30,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from tests.support import delay_bridge
 from tests.support.processes import launch, values
 from tests.support.ranks import join_gloo, launcher_environment
@@ -151,8 +149,7 @@ class EmulatedCluster:
         def enter(rank: int, directory: Path) -> None:
             self._enter(self._host(rank))
             os.environ.update(launcher_environment(rank, self.world_size, self.ranks_per_node))
-            store = dist.FileStore(str(directory / "store"), self.world_size)  # reached from every namespace
-            join_gloo(store, rank, self.world_size, "nic", timeout_s / 2)
+            join_gloo(rank, self.world_size, directory, "nic", timeout_s / 2)
 
         return values(launch(fn, self.world_size, args, enter, timeout_s=timeout_s))
 

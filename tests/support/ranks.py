@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 from collections.abc import Callable, Collection
@@ -57,46 +56,24 @@ def run_ranks_outcomes(
 ) -> list[Outcome]:
     """Run as `run_ranks` does, but return the `Outcome` of each rank; nothing is raised for ranks that fail."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-    port = _store_port() if init else 0
 
     def enter(rank: int, directory: Path) -> None:
         os.environ.update(launcher_environment(rank, world_size, ranks_per_node=world_size))
         if init:
-            store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
-            join_gloo(dist.PrefixStore(str(directory), store), rank, world_size, loopback, timeout_s / 2)
+            join_gloo(rank, world_size, directory, loopback, timeout_s / 2)
 
     return launch(fn, world_size, args, enter, timeout_s=timeout_s)
 
 
-@functools.cache
-def _store_port() -> int:
-    """Return the port of a store for all ranks that this process runs; a process of its own serves it.
+def join_gloo(rank: int, world_size: int, directory: Path, interface: str, timeout_s: float) -> None:
+    """Initialise the default process group on gloo over one network interface, with a store in `directory`.
 
-    A thread that served it here might hold a lock while ranks are forked, and they would wait for that lock.
-    """
-    (reads_port, says_port), (sees_end, ends) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        if os.fork():  # it is nobody's child, since tests look whether any of their own is left
-            os._exit(0)
-        os.close(ends)
-        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(says_port, str(server.port).encode())
-        os.read(sees_end, 1)  # returns once the other end is closed, when the process that asked ends
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(says_port)
-    os.close(sees_end)
-    return int(os.read(reads_port, 16))
-
-
-def join_gloo(store: dist.Store, rank: int, world_size: int, interface: str, timeout_s: float) -> None:
-    """Initialise the default process group on gloo over one network interface.
-
-    Returns once all ranks have joined: a rank that then dies at once breaks no connection in the making.
+    The store is a file, so it needs no port and is reached from every network namespace. Returns once all ranks
+    have joined: a rank that then dies at once breaks no connection in the making.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = interface
     timeout = timedelta(seconds=timeout_s)
+    store = dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     store.set(f"joined/{rank}", "")
     store.wait([f"joined/{peer}" for peer in range(world_size)], timeout)
