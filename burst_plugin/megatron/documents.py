@@ -160,6 +160,8 @@ def _add_to_samples() -> None:
     latest = threading.local()
 
     def make_masks(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not resets_attention_mask():
+            return original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         tokens = given["data"]
         ends = (tokens == given["eod_token"]).nonzero().flatten() + 1
@@ -202,17 +204,21 @@ class _Reading:
 
 def _keep_what_is_read(registry: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Do a forward step, and keep the bounds of the batch that it reads."""
+    if not resets_attention_mask():
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     batches = given.arguments.get("data_iterator")
-    if batches is not None and resets_attention_mask():
+    if batches is not None:
         given.arguments["data_iterator"] = _Reading(batches, partial(registry.documents.keep, registry.identity))
     return original(*given.args, **given.kwargs)
 
 
 def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a `GPTModel` with the bounds of this microbatch as its attention mask."""
+    if not resets_attention_mask():
+        return original(model, *args, **kwargs)
     given = inspect.signature(original).bind(model, *args, **kwargs)
-    if resets_attention_mask() and given.arguments.get("packed_seq_params") is None:
+    if given.arguments.get("packed_seq_params") is None:
         rows = registry.documents.of(registry.identity)
         longest = max(map(len, rows))
         filled = [[*row, *[row[-1]] * (longest - len(row))] for row in rows]
@@ -222,6 +228,8 @@ def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any
 
 def _follow_recomputation(registry: Any, original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run multi-latent attention, which makes its rotary embedding itself, by the documents that it is given."""
+    if not resets_attention_mask():
+        return original(layer, *args, **kwargs)
     given = inspect.signature(original).bind(layer, *args, **kwargs).arguments["attention_mask"]
     with registry.documents.recomputing(rows_of(given) if are_bounds(given) else None):
         return original(layer, *args, **kwargs)

@@ -27,13 +27,12 @@ from megatron.core import num_microbatches_calculator
 
 from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import parsed_arguments
+from burst_plugin.megatron.arguments import PACKS, RESETS, flag_of, parsed_arguments
 
 __all__ = ["add_flag", "deal_evenly", "follow_flag", "works_of"]
 
 _FLAG = "--burst-even-microbatches"
 _MARK = "_burst_plugin_evens"  # on the function that makes loaders; on a sampler: its dataset
-_KEEP_APART = ("reset_attention_mask", "dataloader_inter_document_masking")
 _RULES: Mapping[str, Rule] = {
     "dataloader_type": Rule(one_of("single"), "steps of other loaders are not known ahead; use single"),
     "sft": Rule(off, "its data say how long conversations are only when they are read"),
@@ -64,9 +63,9 @@ def follow_flag() -> None:
     if not getattr(args, _FLAG[2:].replace("-", "_"), False):
         return
     broken = broken_rules(_RULES, vars(args))
-    reasons = [f"{_written(name, value)} is not supported: {instead}" for name, value, instead in broken]
-    if not any(getattr(args, name, False) for name in _KEEP_APART):
-        reasons.append(f"it needs {' or '.join(map(_written, _KEEP_APART))}; else all samples have the same work")
+    reasons = [f"{flag_of(name, value)} is not supported: {instead}" for name, value, instead in broken]
+    if not any(getattr(args, name, False) for name in (RESETS, PACKS)):
+        reasons.append(f"it needs {' or '.join(map(flag_of, (RESETS, PACKS)))}; else all samples have the same work")
     if reasons:
         lines = "".join(f"\n  {reason}" for reason in reasons)
         raise ValueError(f"{_FLAG} cannot run with these flags; change them, or drop it:{lines}")
@@ -75,11 +74,6 @@ def follow_flag() -> None:
         wrap_everywhere(samplers, "build_pretraining_data_loader", _build_loader)
         setattr(samplers.build_pretraining_data_loader, _MARK, None)
         wrap(samplers.MegatronPretrainingSampler, "__iter__", _iterate)
-
-
-def _written(name: str, value: Any = True) -> str:
-    """Return a flag as it is written on the command line."""
-    return f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
 
 
 def _build_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -120,11 +120,11 @@ class _Cuts:
     def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents."""
         found = original(embedding, *args, **kwargs)
+        if not self._follow_documents() or self._registry.identity.moment is None:  # YaRN makes one with the model
+            return found
         given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
         group = given.get("cp_group") or embedding.cp_group
-        if given.get("packed_seq") or not self._apply_to(group) or not self._follow_documents():
-            return found
-        if self._registry.identity.moment is None:  # YaRN makes one with the model, for its fused form
+        if given.get("packed_seq") or not self._apply_to(group):
             return found
         table, *rest = found if isinstance(found, tuple) else (found,)
         table = _cut(table, 0, self._registry.tokens_of_batch(len(table), group.size()), group)
@@ -194,9 +194,10 @@ class _Cuts:
         offsets = tuple(starts.flatten().tolist())
         if offsets[-1] != length or any(start % (2 * group.size()) for start in offsets):
             return False
-        registry = self._registry
-        tokens_of_batch = registry.tokens_of_batch(length, group.size())
-        ours = self._documents(starts, length, group) if is_packed else tokens_of_batch
+        if is_packed:
+            ours = self._documents(starts, length, group)
+        else:
+            ours = self._registry.tokens_of_batch(length, group.size())
 
         def fit(tokens: Tokens) -> bool:
             """Return whether positions are those of `tokens`, in the whole or in their documents."""

@@ -101,9 +101,11 @@ class _PredictionLoss:
         the number of all ranks, since main loss and prediction are divided by it in the end.
         """
         rolled, count = original(*args, **kwargs)
+        if self._whole is None or not rolled.is_floating_point():
+            return rolled, count
         given = inspect.signature(original).bind(*args, **kwargs)
         group = given.arguments.get("cp_group")
-        if self._whole is None or group is None or group.size() == 1 or not rolled.is_floating_point():
+        if group is None or group.size() == 1:
             return rolled, count
         given.arguments.update(tensor=self._whole, cp_group=None)
         self._whole, total = original(*given.args, **given.kwargs)
