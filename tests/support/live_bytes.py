@@ -90,8 +90,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _is_new(self, x: Tensor) -> bool:
         """Return whether a tensor that counts has a storage that was not noted yet."""
-        # A meta tensor's storage has a size and no memory.
-        counts = x.device.type != "meta" and self._device in (None, x.device.type)
+        # A meta tensor's storage has a size and no memory, so it counts only where it stands for another's.
+        counts = x.device.type == self._device or (self._device is None and x.device.type != "meta")
         return counts and x.untyped_storage()._cdata not in self._alive
 
     def _note(self, x: Tensor, given: set[int]) -> None:
