@@ -78,7 +78,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.counts:
             return out
-        new = [x for x in tree_leaves(out) if isinstance(x, Tensor) and self._is_new(x)]
+        made = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        new = [x for x in made if isinstance(x, Tensor) and self._is_new(x)]
         if new:
             given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for x in new:
