@@ -5,7 +5,7 @@ A mask is a few disjoint *regions*: rectangles of query and key positions, each 
     lower <= key position - query position <= upper        None: no bound
 
 What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
-themselves are in `sequence.masks` and `sequence.listed_masks`.
+themselves are in `sequence.masks`, `sequence.listed_masks` and `sequence.block_masks`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,15 @@ class Mask(ABC):
         return self
 
     @property
+    def head_groups(self) -> int | None:
+        """Number of groups of heads that it is made for; None if it is the same for every head."""
+        return None
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return the mask of one group of heads."""
+        return self
+
+    @property
     def documents(self) -> tuple[int, ...] | None:
         """Bounds of documents of queries and keys, as `cu_seqlens`; None if there are none."""
         return None
@@ -131,6 +140,11 @@ class Both(Mask):
             raise ValueError(
                 f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"
             )
+        if len({mask.head_groups for mask in parts} - {None}) > 1:
+            raise ValueError(
+                f"masks for {self.one.head_groups} and {self.other.head_groups} groups of heads do not combine; make "
+                "both of as many"
+            )
         if any(mask.shifts for mask in parts) and self.compares_positions:
             raise ValueError(
                 "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
@@ -150,6 +164,17 @@ class Both(Mask):
     def of_row(self, row: int) -> Mask:
         """Return both masks of that row."""
         return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def head_groups(self) -> int | None:
+        """Number of groups of heads that either mask is made for."""
+        return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return both masks of that group."""
+        if self.head_groups is None:
+            return self
+        return Both(self.one.of_head_group(group), self.other.of_head_group(group))
 
     @property
     def compares_positions(self) -> bool:
