@@ -138,7 +138,7 @@ def block_tokens(shards: Sequence[Sequence[Run]], length: int, block: int) -> To
     for run, rank in held:
         start, stop = run.start, run.last + 1
         if stop - start > run.length or start % block or (stop % block and stop != length):
-            apart = "" if stop - start == run.length else f", every {run.stride}th"
+            apart = "" if stop - start == run.length else f" in steps of {run.stride}"
             raise ValueError(
                 f"blocks of {block} tokens lie on several ranks: rank {rank} holds tokens {start} to {stop - 1}"
                 f"{apart}; {instead}"
