@@ -11,6 +11,7 @@ themselves are in `sequence.masks`, `sequence.listed_masks` and `sequence.block_
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,8 +41,8 @@ class Region(NamedTuple):
             min(self.q_stop, other.q_stop),
             max(self.k_start, other.k_start),
             min(self.k_stop, other.k_stop),
-            max((x for x in (self.lower, other.lower) if x is not None), default=None),
-            min((x for x in (self.upper, other.upper) if x is not None), default=None),
+            _narrower(max, self.lower, other.lower),
+            _narrower(min, self.upper, other.upper),
         )
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
@@ -61,6 +62,13 @@ class Region(NamedTuple):
         """Whether it holds no pair."""
         crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
         return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
+
+
+def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+    """Return the bound that leaves less, of two that may be None."""
+    if one is None or other is None:
+        return other if one is None else one
+    return choose(one, other)
 
 
 class Mask(ABC):
