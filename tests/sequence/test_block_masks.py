@@ -142,6 +142,7 @@ def test_groups_of_heads_know_what_their_masks_do() -> None:
     assert not PerHeadGroup((Causal(), SlidingWindow(3))).looks_ahead
     assert groups & Full() == groups & Full()
     assert (Full() & groups).of_head_group(1) == Full() & SlidingWindow(3, 1)
+    assert PerHeadGroup((Causal(), PerRow((Full(), Causal())))).rows == 2
     assert PerHeadGroup((PerRow((Full(), Causal())), Causal())).of_row(0) == PerHeadGroup((Full(), Causal()))
 
 
