@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, SupportsFloat
 
 __all__ = [
+    "SUMMARY",
     "as_listed",
     "as_number",
     "as_positive",
@@ -24,6 +25,8 @@ __all__ = [
     "whole_numbers",
 ]
 
+SUMMARY = " ... ["
+"""Begins the digest of what a text leaves out; ranks that compare such texts then look for the place that differs."""
 _MOST = 80  # characters of a value in a message
 
 

@@ -18,11 +18,13 @@ from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.comm.given_groups import as_group, levels_of, place_in
 from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.head_groups import by_head_group
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
 from burst_plugin.scores import Scores
+from burst_plugin.sequence.block_masks import block_tokens
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
@@ -117,7 +119,9 @@ class ContextParallel(Session):
         the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
         a kind do the same by themselves. Raises ValueError on every rank if any cannot do this.
         """
-        self._warm_up(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens)))
+        whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
+        for call in by_head_group(*whole) or [whole]:
+            self._warm_up(*call)
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
@@ -180,6 +184,17 @@ class ContextParallel(Session):
         """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length."""
         tokens = as_tokens(tokens, or_length=True)
         return positions(self.rank_state.route_table.shards(tokens)[self.rank], device)
+
+    def blocks(self, tokens: Tokens | int, block: int) -> Tokens:
+        """Return the blocks of `block` tokens that ranks hold of a sequence, as `Tokens` of as many blocks.
+
+        With it `positions` gives the numbers of this rank's blocks, and `unshard` gathers from all ranks what each
+        knows of its own: their mean keys, and in the end which blocks of keys they selected, so that all ranks make
+        the same mask of it (`selected_blocks`). `tokens` may be a length. Raises ValueError if a block lies on
+        several ranks.
+        """
+        tokens = as_tokens(tokens, or_length=True)
+        return block_tokens(self.rank_state.route_table.shards(tokens), tokens.length, block)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """Return the token layout for a sequence of `length` that balances computing and traffic under `mask`.

@@ -12,6 +12,7 @@ from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
+from burst_plugin.ring.head_groups import why_uncut
 from burst_plugin.ring.pass_plan import KernelTiles, PassPlan
 from burst_plugin.ring.plan import Extras, Plan
 from burst_plugin.ring.rank_state import RankState
@@ -34,6 +35,8 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
     Raises ValueError, before any communication.
     """
     check_kinds(inputs, request)
+    if request.mask.head_groups is not None:  # others were cut before: see `by_head_group`
+        raise ValueError(why_uncut(inputs, request))
     request = scaled(request)
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))

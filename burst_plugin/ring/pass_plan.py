@@ -140,5 +140,5 @@ class PassPlan:
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """By side and rank of the ring, tokens of its block."""
-        runs = self.rank_state.route_table.pairs(self.attending).runs
-        return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
+        table = self.rank_state.route_table
+        return {side: [*map(token_count, table.runs(self.attending.of(side)))] for side in SIDES}
