@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from burst_plugin.compute.shapes import Shapes
-from burst_plugin.planning.simulator import Links
+from burst_plugin.planning.links import Links
 from burst_plugin.profiling.cluster_profile import ClusterProfile, KernelRate, Model
 from burst_plugin.topology import Topology
 
