@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -22,17 +23,19 @@ from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
+from burst_plugin.schedule.rings import BY_NODE
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
-from burst_plugin.topology import Topology, node_id
+from burst_plugin.topology import Topology, node_id, node_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["ContextParallel"]
 
+_LOG = logging.getLogger(__name__)
 _NODE = "node: "
 
 
@@ -262,11 +265,34 @@ class ContextParallel(Session):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
         topology = Topology.from_node_ids(said)
         if topology is None:
-            if self.rank == 0:
-                warnings.warn(
-                    f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive "
-                    "runs, over the nodes: using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
-                    stacklevel=3,
-                )
-            return Topology(1, self.ranks)
+            return self._without_nodes(said)
+        if self.rank == 0 and len(set(said)) != topology.nodes:
+            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(said)), topology)
         return topology
+
+    def _without_nodes(self, ids: Sequence[str]) -> Topology:
+        """Return the topology of one flat ring over nodes that cannot be told apart, of which rank 0 warns.
+
+        Raises ValueError, on every rank, for a schedule of two levels.
+        """
+        sizes = node_sizes(ids)
+        found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
+        if self.strategy.schedule in BY_NODE:
+            other = f"a group with {min(sizes)} ranks of each node" if sizes else "a group with ranks in that order"
+            raise ValueError(
+                f"schedule={self.strategy.schedule!r} needs nodes with equally many ranks of the context-parallel "
+                f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
+                "or say with ranks_per_node how many ranks count as a node"
+            )
+        if self.rank == 0:
+            warnings.warn(
+                f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive runs, "
+                f"over the nodes ({found}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
+                stacklevel=4,
+            )
+        return Topology(1, self.ranks)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *first, last = map(str, sizes)
+    return f"{', '.join(first)} and {last}" if first else last

@@ -20,8 +20,8 @@ def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, floa
 
     - computing, spread evenly over all ranks, on the slowest of them;
     - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
-    - sending to or from the node with the slowest NICs: each block of the others, and the results of its own, comes in
-      once; each block of its own, and the results of the others, goes out once;
+    - sending to the node with the slowest NICs each block of the others and the results of its own, or from it each
+      block of its own and the results of the others;
     - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
     The last three include the messages of the exchange. The bound is, for either pass, the shortest over all degrees

@@ -29,6 +29,7 @@ from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
+    "MOST_UNEVEN",
     "Links",
     "Load",
     "Plan",
@@ -45,6 +46,7 @@ __all__ = [
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
+MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes two or three minutes
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
@@ -105,9 +107,18 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them.
+    and how many there are. `fixed` are options that every plan has.
+
+    Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
+    uneven ones of more than `MOST_UNEVEN` ranks.
     """
     fixed = fixed or {}
+    links.check(topology)
+    if not links.is_even and topology.ranks > MOST_UNEVEN:
+        raise ValueError(
+            f"the {topology.ranks} ranks of an uneven cluster would be simulated one by one, which takes too long: "
+            f"at most {MOST_UNEVEN} are; describe a part of the cluster, with the nodes and ranks that differ"
+        )
     settings = _settings(topology, shapes, fixed)
     total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
     done, candidates = 0, []
