@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import replace
 from random import Random
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from burst_plugin import Link, Topology, two_level_ring
+from burst_plugin import ContextParallel, Full, Link, Topology, burst_attention, two_level_ring
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.bound import least_seconds
 from burst_plugin.planning.links import Links, Load
@@ -19,8 +21,12 @@ from burst_plugin.planning.uneven import uneven_in_words
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import Strategy
 from burst_plugin.types import DIRECTIONS
+from tests.support.emulated_gpu import SleepingKernel
+from tests.support.netns import EmulatedCluster
+from tests.support.ranks import as_on_gpus
 
 FAST = 1e12
+PAYLOAD = 1448 / 1514  # of what a link carries, the rest being headers
 SHAPES = Shapes(1, 1024, 1024, 8, 4, 64, 64, torch.bfloat16)
 
 
@@ -171,3 +177,44 @@ def test_nodes_and_ranks_that_there_are_not_and_large_clusters_are_refused() -> 
     ):
         with pytest.raises(ValueError, match=rf"Links\({name}=.* positive, finite"):
             Links(1e9, 1e8, **{name: values})
+
+
+def _measured(rank: int, visit_s: tuple[float, float], speeds: dict[int, float]) -> list[float]:
+    """Seconds of both passes, some times over, where a kernel sleeps."""
+    kernel = SleepingKernel(4 * 1024**2, *(seconds / speeds.get(rank, 1.0) for seconds in visit_s))
+    cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(ranks_per_node=2, kernel=kernel)))
+    q, k, v = (torch.zeros(1, 1024, 4, 64, requires_grad=True) for _ in range(3))
+    took_s = []
+    for _ in range(4):
+        dist.barrier()
+        start = time.perf_counter()
+        out = burst_attention(q, k, v, cp, mask=Full())
+        out.backward(torch.zeros_like(out))
+        took_s.append(time.perf_counter() - start)
+    return took_s[2:]
+
+
+@pytest.mark.netns
+@pytest.mark.alone
+@pytest.mark.skipif(
+    EmulatedCluster.unavailable() is not None, reason=f"no namespaces: {EmulatedCluster.unavailable()}"
+)
+def test_a_slow_node_and_a_slow_rank_cost_what_was_forecast() -> None:
+    """3 nodes of 2 at 200 mbit, a block of 2 MiB, which takes 84 ms there."""
+    node_mbit, speeds = {1: 100.0}, {4: 0.8}
+    visit_s, shapes = (0.06, 0.15), Shapes(1, 1024, 1024, 4, 4, 64, 64, torch.float32)
+    rates = {node: mbit * 1e6 / 8 * PAYLOAD for node, mbit in node_mbit.items()}
+    links = Links(FAST, 200e6 / 8 * PAYLOAD, node_bytes_per_s=rates, rank_speed=speeds)
+    forecast_s, even_s = (
+        sum(pass_price(Strategy(), way, Topology(3, 2), shapes, each_s, of).time_s for way, each_s in pairs)
+        for of, pairs in ((each, tuple(zip(DIRECTIONS, visit_s, strict=True))) for each in (links, links.even))
+    )
+    assert forecast_s > 1.2 * even_s
+    ratios = []
+    with EmulatedCluster(3, 2, rate_mbit=200.0, node_mbit=node_mbit) as cluster:
+        for _ in range(5):  # a busy machine is late, and never early
+            measured = cluster.run(_measured, visit_s, speeds)
+            ratios.append(min(max(times) for times in zip(*measured, strict=True)) / forecast_s)
+            if ratios[-1] <= 1.1:
+                break
+    assert 0.95 <= min(ratios) <= 1.1, (ratios, forecast_s, even_s)
