@@ -70,8 +70,8 @@ def slow_edges(edges: Sequence[Edge]) -> list[Edge]:
 def node_rates(topology: Topology, edges: Sequence[Edge]) -> tuple[float, ...]:
     """Return the rate of the slowest NIC of each node, from links between nodes, each by itself.
 
-    A link is as slow as the NIC at either end, so that a NIC has the rate of the faster one of its links. Of two nodes
-    either may be the slow one, and both have its rate.
+    A link is as slow as the slower NIC at its ends, so that a NIC has the rate of the faster one of its links. Of two
+    nodes either may be the slow one, and both have its rate.
     """
     of_ranks = [0.0] * topology.ranks
     for edge in edges:

@@ -46,7 +46,7 @@ __all__ = [
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
-MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes two or three minutes
+MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes about a minute
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
