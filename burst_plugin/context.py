@@ -260,27 +260,28 @@ class ContextParallel(Session):
             return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
         if self._consistency is None:
             return Topology(1, 1)
-        said = self._consistency.exchange(_NODE + node_id(), "looking for nodes")
+        said = self._consistency.exchange(f"{_NODE}{self.strategy.schedule} {node_id()}", "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
-        topology = Topology.from_node_ids(said)
+        schedules, ids = zip(*(text.removeprefix(_NODE).split(" ", 1) for text in said), strict=True)
+        topology = Topology.from_node_ids(ids)
         if topology is None:
-            return self._without_nodes(said)
-        if self.rank == 0 and len(set(said)) != topology.nodes:
-            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(said)), topology)
+            return self._without_nodes(node_sizes(ids), [name for name in schedules if name in BY_NODE])
+        if self.rank == 0 and len(set(ids)) != topology.nodes:
+            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(ids)), topology)
         return topology
 
-    def _without_nodes(self, ids: Sequence[str]) -> Topology:
-        """Return the topology of one flat ring over nodes that cannot be told apart, of which rank 0 warns.
+    def _without_nodes(self, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
+        """Return the topology of one flat ring over nodes of such sizes, or interleaved ones, of which rank 0 warns.
 
-        Raises ValueError, on every rank, for a schedule of two levels.
+        `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
         """
-        sizes = node_sizes(ids)
         found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
-        if self.strategy.schedule in BY_NODE:
-            other = f"a group with {min(sizes)} ranks of each node" if sizes else "a group with ranks in that order"
+        if impossible:
+            least = min(sizes, default=0)
+            other = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
             raise ValueError(
-                f"schedule={self.strategy.schedule!r} needs nodes with equally many ranks of the context-parallel "
+                f"schedule={impossible[0]!r} needs nodes with equally many ranks of the context-parallel "
                 f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
                 "or say with ranks_per_node how many ranks count as a node"
             )
@@ -294,5 +295,5 @@ class ContextParallel(Session):
 
 
 def _listed(sizes: Sequence[int]) -> str:
-    *first, last = map(str, sizes)
+    *first, last = map(str, sorted(set(sizes)))
     return f"{', '.join(first)} and {last}" if first else last
