@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -23,18 +24,20 @@ from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
+from burst_plugin.schedule.rings import BY_NODE
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.block_masks import block_tokens
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
-from burst_plugin.topology import Topology, node_id
+from burst_plugin.topology import Topology, node_id, node_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["ContextParallel"]
 
+_LOG = logging.getLogger(__name__)
 _NODE = "node: "
 
 
@@ -272,16 +275,40 @@ class ContextParallel(Session):
             return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
         if self._consistency is None:
             return Topology(1, 1)
-        said = self._consistency.exchange(_NODE + node_id(), "looking for nodes")
+        said = self._consistency.exchange(f"{_NODE}{self.strategy.schedule} {node_id()}", "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
-        topology = Topology.from_node_ids(said)
+        schedules, ids = zip(*(text.removeprefix(_NODE).split(" ", 1) for text in said), strict=True)
+        topology = Topology.from_node_ids(ids)
         if topology is None:
-            if self.rank == 0:
-                warnings.warn(
-                    f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive "
-                    "runs, over the nodes: using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
-                    stacklevel=3,
-                )
-            return Topology(1, self.ranks)
+            return self._without_nodes(node_sizes(ids), [name for name in schedules if name in BY_NODE])
+        if self.rank == 0 and len(set(ids)) != topology.nodes:
+            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(ids)), topology)
         return topology
+
+    def _without_nodes(self, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
+        """Return the topology of one flat ring over nodes of such sizes, or interleaved ones, of which rank 0 warns.
+
+        `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
+        """
+        found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
+        if impossible:
+            least = min(sizes, default=0)
+            other = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
+            raise ValueError(
+                f"schedule={impossible[0]!r} needs nodes with equally many ranks of the context-parallel "
+                f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
+                "or say with ranks_per_node how many ranks count as a node"
+            )
+        if self.rank == 0:
+            warnings.warn(
+                f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive runs, "
+                f"over the nodes ({found}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
+                stacklevel=4,
+            )
+        return Topology(1, self.ranks)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *first, last = map(str, sorted(set(sizes)))
+    return f"{', '.join(first)} and {last}" if first else last

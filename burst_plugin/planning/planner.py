@@ -15,18 +15,21 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from burst_plugin.compute.shapes import Shapes, hop_bytes
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.bound import least_seconds
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
+from burst_plugin.planning.exchange import degrees, exchange_seconds, exchanged_bytes, in_ring
+from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.price import Price, price, price_by_name
-from burst_plugin.planning.simulator import Links, Load
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
-from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
+    "MOST_UNEVEN",
     "Links",
     "Load",
     "Plan",
@@ -43,6 +46,7 @@ __all__ = [
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
+MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes about a minute
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
@@ -76,53 +80,17 @@ def pass_price(
     before the ring, and all results after it, each with the latency of one message.
     """
     degree = strategy.ulysses_degree
-    ring = _in_ring(shapes, degree)
+    ring = in_ring(shapes, degree)
     moving = choose_moving_side(strategy, direction, ring)
     load = Load.of(ring, direction, moving, degree * visit_s)
     groups = topology.of_ulysses_groups(degree)
     parts = strategy.parts_of(direction)
-    ring_price = price_by_name(
-        strategy.schedule_for(groups), groups, parts, load, _links_of_ring(degree, topology, links)
-    )
-    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
+    rings = links.of_rings(topology, degree)  # one for each rank of a Ulysses group
+    ring_price = Price.of_last([price_by_name(strategy.schedule_for(groups), groups, parts, load, x) for x in rings])
+    exchange_s = exchange_seconds(degree, topology, exchanged_bytes(shapes, degree, direction), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
     return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
-
-
-def _links_of_ring(degree: int, topology: Topology, links: Links) -> Links:
-    """Return the links of one of the rings: each rank of a Ulysses group has its own, and they share a node's NIC."""
-    if links.nic == "rank":
-        return links
-    return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / min(degree, topology.ranks_per_node))
-
-
-def _in_ring(shapes: Shapes, degree: int) -> Shapes:
-    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
-    return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
-
-
-def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """Return how long each link is busy while ranks exchange heads: `nbytes` for each other rank of the group."""
-    inside = min(degree, topology.ranks_per_node)
-    ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
-    return {
-        Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
-        Link.INTER: nbytes * (degree - inside) / links.inter_bytes_per_s * ranks_per_nic,
-    }
-
-
-def _exchanged_bytes(shapes: Shapes, degree: int, direction: Direction) -> int:
-    """Return the bytes that a rank sends to one other of its group, of q, k, v and out, or of their gradients.
-
-    They are exchanged in the type of the inputs, except gradients of key/value heads that several ranks share.
-    """
-    share = shapes.of_ulysses_group(degree)
-    dims = share.batch * (share.qk_dim + share.v_dim)
-    q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads
-    is_wide = direction == "backward" and degree > shapes.kv_heads
-    kv_dtype = share.sum_dtype if is_wide else share.dtype
-    return q_numel * share.dtype.itemsize + kv_numel * kv_dtype.itemsize
 
 
 def plans(
@@ -139,9 +107,18 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them.
+    and how many there are. `fixed` are options that every plan has.
+
+    Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
+    uneven ones of more than `MOST_UNEVEN` ranks.
     """
     fixed = fixed or {}
+    links.check(topology)
+    if not links.is_even and topology.ranks > MOST_UNEVEN:
+        raise ValueError(
+            f"the {topology.ranks} ranks of an uneven cluster would be simulated one by one, which takes too long: "
+            f"at most {MOST_UNEVEN} are; describe a part of the cluster, with the nodes and ranks that differ"
+        )
     settings = _settings(topology, shapes, fixed)
     total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
     done, candidates = 0, []
@@ -178,7 +155,7 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
     found = []
     plain = Strategy(ranks_per_node=topology.ranks_per_node)
     plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
-    for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
+    for name, degree in product(SCHEDULES, degrees(topology, shapes)):
         kv_heads = shapes.of_ulysses_group(degree).kv_heads
         several = [n for n in _PARTS if kv_heads % n == 0]
         pairs = list(product(several, several))
@@ -201,52 +178,6 @@ def left_out(topology: Topology) -> list[str]:
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
-def _degrees(topology: Topology, shapes: Shapes) -> list[int]:
-    """Return between how many ranks heads can be exchanged; 1 is no exchange."""
-    possible = set(shapes.ulysses_degrees)
-    return [degree for degree in topology.ulysses_degrees if degree in possible]
-
-
-def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> float:
-    """Return the bound: seconds of a forward and a backward pass together that no plan beats.
-
-    For one pass, a degree of the exchange of heads and a moving side it is the longest of
-
-    - computing, spread evenly over all ranks;
-    - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
-    - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
-
-    The last two include the messages of the exchange. The bound is, for either pass, the shortest over all degrees
-    and sides.
-    """
-    return sum(
-        min(
-            _least_seconds_of_pass(topology, degree, each_s, links, _sent_bytes(shapes, degree, direction, side))
-            for degree, side in product(_degrees(topology, shapes), SIDES)
-        )
-        for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
-    )
-
-
-def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Return the bytes of a block with its partial results, and those for each other rank of a Ulysses group."""
-    block_bytes = hop_bytes(_in_ring(shapes, degree), direction, moving)
-    return block_bytes, _exchanged_bytes(shapes, degree, direction)
-
-
-def _least_seconds_of_pass(
-    topology: Topology, degree: int, visit_s: float, links: Links, sent_bytes: tuple[int, int]
-) -> float:
-    """Return the bound of one pass with such messages; see `least_seconds`."""
-    groups, width = topology.of_ulysses_groups(degree), topology.ranks_per_node
-    block_bytes, exchanged_bytes = sent_bytes
-    inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
-    inter_bytes = block_bytes * (groups.nodes - 1) + exchanged_bytes * max(0, degree - width)
-    all_bytes = block_bytes * (groups.ranks - 1) + exchanged_bytes * (degree - 1)
-    all_bytes_per_s = links.intra_bytes_per_s + (inter_bytes_per_s if topology.nodes > 1 else 0)
-    return max(topology.ranks * visit_s, inter_bytes / inter_bytes_per_s, all_bytes / all_bytes_per_s)
-
-
 class _Choice(NamedTuple):
     """The price of a pass, its moving side, and the option by which that side moves."""
 
@@ -265,7 +196,7 @@ def _best_moving_side(
     is_fixed: bool,
 ) -> _Choice:
     """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
-    default_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
+    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.ulysses_degree))
     other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
@@ -286,7 +217,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     Buffers of one size serve both passes. An exchange of heads has buffers to send and to receive besides.
     """
     degree = plan.strategy.ulysses_degree
-    groups, ring = topology.of_ulysses_groups(degree), _in_ring(shapes, degree)
+    groups, ring = topology.of_ulysses_groups(degree), in_ring(shapes, degree)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
         load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)

@@ -48,6 +48,7 @@ from burst_plugin.schedule.schedule import Required, Schedule, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 
 __all__ = [
+    "BY_NODE",
     "SCHEDULES",
     "SPARSE",
     "Draw",
@@ -196,6 +197,8 @@ _EVERY_SCHEDULE = (flat_ring, two_level_ring, direct)
 SCHEDULES: Mapping[str, Draw] = MappingProxyType({schedule.__name__: schedule for schedule in _EVERY_SCHEDULE})
 # Drawn from what is required, and may send less than the default where a mask leaves little; others are only pruned.
 SPARSE = (direct.__name__,)
+# Drawn from nodes with equally many ranks: where there are none they would be another schedule without saying so.
+BY_NODE = (two_level_ring.__name__,)
 # Ranks at the ends of a node use other links than those between them; in other schedules all ranks do the same.
 _DIFFERS_IN_NODE = (flat_ring.__name__,)
 
