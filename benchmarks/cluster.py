@@ -122,9 +122,9 @@ def planned(configurations: Sequence[Contender], case: Case, slept: Slept, links
         return configurations
     visit_s = (slept.forward_s, slept.backward_s)
     found = plans(Topology(case.nodes, case.ranks_per_node), case.shapes, visit_s, links)
-    parts = {each.strategy.ulysses_degree: each.strategy.parts for each in reversed(found)}  # the best last
+    parts = {each.strategy.degree: each.strategy.parts for each in reversed(found)}  # the best last
     usual = ours[0].strategy.parts
-    strategies = [replace(c.strategy, parts=parts.get(c.strategy.ulysses_degree, usual)) for c in ours]
+    strategies = [replace(c.strategy, parts=parts.get(c.strategy.degree, usual)) for c in ours]
     return [replace(each, strategy=strategy) for each, strategy in zip(ours, strategies, strict=True)]
 
 
@@ -140,7 +140,7 @@ def rows_of(base: Row, case: Case, slept: Slept | None, links: Links, found: Mea
         row["nic_bytes"] = sum(nic_bytes[each] for each in of)
         if isinstance(configuration, Burst) and direction in DIRECTIONS:
             strategy = configuration.strategy
-            row |= {"parts": strategy.parts_of(direction), "ulysses_degree": strategy.ulysses_degree}
+            row |= {"parts": strategy.parts_of(direction), "ulysses_degree": strategy.degree}
         row |= {"time_s": median(times), "time_s_min": min(times), "time_s_max": max(times)}
         row |= {name: sum(seconds[each] for each in of) for name, seconds in bounds.items()}
         rows.append(row | ({"over_bound": row["time_s"] / row["bound_s"]} if row.get("bound_s") else {}))

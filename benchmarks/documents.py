@@ -57,6 +57,6 @@ def least_nic_bytes(case: Case, ours: Burst, direction: Direction) -> float:
         needed &= ~inside
         leave += holders[needed].bincount(minlength=case.ranks)
         come[node] = needed.sum()
-    own, of_node = leave.view(-1, strategy.ulysses_degree).mean(1), leave.view(nodes, width).mean(1)
+    own, of_node = leave.view(-1, strategy.degree).mean(1), leave.view(nodes, width).mean(1)
     ways = ((there, back), (back, there))  # of what a rank owns, and of what it is lent: to send, and to receive
     return max(max(x * own.max(), (x * of_node + y * come / width).max()) for x, y in ways).item()
