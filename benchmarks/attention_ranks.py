@@ -24,7 +24,6 @@ from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.protocol import best_of
 from benchmarks.memory import PeakMemory
 from benchmarks.stubs import InProcessRing
-from burst_plugin import Topology
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
@@ -214,7 +213,7 @@ def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
 
 def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     strategy = contender.strategy  # type: ignore[attr-defined]
-    ring = InProcessRing(Topology(case.nodes, case.ranks_per_node), strategy, whole[:3], case.mask)
+    ring = InProcessRing(case.topology, strategy, whole[:3], case.mask)
     douts, dtype = ring.shards(whole.dout), whole.q.dtype
 
     def backward(done: tuple[list[Tensor], Any]) -> list[Any]:
@@ -248,14 +247,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def _duration_s(kernel: OneRank, whole: Whole) -> float:
-    durations_s = []
+    entry = Entry(kernel.name, partial(kernel.forward, whole), partial(kernel.backward, whole))
     for _ in range(3):
-        synchronize(whole.q.device)
-        start = time.perf_counter()
-        kernel.backward(whole, kernel.forward(whole))
-        synchronize(whole.q.device)
-        durations_s.append(time.perf_counter() - start)
-    return min(durations_s)
+        entry.take_turn(World(whole.q.device))
+    return min(entry.times.both_s)
 
 
 def _candidates(whole: Whole, causal: bool) -> list[OneRank]:

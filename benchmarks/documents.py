@@ -15,7 +15,6 @@ from burst_plugin.compute.shapes import hop_bytes_by_traffic
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
-from burst_plugin.topology import Topology
 from burst_plugin.types import Direction
 
 
@@ -41,7 +40,7 @@ def least_nic_bytes(case: Case, ours: Burst, direction: Direction) -> float:
     evenly. Sums go back the same way. Ranks that exchange heads share what they send.
     """
     nodes, width, strategy = case.nodes, case.ranks_per_node, ours.strategy
-    table = RouteTable(Topology(nodes, width), strategy)
+    table = RouteTable(case.topology, strategy)
     moving = choose_moving_side(strategy, direction, case.shapes)
     there, back = hop_bytes_by_traffic(case.shapes._replace(q_len=1, kv_len=1), direction, moving)
     holders = torch.empty(case.ranks * case.seq, dtype=torch.int64)
