@@ -22,6 +22,7 @@ __all__ = ["PRESETS", "Preset", "presets_with", "with_preset"]
 _RING = {"schedule": "flat_ring", "forward": "kv", "backward": "kv", "ulysses_degree": 1}
 _HEADS = "{} divide the query heads, and divide the key/value heads or are a multiple of them; any length"
 _NO_LIMITS = "any number of heads, any length"
+_NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             what="two-level ring; keys and values move forward, queries with their gradients backward",
             options={**_RING, "layout": "zigzag", "schedule": "two_level_ring", "backward": "q"},
             differs="tokens are balanced in zigzag, as in BurstEngine (2509.19836)",
+            limits=_NO_BIAS,
             choose="as many key/value heads as query heads, several nodes",
         ),
         "ring": Preset(
@@ -161,7 +163,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "partial outputs follow the queries a step behind; in the paper they return all at once, at the end. "
                 "The paper is about inference; backward passes, which it does not have, move the same side"
             ),
-            limits="any number of heads, any length; no bias",
+            limits=_NO_BIAS,
             choose="few queries for many keys",
         ),
     }
