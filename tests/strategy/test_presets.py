@@ -172,43 +172,54 @@ def busiest(of_ranks: list[dict[str, int]]) -> dict[str, int]:
     return {link: max(each[link] for each in of_ranks) for link in of_ranks[0]}
 
 
-def on_the_page(name: str, topology: Topology) -> dict[str, int]:
-    """What `planning.systems`, of which the page is made, says of both passes; and the labels of messages on CPUs."""
+def on_the_page(
+    name: str, topology: Topology, dtype: torch.dtype = torch.float32, *, with_lse: bool = False
+) -> dict[str, int]:
+    """What `planning.systems`, of which the page is made, says of both passes; and the labels of messages on CPUs.
+
+    with_lse: whether lse, too, is sent back where heads are exchanged, as in a virtual ring.
+    """
     strategy, found = Strategy.preset(name).on(topology), Counter[Link]()
-    groups = topology.of_ulysses_groups(strategy.degree)
+    degree, inside = strategy.degree, min(strategy.degree, topology.ranks_per_node)
+    groups, others = topology.of_ulysses_groups(degree), {Link.INTRA: inside - 1, Link.INTER: degree - inside}
     for direction in DIRECTIONS:
-        found.update(sent_bytes(strategy, direction, topology, SHAPES))
+        found.update(sent_bytes(strategy, direction, topology, SHAPES._replace(dtype=dtype)))
         reduces = direction == "backward" or strategy.forward == "q"
         schedule = SCHEDULES[strategy.schedule](groups, reduces)
-        for link, others in others_of_group(strategy.degree, topology).items():
+        for link in Link:
             hops = max(sum(schedule.hops(rank)[link].values()) for rank in range(groups.ranks))
-            found[link] += LABEL_BYTES * (hops + 2 * others)  # heads are exchanged before the ring and after it
-    return {link.value: found[link] for link in Link}
+            found[link] += LABEL_BYTES * (hops + 2 * others[link])  # heads are exchanged before the ring and after it
+    lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // degree
+    return {link.value: found[link] + lse_bytes * others[link] for link in Link}
 
 
-def others_of_group(degree: int, topology: Topology) -> dict[Link, int]:
-    inside = min(degree, topology.ranks_per_node)
-    return {Link.INTRA: inside - 1, Link.INTER: degree - inside}
+def step(name: str, topology: Topology, problem: Problem, mask: Mask) -> tuple[Result, dict[str, int]]:
+    """The results of both passes, and the bytes that the busiest rank sent in them, by link."""
+    ring = VirtualRing(topology, Strategy.preset(name))
+    q, k, v = (x.clone().requires_grad_() for x in problem[:3])
+    out, _ = ring.attention(q, k, v, mask=mask)
+    found = Result(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout))
+    return found, busiest([sent(ring.traffic(rank)) for rank in range(topology.ranks)])
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2), Topology(2, 4)], ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_exact_and_sends_what_the_page_says(name: str, topology: Topology) -> None:
-    strategy = Strategy.preset(name)
     for mask in (Full(), Causal()):
-        ring = VirtualRing(topology, strategy)
         problem, truth = problem_of(topology.ranks, mask)
-        q, k, v = (x.clone().requires_grad_() for x in problem[:3])
-        out, _ = ring.attention(q, k, v, mask=mask)
-        found = Result(out.detach(), *torch.autograd.grad(out, (q, k, v), problem.dout))
+        found, nbytes = step(name, topology, problem, mask)
         assert max(errors(found, truth).values()) < 2e-6
         if mask == Full():
-            counted = on_the_page(name, topology)
-            degree = strategy.on(topology).degree
-            lse_bytes = 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // degree
-            for link, others in others_of_group(degree, topology).items():
-                counted[link.value] += lse_bytes * others  # which a virtual ring always returns
-            assert busiest([sent(ring.traffic(rank)) for rank in range(topology.ranks)]) == counted
+            assert nbytes == on_the_page(name, topology, with_lse=True)
+
+
+@pytest.mark.parametrize("name", ["ulysses", "burst", "pass_q"])
+def test_what_is_summed_up_is_sent_in_float32_as_the_page_says(name: str) -> None:
+    """Partial results are, and gradients of a key head that several ranks have."""
+    topology, whole = Topology(2, 4), problem_of(8, Full())[0]
+    problem = Problem(*(x.bfloat16() for x in whole[:4]))
+    _, nbytes = step(name, topology, problem, Full())
+    assert nbytes == on_the_page(name, topology, torch.bfloat16, with_lse=True)
 
 
 def _in_ranks(rank: int, names: list[str], per_node: int) -> dict[str, tuple[float, dict[str, int]]]:
