@@ -181,12 +181,14 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _why(row: Row, ours: Row) -> str:
-    """Return what a strategy loses by: bytes at the NIC, balance of work or, where both are alike, steps."""
+    """Return what a strategy loses by: bytes at the NIC, balance of work or, where these take no longer, steps."""
     if row["time_s"] <= EVEN * ours["time_s"]:
         return "not behind"
-    ratios = {"bytes": row["nic_bytes"] / max(1, ours["nic_bytes"]), "balance": row["imbalance"] / ours["imbalance"]}
-    cause = max(ratios, key=ratios.__getitem__)
-    return f"behind by {cause} ({ratios[cause]:.2f} x)" if ratios[cause] > EVEN else "behind by steps"
+    nic_s, work_s = 8e-6 / PAYLOAD / row["rate_mbit"], row.get("compute_s", 0.0)  # of a byte, of a rank's even share
+    lost_s = {"bytes": nic_s * (row["nic_bytes"] - ours["nic_bytes"]), "steps": (EVEN - 1) * ours["time_s"]}
+    lost_s["balance"] = work_s * (row["imbalance"] - ours["imbalance"])
+    cause = max(lost_s, key=lost_s.__getitem__)
+    return f"behind by {cause}" if cause == "steps" else f"behind by {cause}, {1e3 * lost_s[cause]:.0f} ms"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:

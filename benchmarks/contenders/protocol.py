@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -22,6 +22,7 @@ TRIALS = 7  # turns of each configuration of a contender by which the fastest is
 _HOPELESS = 1.3  # times the best after any turn, a configuration is not tried again
 _IMPORT_S = 120.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Able = Mapping[str, Sequence["Contender"]]  # configurations that can do a case, by contender
 
 
 @dataclass(frozen=True)

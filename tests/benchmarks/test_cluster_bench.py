@@ -311,13 +311,14 @@ def test_presets_run_beside_the_automatic_choice(monkeypatch: pytest.MonkeyPatch
     ("more", "said"),
     [
         ({}, "not behind"),
-        ({"time_s": 2.0, "nic_bytes": 300}, "behind by bytes (3.00 x)"),
-        ({"time_s": 2.0, "nic_bytes": 120, "imbalance": 1.5}, "behind by balance (1.50 x)"),
-        ({"time_s": 2.0}, "behind by steps"),
+        ({"time_s": 2.0, "nic_bytes": 12e6}, "behind by bytes, 502 ms"),
+        ({"time_s": 2.0, "nic_bytes": 7e6, "imbalance": 1.5}, "behind by balance, 500 ms"),
+        ({"time_s": 2.0, "nic_bytes": 12e6, "imbalance": 1.5}, "behind by bytes, 502 ms"),
+        ({"time_s": 2.0, "nic_bytes": 6.1e6, "imbalance": 1.02}, "behind by steps"),
     ],
 )
 def test_it_is_said_what_a_preset_loses_by(more: dict[str, float], said: str) -> None:
-    usual = BASE | {"direction": "both", "time_s": 1.0, "nic_bytes": 100, "imbalance": 1.0}
+    usual = BASE | {"direction": "both", "time_s": 1.0, "nic_bytes": 6e6, "imbalance": 1.0, "compute_s": 1.0}
     passes = [usual | {"contender": "preset ring", "direction": direction} for direction in DIRECTIONS]
     of_ours = [usual | {"direction": direction} for direction in DIRECTIONS]
     first, line = lines([*of_ours, usual, *passes, usual | {"contender": "preset ring"} | more])
