@@ -53,7 +53,8 @@ class ContextParallel(Session):
             there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
         strategy: all options together.
-        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
+        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`; also
+            `preset`, see `Strategy.preset`.
 
     Raises:
         ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this
@@ -82,11 +83,11 @@ class ContextParallel(Session):
         super().__init__(group, groups, *place_in(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
         topology = self._find_topology(sizes)
-        self._planned = ""
-        if isinstance(strategy, MeasuredStrategy):
+        self.strategy, self._planned = strategy.on(topology), ""
+        if isinstance(self.strategy, MeasuredStrategy):
             from burst_plugin.planning.choice import planned  # which takes time to import
 
-            self.strategy, self._planned = planned(strategy, topology, logs=self._global_ranks[self.rank] == 0)
+            self.strategy, self._planned = planned(self.strategy, topology, logs=self._global_ranks[self.rank] == 0)
         self._begin(topology)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -253,7 +254,7 @@ class ContextParallel(Session):
         With a profile also what was planned, why, and the runner-up; with NCCL also the memory that it has for the
         peers met so far, by its source, on an H100.
         """
-        degree, state = self.strategy.ulysses_degree, self.rank_state
+        degree, state = self.strategy.degree, self.rank_state
         nccl_bytes = state.transport.backend_bytes + state.ulysses_transport.backend_bytes
         return {
             "topology": str(self.topology),

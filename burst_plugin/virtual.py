@@ -68,7 +68,7 @@ class VirtualRing:
             raise ValueError(
                 f"topology={shown(topology)} is not a Topology; write Topology(nodes=1, ranks_per_node=4)"
             )
-        strategy, _ = planned(Strategy.of(strategy), topology)
+        strategy, _ = planned(Strategy.of(strategy).on(topology), topology)
         seed = whole_number("VirtualRing(seed={})", seed, "use an integer", None)
         self.network = network or HostileNetwork(topology.ranks, seed)
         table = RouteTable(topology, strategy)

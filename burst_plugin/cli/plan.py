@@ -247,7 +247,7 @@ def _rows(best_first: list[Plan], bound_s: float) -> Iterator[str]:
     for plan in _shown(best_first):
         strategy = plan.strategy
         yield (
-            f"{strategy.schedule:<16}{strategy.ulysses_degree:>8}{strategy.parts!s:>8}"
+            f"{strategy.schedule:<16}{strategy.degree:>8}{strategy.parts!s:>8}"
             f"{', '.join(plan.moving_sides):>11}{_ms(plan.forward.time_s):>12}{_ms(plan.backward.time_s):>13}"
             f"{plan.step_s / bound_s:>15.2f}x"
         )
@@ -259,12 +259,12 @@ def _ms(seconds: float) -> str:
 
 def _shown(best_first: list[Plan]) -> Iterator[Plan]:
     """Yield the plans that get a row; the legend says which they are."""
-    best = {(p.strategy.ulysses_degree, p.strategy.schedule): p for p in reversed(best_first)}
-    of_degree = {p.strategy.ulysses_degree: p for p in reversed(best_first)}
+    best = {(p.strategy.degree, p.strategy.schedule): p for p in reversed(best_first)}
+    of_degree = {p.strategy.degree: p for p in reversed(best_first)}
     for plan in best_first:
         strategy = plan.strategy
-        if strategy.ulysses_degree > 1:
-            is_shown = plan is of_degree[strategy.ulysses_degree]
+        if strategy.degree > 1:
+            is_shown = plan is of_degree[strategy.degree]
         else:
             is_shown = strategy.parts == 1 or plan is best[1, strategy.schedule]
         if is_shown:

@@ -26,6 +26,7 @@ from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.packed import is_packed
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
+from burst_plugin.strategy.presets import presets_with
 
 __all__ = ["BurstCoreAttention"]
 
@@ -91,10 +92,10 @@ class BurstCoreAttention(MegatronModule):
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
             )
-        if strategy.ulysses_degree > 1 and is_hybrid(config):
+        if strategy.ulysses_degree != 1 and is_hybrid(config):
             reasons.append(
                 f"ulysses_degree={strategy.ulysses_degree} is not supported with hybrid_context_parallel, whose "
-                "groups have any size: use 1"
+                f"groups have any size: use 1, or one of these presets: {presets_with(ulysses_degree=1)}"
             )
         if reasons:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(reasons))

@@ -79,7 +79,7 @@ def pass_price(
     are longer and have fewer heads, and the time of the exchange, which nothing hides, is added: for all operands
     before the ring, and all results after it, each with the latency of one message.
     """
-    degree = strategy.ulysses_degree
+    degree = strategy.degree
     ring = in_ring(shapes, degree)
     moving = choose_moving_side(strategy, direction, ring)
     load = Load.of(ring, direction, moving, degree * visit_s)
@@ -140,7 +140,7 @@ def plans(
     least_s = least_seconds(topology, shapes, visit_s, links)
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
-        degree = plan.strategy.ulysses_degree
+        degree = plan.strategy.degree
         is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_ulysses_groups(degree))
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
@@ -196,7 +196,7 @@ def _best_moving_side(
     is_fixed: bool,
 ) -> _Choice:
     """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
-    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.ulysses_degree))
+    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.degree))
     other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
@@ -216,7 +216,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
 
     Buffers of one size serve both passes. An exchange of heads has buffers to send and to receive besides.
     """
-    degree = plan.strategy.ulysses_degree
+    degree = plan.strategy.degree
     groups, ring = topology.of_ulysses_groups(degree), in_ring(shapes, degree)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):

@@ -21,6 +21,7 @@ from burst_plugin.ring.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
+from burst_plugin.strategy.presets import presets_with
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
 __all__ = ["make_plan"]
@@ -59,7 +60,7 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
     strategy, device = rank_state.strategy, inputs.q.device
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
-    extras = _extras(inputs, strategy.ulysses_degree)
+    extras = _extras(inputs, strategy.degree)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
     features = _features(shapes, scores, deterministic, extras)
     kernel = _kernel(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
@@ -106,7 +107,7 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
     tokens, longest = _tokens(rank_state, local, request)
     _check_heads(strategy, local)
     _check_mask(request, local.batch)
-    degree = strategy.ulysses_degree
+    degree = strategy.degree
     shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     _check_parts(strategy, shapes)
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
@@ -118,7 +119,7 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
-    degree, lengths = rank_state.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
+    degree, lengths = rank_state.strategy.degree, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
@@ -136,10 +137,11 @@ def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dic
 
 def _check_heads(strategy: Strategy, local: Shapes) -> None:
     """Raise ValueError unless a Ulysses group can share the heads between its ranks."""
-    if strategy.ulysses_degree not in local.ulysses_degrees:
+    if strategy.degree not in local.ulysses_degrees:
         raise ValueError(
-            f"ulysses_degree={strategy.ulysses_degree} ranks cannot share the {local.q_heads} query heads and "
-            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}"
+            f"ulysses_degree={strategy.degree} ranks cannot share the {local.q_heads} query heads and "
+            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}, or a preset for "
+            f"any number of heads: {presets_with(ulysses_degree=1)}"
         )
 
 
@@ -220,7 +222,8 @@ def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping
         if getattr(strategy, direction) == "q":
             raise ValueError(
                 f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
-                f"take all of them along; use {direction}='kv' or 'auto'"
+                f"take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values move: "
+                f"{presets_with(forward='kv', backward='kv')}"
             )
     return dict.fromkeys(DIRECTIONS, "kv")
 

@@ -96,7 +96,7 @@ class Plan:
     @property
     def heads(self) -> int:
         """Query heads of all ranks of a Ulysses group together, those that q had before they were exchanged."""
-        return self.shapes.q_heads * self.rank_state.strategy.ulysses_degree
+        return self.shapes.q_heads * self.rank_state.strategy.degree
 
     @cached_property
     def choices(self) -> dict[str, str]:

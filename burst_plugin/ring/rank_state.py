@@ -63,19 +63,19 @@ class RankState:
     @cached_property
     def ulysses_group(self) -> UlyssesGroup:
         """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
-        degree = self.strategy.ulysses_degree
+        degree = self.strategy.degree
         first, place = self.rank - self.rank % degree, self.rank % degree
         return UlyssesGroup(self.topology, range(first, first + degree), place)
 
     @property
     def ring_rank(self) -> int:
         """The number of this rank in its ring: that of its Ulysses group."""
-        return self.rank // self.strategy.ulysses_degree
+        return self.rank // self.strategy.degree
 
     @property
     def ring_peers(self) -> range:
         """The ranks of its ring."""
-        degree = self.strategy.ulysses_degree
+        degree = self.strategy.degree
         return range(self.rank % degree, self.topology.ranks, degree)
 
     @property
@@ -88,7 +88,7 @@ class RankState:
 
         `apart`: also where all of its ring share the one between nodes, that inside the node is of the node's alone.
         """
-        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.ulysses_degree)
+        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.degree)
         in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
         if by_link:
             return {

@@ -103,7 +103,7 @@ class RouteTable:
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
         self._cp_topology, self._strategy = topology, strategy
-        self._ring_topology = topology.of_ulysses_groups(strategy.ulysses_degree)
+        self._ring_topology = topology.of_ulysses_groups(strategy.degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
         self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
@@ -159,7 +159,7 @@ class RouteTable:
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
-            shards, degree = self.shards(tokens), self._strategy.ulysses_degree
+            shards, degree = self.shards(tokens), self._strategy.degree
             self._group_blocks[tokens] = [
                 group_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
             ]

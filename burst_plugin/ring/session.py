@@ -161,7 +161,7 @@ class Session:
         consistency.board = board
         state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
         state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
-        if self.strategy.ulysses_degree > 1:
+        if self.strategy.degree > 1:
             exchange = self._communicators.whole
             if launches_batches(exchange) and state.ulysses_group.nodes < state.topology.nodes:
                 exchange = self._communicators.of_ranks(state.ulysses_group.peers, ring_id)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.checks import as_number, as_positive, check_one_of, shown, whole_number
+from burst_plugin.checks import check_one_of, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
+from burst_plugin.strategy.presets import presets_with, with_preset
+from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, kept_share, validated
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction
 
@@ -21,24 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
-AUTO = "auto"
 PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
-_KEPT = {"none": 0.0, "all": 1.0}
-_COUNTS = {  # what they count, and what there is without
-    "mlp_chunk": ("tokens", "all at once"),
-    "head_chunk": ("query heads", "all at once"),
-    "loss_chunk": ("tokens", "whole logits"),
-    "max_ctas": ("thread blocks, a power of two", "NCCL's own choice"),
-}
 
 
-def _about(text: str, choices: Collection[str] = (), *, compared: bool = True) -> dict[str, Any]:
+def _about(
+    text: str, choices: Collection[str] = (), *, words: Collection[str] = (), compared: bool = True
+) -> dict[str, Any]:
     """Return the metadata of a field, which flags, keys and docs/options.md are made from.
 
     text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
-    not names. compared: whether it must be the same on all ranks.
+    not names. words: what is valid besides numbers. compared: whether it must be the same on all ranks.
     """
-    return {"help": text, "choices": tuple(choices), "compared": compared}
+    return {"help": text, "choices": tuple(choices), "words": tuple(words), "compared": compared}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +96,8 @@ class Strategy:
         default=AUTO,
         metadata=_about(
             "how many context-parallel ranks a node has; `auto`: what the hierarchy of groups says if there is one, "
-            "else ranks ask each other for their node"
+            "else ranks ask each other for their node",
+            words=(AUTO,),
         ),
     )
     parts: int | tuple[int, int] = field(
@@ -111,12 +107,13 @@ class Strategy:
             "two numbers: forward, backward. Must divide the number of a rank's key/value heads"
         ),
     )
-    ulysses_degree: int = field(
+    ulysses_degree: int | str = field(
         default=1,
         metadata=_about(
             "how many neighbouring ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
-            "ring. Must divide the number of a rank's query heads; and divide that of its key/value heads, or be a "
-            "multiple of it"
+            "ring; `node`: those of a node, `all`: all of the ring. Must divide the number of a rank's query heads; "
+            "and divide that of its key/value heads, or be a multiple of it",
+            words=(OF_NODE, ALL_RANKS),
         ),
     )
     max_ctas: int = field(
@@ -197,67 +194,64 @@ class Strategy:
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
                 check_one_of(each.name, getattr(self, each.name), each.metadata["choices"])
-        for name in ("deterministic", "offload", "abort"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
-        if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
-            raise ValueError(
-                f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "
-                "for no such line"
-            )
-        if math.isnan(self.kept_share):
-            raise ValueError(
-                f"keep_attention={shown(self.keep_attention)} is not valid; use 'none', 'all', or a share of the "
-                "sequence from 0 to 1, such as 0.5"
-            )
-        self._normalize_numbers()
+        for name, value in validated(vars(self)).items():
+            object.__setattr__(self, name, value)
 
     @property
     def kept_share(self) -> float:
         """The share of the sequence whose attention is kept across activation checkpoints."""
-        kept = self.keep_attention
-        share = _KEPT.get(kept) if isinstance(kept, str) else as_number(kept)
-        return share if share is not None and 0.0 <= share <= 1.0 else math.nan
+        return kept_share(self.keep_attention)
 
-    def _normalize_numbers(self) -> None:
-        """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
-        pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
-        parts = tuple(filter(None, map(as_positive, pair)))
-        if not len(parts) == len(pair) == 2:
-            raise ValueError(
-                f"parts={shown(self.parts)} is not valid; use a positive number, or two: forward and backward"
-            )
-        object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
-        degree, per_node = as_positive(self.ulysses_degree), as_positive(self.ranks_per_node)
-        if degree is None:
-            raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
-        object.__setattr__(self, "ulysses_degree", degree)
-        for name, (unit, without) in _COUNTS.items():
-            expected = f"use a number of {unit}, or 0 for {without}"
-            object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
-        if self.max_ctas & (self.max_ctas - 1):
-            raise ValueError(f"max_ctas={self.max_ctas} is not valid; {expected}")
-        if per_node is not None:
-            object.__setattr__(self, "ranks_per_node", per_node)
-        elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
-            got = shown(self.ranks_per_node)
-            raise ValueError(f"ranks_per_node={got} is not valid; use a positive number or 'auto'")
+    @property
+    def degree(self) -> int:
+        """`ulysses_degree` as a number. Raises ValueError for a word, which `on` replaces."""
+        if isinstance(self.ulysses_degree, str):
+            raise ValueError(f"ulysses_degree={self.ulysses_degree!r} depends on the ring: use strategy.on(topology)")
+        return self.ulysses_degree
+
+    def on(self, topology: Topology) -> Strategy:
+        """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
+
+        Raises ValueError if ranks cannot exchange heads in such groups there, with what can be had.
+        """
+        if isinstance(self.ulysses_degree, str):
+            degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}
+            return replace(self, ulysses_degree=degrees[self.ulysses_degree])
+        try:
+            topology.of_ulysses_groups(self.degree)
+        except ValueError as error:
+            raise ValueError(f"{error}; or a preset without groups: {presets_with(ulysses_degree=1)}") from None
+        return self
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """Return a strategy given whole, or by keywords. Raise ValueError for both at once, or an unknown keyword."""
+        """Return a strategy given whole, or by keywords, of which `preset` sets several, and others override these.
+
+        Raises ValueError for both at once, an unknown keyword, or an unknown preset.
+        """
         if not isinstance(strategy, cls | None):
             raise ValueError(
                 f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
                 "and pass the options by name"
             )
         for name in options:
-            check_one_of("option", name, [each.name for each in fields(cls)])
+            check_one_of("option", name, [*(each.name for each in fields(cls)), "preset"])
         if strategy is not None and options:
             raise ValueError(
                 f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
             )
-        return strategy if strategy is not None else cls(**options)
+        return strategy if strategy is not None else cls(**with_preset(options))
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Strategy:
+        """Return the strategy of a published system by its name, such as "usp", with some options changed.
+
+            Strategy.preset("ring", layout="zigzag")
+
+        docs/systems.md has all of them, each with its paper. Raises ValueError for other names, and for options that
+        are not valid.
+        """
+        return cls.of(None, preset=name, **changes)
 
     @classmethod
     def from_profile(
@@ -276,7 +270,7 @@ class Strategy:
             profile: the path of the file that it wrote, or what the file holds.
             topology: that of the ring, to be compared with the one that was measured.
             model: `q_heads`, `kv_heads` of a rank, `head_dim`, `seq`, `mask`; if not, what `burst check` was given.
-            options: fields that are set, around which is planned.
+            options: fields that are set, around which is planned; also `preset`, whose fields are set then.
 
         Raises ValueError, with what differs, for a profile that is damaged or of another version, device or topology.
         """
@@ -288,6 +282,7 @@ class Strategy:
             cls.of(None, **measured.strategy)
         except ValueError as error:
             raise ValueError(f"the profile is damaged: strategy: {error}; run burst check again") from None
+        options = with_preset(options)
         fields_set, sizes = vars(cls.of(None, **options)), measured.model.of_sizes(model or {})
         given = tuple(sorted(name for name, value in options.items() if value != AUTO))
         return MeasuredStrategy(**fields_set, measured=measured, model=sizes, given=given)
