@@ -1,0 +1,156 @@
+"""`KVCache` over several turns, judged by one process in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Topology
+from burst_plugin.inference import KVCache, decode_bytes
+from tests.support.ranks import last_lines, run_ranks
+from tests.support.turns import Conversation, RanksInOne, Told, held_by_rank
+
+# A prompt, tokens one by one, a few at once, another prompt, a token; rows alike, and rows unlike, that may rest.
+ALIKE = ((37, 37), (1, 1), (1, 1), (3, 3), (23, 23), (1, 1))
+UNLIKE = ((37, 20), (1, 1), (1, 0), (3, 2), (23, 40), (0, 17), (1, 1))
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # turns, of the conversation, of the cache
+    "alike": (ALIKE, {}, {}),
+    "unlike": (UNLIKE, {}, {}),
+    "float32": (UNLIKE, {"dtype": torch.float32}, {"reserve": 50}),
+    "bfloat16": (UNLIKE, {"dtype": torch.bfloat16}, {}),
+    "pass-Q": (UNLIKE, {}, {"forward": "q"}),
+    "v wider": (ALIKE, {"dims": (8, 12)}, {"forward": "kv"}),
+    "one head of keys, a sink": (ALIKE, {"heads": (6, 1), "sink": True}, {}),
+    "softcap": (UNLIKE, {"scores": Scores(scale=0.5, softcap=2.0)}, {}),
+    "window": (UNLIKE, {"mask": SlidingWindow(9)}, {}),
+    "masks of rows": (UNLIKE, {"mask": PerRow((Causal(), PrefixLM(5)))}, {}),
+}
+BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 0.02}
+OVER_GLOO = ("alike", "unlike", "one head of keys, a sink")
+
+
+def told(name: str, cp: ContextParallel) -> Told:
+    turns, drawn, options = CASES[name]
+    return Conversation.draw(turns, **drawn).tell(cp, KVCache(cp, 1, **options))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_is_exact(name: str) -> None:
+    found = told(name, ContextParallel())
+    assert found.error < BOUNDS[CASES[name][1].get("dtype", torch.float64)]
+    assert found.sent == [{"intra": 0, "inter": 0}] * len(CASES[name][0])
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2), Topology(3, 1), Topology(2, 3), Topology(1, 8)])
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topology: Topology) -> None:
+    turns, drawn, options = CASES[name]
+    if drawn.get("sink"):
+        drawn = {**drawn, "sink": False}  # which is added to what is merged
+    conversation, bound = Conversation.draw(turns, **drawn), BOUNDS[drawn.get("dtype", torch.float64)]
+    ranks = RanksInOne(topology, forward=options.get("forward", "auto"))
+    assert ranks.tell(conversation) < bound
+    if topology.ranks < 4:
+        assert ranks.tell(conversation, replicated=True) < bound
+        assert ranks.tell(conversation, replicated=False) < bound
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (4, 2)])
+def test_ranks_are_exact_even_and_send_what_the_formula_says(ranks: int, per_node: int) -> None:
+    def on_rank(rank: int) -> dict[str, Told]:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=per_node)
+        found = {name: told(name, cp) for name in OVER_GLOO}
+        cp.close()
+        return found
+
+    by_rank = run_ranks(on_rank, ranks, timeout_s=120.0)
+    for name in OVER_GLOO:
+        turns, drawn, _ = CASES[name]
+        lengths = [sum(row) for row in zip(*turns, strict=True)]
+        heads, dims = drawn.get("heads", (4, 2)), drawn.get("dims", (8, 8))
+        for rank, found in enumerate(each[name] for each in by_rank):
+            assert found.error < BOUNDS[torch.float64], name
+            assert torch.equal(found.out, by_rank[0][name].out), name
+            assert found.held == held_by_rank(lengths, rank, ranks) * heads[1] * sum(dims) * 8, name
+            one_token = decode_bytes(
+                Topology(ranks // per_node, per_node), rank, (2, 1, heads[0], dims[1]), torch.float64
+            )
+            assert [found.sent[1], found.sent[-1]] == [one_token, one_token], name  # whatever is cached by then
+
+
+def test_truncated_and_forked_caches_go_on_exactly() -> None:
+    """A prefix is cut off, told again with another end, and two copies of one row go on differently."""
+    first, second = (Conversation.draw(turns) for turns in (((30, 30), (1, 1)), ((30, 30), (9, 9), (1, 1))))
+
+    def on_rank(rank: int) -> list[float]:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+        cache = KVCache(cp, 2)
+        errors = [first.tell(cp, cache, layers=2).error]
+        cache.truncate([0, 0])
+        errors.append(second.tell(cp, cache, layers=2).error)
+        cache.truncate([21, 17])
+        forked = cache.fork([1, 0, 1])
+        cache.truncate([5, 5])
+        assert forked.lengths == (17, 21, 17)
+        starts, lengths = forked.lengths, (4, 12, 3)
+        turn = forked.begin(lengths)
+        problem = [x[[1, 0, 1]] for x in (*second.problem[:3], second.truth)]
+        new = [second.of_turn(x, starts, lengths) for x in problem]
+        for layer in range(2):
+            out = forked.gather(forked.attend(layer, *(turn.take(x) for x in new[:3])))
+        errors.append(float((out - new[3].nan_to_num(0.0)).abs().max()))
+        last = torch.stack([x[n - 1] for x, n in zip(new[3], lengths, strict=True)])
+        assert torch.equal(forked.gather(turn.take(new[3]), last=True), last)
+        cp.close()
+        return errors
+
+    for errors in run_ranks(on_rank, 4, timeout_s=120.0):
+        assert max(errors) < 1e-14
+
+
+def _apart(rank: int, how: str) -> None:
+    cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
+    cache = KVCache(cp, 1)
+    x = torch.ones(1, 1, 2, 4)
+    odd = rank == 1
+    try:
+        if how == "a layer":
+            cache.begin([1])
+            cache.attend(1 if odd else 0, x, x, x)
+        elif how == "a shape on the ring":
+            turn = cache.begin([20])
+            x = torch.ones(1, turn.size + odd, 2, 4)
+            cache.attend(0, x, x, x)
+        for step in range(3):
+            if how == "an early stop" and odd and step == 2:
+                return cache.finish()
+            if how == "a truncation" and odd and step == 1:
+                cache.truncate([0])
+            token = 7 + (how == "a token" and odd and step == 1)
+            cache.begin([2 if how == "a number" and odd else 1], ids=torch.tensor([[token]]))
+            cache.attend(0, *([x[:, :, :, : 3 if how == "a shape" and odd else 4]] * 3))
+        cache.finish()
+    finally:
+        cp.close()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("a token", "rank 1: ids=torch.int64 (8,)"),
+        ("a number", "rank 1: new tokens=(2,)"),
+        ("an early stop", "rank 1: before comparison"),
+        ("a truncation", "cached tokens=(0,)"),
+        ("a layer", "layer=1 is not one of the cache's 1 layers"),
+        ("a shape", "qk_dim=3"),
+        ("a shape on the ring", "rank 1 has 10 new tokens in each of 1 rows"),
+    ],
+)
+def test_ranks_that_disagree_end_with_an_error(how: str, text: str) -> None:
+    for line in last_lines(_apart, 2, how, timeout_s=20.0):
+        assert line.startswith("ValueError: ")
+        assert text in line
