@@ -57,7 +57,7 @@ class RowStore:
         """Append keys [n, heads, dim] and values to each row, n of its own."""
         needed = [length + len(new) for length, new in zip(self.lengths, k, strict=True)]
         if self.is_empty or any(n > most for n, most in zip(needed, self._capacities, strict=True)):
-            self._grow(needed, k[0], v[0])
+            self._lay_out(needed, k[0], v[0])
         assert self._k is not None
         assert self._v is not None
         for stored, new in ((self._k, k), (self._v, v)):
@@ -66,12 +66,14 @@ class RowStore:
         self.lengths = needed
 
     def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Keep tokens `start:stop` of each row, and forget the others."""
+        """Keep tokens `start:stop` of each row, and forget the others; free memory if less than half is needed."""
         for start, (first, stop), at in zip(self._starts(), ranges, range(len(ranges)), strict=True):
             if first:
                 for stored in self._tensors():
                     stored[start : start + stop - first].copy_(stored[start + first : start + stop].clone())
             self.lengths[at] = stop - first
+        if self._k is not None and self._v is not None and 2 * sum(self._roomy(self.lengths)) < sum(self._capacities):
+            self._lay_out(self.lengths, self._k, self._v)
 
     def row(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of one row, [1, length, heads, dim], as views."""
@@ -110,10 +112,14 @@ class RowStore:
     def _starts(self) -> list[int]:
         return [0, *accumulate(self._capacities)][:-1]
 
-    def _grow(self, needed: Sequence[int], *like: Tensor) -> None:
-        """Make room for as many tokens, and for more, in tensors like those given."""
+    def _roomy(self, needed: Sequence[int]) -> list[int]:
+        """Return how much room to make for rows of these lengths."""
         slack = max(_LEAST_SLACK, sum(needed) // (4 * len(needed)))
-        capacities = [self._reserve if n <= self._reserve else n + slack for n in needed]
+        return [self._reserve if n <= self._reserve else n + slack for n in needed]
+
+    def _lay_out(self, needed: Sequence[int], *like: Tensor) -> None:
+        """Copy what is stored to new tensors, like those given, with room for as many tokens, and for more."""
+        capacities = self._roomy(needed)
         starts, grown = [0, *accumulate(capacities)], []
         for old, new in zip(self._tensors() or (None, None), like, strict=True):
             tensor = new.new_empty((starts[-1], *new.shape[1:]))

@@ -26,6 +26,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # turns, of th
     "one head of keys, a sink": (ALIKE, {"heads": (6, 1), "sink": True}, {}),
     "softcap": (UNLIKE, {"scores": Scores(scale=0.5, softcap=2.0)}, {}),
     "window": (UNLIKE, {"mask": SlidingWindow(9)}, {}),
+    "window that is all that is kept": (ALIKE, {"mask": SlidingWindow(9)}, {"windows": [9], "reserve": 1000}),
+    "windows of unlike rows": (UNLIKE, {"mask": SlidingWindow(11)}, {"windows": [11], "rewind": 3}),
     "masks of rows": (UNLIKE, {"mask": PerRow((Causal(), PrefixLM(5)))}, {}),
 }
 BOUNDS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 0.02}
@@ -51,11 +53,11 @@ def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topol
     if drawn.get("sink"):
         drawn = {**drawn, "sink": False}  # which is added to what is merged
     conversation, bound = Conversation.draw(turns, **drawn), BOUNDS[drawn.get("dtype", torch.float64)]
-    ranks = RanksInOne(topology, forward=options.get("forward", "auto"))
-    assert ranks.tell(conversation) < bound
+    ranks, left = RanksInOne(topology, forward=options.get("forward", "auto")), options.get("windows", [None])[0]
+    assert ranks.tell(conversation, left=left) < bound
     if topology.ranks < 4:
-        assert ranks.tell(conversation, replicated=True) < bound
-        assert ranks.tell(conversation, replicated=False) < bound
+        assert ranks.tell(conversation, replicated=True, left=left) < bound
+        assert ranks.tell(conversation, replicated=False, left=left) < bound
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (4, 2)])
@@ -118,6 +120,11 @@ def _goes_apart(cp: ContextParallel, how: str) -> None:
     if how == "a shape on the ring":
         x = torch.ones(1, cache.begin([20]).size + odd, 2, 4)
         cache.attend(0, x, x, x)
+    if how == "a fork":
+        pair = x.expand(2, -1, -1, -1)
+        cache.begin([1, 1])
+        cache.attend(0, pair, pair, pair)
+        cache = cache.fork([0 + odd])
     for step in range(3):
         if how == "an early stop" and odd and step == 2:
             cache.finish()
@@ -134,6 +141,7 @@ APART = {
     "a number": "rank 1: new tokens=(2,)",
     "an early stop": "of the end of the turns of a cache",
     "a truncation": "cached tokens=(0,)",
+    "a fork": "truncated and forked=",
     "a layer": "rank 1: layer=1 is not one of the cache's 1 layers",
     "a shape": "qk_dim=3",
     "a shape on the ring": "rank 1 has 10 new tokens in each of 1 rows",
@@ -157,13 +165,16 @@ def test_ranks_that_disagree_end_with_an_error() -> None:
 
 
 def test_a_cache_is_used_as_turns_say() -> None:
-    cache, x = KVCache(ContextParallel(), 2), torch.ones(2, 1, 2, 4)
+    cache, x = KVCache(ContextParallel(kernel="torch_cpu"), 2), torch.ones(2, 1, 2, 4)
     with pytest.raises(ValueError, match="no turn has begun"):
         cache.attend(0, x, x, x)
     for lengths in ([], [0, 0], [1, -1], [1.5, 1]):
         with pytest.raises(ValueError, match="begin"):
             cache.begin(lengths)  # type: ignore[arg-type]
     cache.begin([1, 1])
+    with pytest.raises(ValueError, match="it lacks: softcap"):  # noticed when the tokens are in the cache
+        cache.attend(0, x, x, x, scores=Scores(softcap=1.0))
+    assert cache.bytes == 0
     with pytest.raises(ValueError, match="no alibi_slopes and no dropout"):
         cache.attend(0, x, x, x, scores=Scores(dropout=0.5))
     cache.attend(0, x, x, x)
@@ -181,3 +192,23 @@ def test_a_cache_is_used_as_turns_say() -> None:
         cache.attend(0, x.double(), x.double(), x.double())
     cache.attend(0, x, x, x)
     assert cache.lengths == (2, 1)
+
+
+def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:
+    cache = KVCache(ContextParallel(), 2, windows=[64, None], rewind=8)
+    for count in (1000, *[1] * 100):
+        x = torch.randn(1, cache.begin([count]).size, 2, 4)
+        for layer in range(2):
+            cache.attend(layer, x, x, x, mask=Causal())
+    token = 2 * 2 * 4 * 4
+    assert 1100 + 64 + 8 <= cache.bytes / token < 1100 + 64 + 8 + 16
+    assert cache.allocated_bytes < 1.5 * cache.bytes
+    with pytest.raises(ValueError, match="cannot be cut to 1000 tokens: layer 0 has a window of 64"):
+        cache.truncate([1000])
+    assert cache.lengths == (1100,)
+    cache.truncate([1092])
+    assert cache.bytes / token >= 1092 + 64
+    cache.truncate([0])
+    assert cache.bytes == 0
+    with pytest.raises(ValueError, match="give for each of 2 layers a number of tokens"):
+        KVCache(ContextParallel(), 2, windows=[3])

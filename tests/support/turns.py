@@ -14,7 +14,7 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork
 from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.attending import Asked, LayerCall, own_attention, ring_call
-from burst_plugin.inference.storage import RowStore
+from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.tree import merge_in_tree
 from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
@@ -102,28 +102,27 @@ class RanksInOne:
     def __init__(self, topology: Topology, strategy: Strategy | None = None, forward: str = "auto") -> None:
         self.ring, self.forward = VirtualRing(topology, strategy), forward
         self.transports = HostileNetwork(topology.ranks).transports()
-        self.stores: list[RowStore] = []
         self._number = 0
 
-    def tell(self, conversation: Conversation, replicated: bool | None = None) -> float:
+    def tell(self, conversation: Conversation, replicated: bool | None = None, left: int | None = None) -> float:
         """Tell it, with turns that all ranks compute where they are short, or always, or never. Return the error."""
         rows, states = len(conversation.turns[0]), self.ring.rank_states
-        self.stores = [RowStore(rows) for _ in states]
+        layers = [LayerCache.empty((rank, len(states)), rows, left, 0, 0) for rank in range(len(states))]
         stops, error = (0,) * rows, 0.0
         for lengths in conversation.turns:
             starts, stops = stops, tuple(at + n for at, n in zip(stops, lengths, strict=True))
             all_compute = max(lengths) <= 2 * len(states) if replicated is None else replicated
             turns = [Turn(0, starts, stops, rank, len(states), all_compute) for rank in range(len(states))]
-            asked = [conversation.asked(turn).checked(turn, self.stores[turn.rank]) for turn in turns]
             calls = [
-                LayerCall(turn, self.stores[turn.rank], each, (0,) * rows)
-                for turn, each in zip(turns, asked, strict=True)
+                LayerCall(turn, layer.store, conversation.asked(turn).checked(turn, layer.store), layer.first_keys)
+                for turn, layer in zip(turns, layers, strict=True)
             ]
             for call in calls:
                 call.append()
-            error = max(
-                error, self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
-            )
+            found = self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
+            error = max(error, found)
+            for layer in layers:
+                layer.trim(stops)
         return error
 
     def _in_tree(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
