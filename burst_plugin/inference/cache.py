@@ -97,12 +97,12 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values that this rank holds."""
-        return sum(layer.store.nbytes for layer in self._layers)
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that this rank has allocated for them, with room for more."""
-        return sum(layer.store.allocated_bytes for layer in self._layers)
+        return sum(layer.allocated_bytes for layer in self._layers)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -232,11 +232,14 @@ class KVCache:
         self._turn, self._lengths = None, kept
         self._note(1, kept)
 
-    def fork(self, rows: Sequence[int] | None = None) -> KVCache:
+    def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
         """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
 
-        For several answers to one prefix, or beams. All ranks have to choose the same. Raises ValueError for rows
-        that are not there, or in the middle of a turn.
+        For several answers to one prefix, or beams. All ranks have to choose the same. If it is one row several
+        times, its tokens may be `shared`: they are stored once, and read once for all rows of a turn that all ranks
+        compute (RelayAttention, arXiv 2402.14808). Windows are copied all the same.
+
+        Raises ValueError for rows that are not there, for several that are to share, or in the middle of a turn.
         """
         self._check_complete()
         count = len(self._lengths)
@@ -246,7 +249,11 @@ class KVCache:
         new = copy(self)
         new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
         new._lengths = tuple(self._lengths[row] for row in chosen)
-        new._layers = [layer.selected(chosen) for layer in self._layers]
+        if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
+            raise ValueError(f"fork(rows={shown(rows)}, shared=True) is not valid; list one row, of no shared ones")
+        new._layers = [
+            layer.sharing(chosen, new._lengths[0]) if shared else layer.selected(chosen) for layer in self._layers
+        ]
         new._note(2, chosen)
         return new
 
@@ -266,14 +273,10 @@ class KVCache:
         Raises ValueError on every rank if any is elsewhere, or has a layer that did not attend.
         """
 
-        def prepared() -> bool:
-            self._check_complete()
-            return True
-
-        def agree(_: bool | None, problem: str) -> None:
+        def agree(_: object, problem: str) -> None:
             self._cp.agree({"tokens": self._lengths}, problem, of="the end of the turns of a cache")
 
-        prepared_together(prepared, agree)
+        prepared_together(self._check_complete, agree)
 
     # -------------------------------------------------------------------------------------------------------- checks
 
@@ -286,7 +289,7 @@ class KVCache:
         layer = self._layers[number]
         checked = asked.checked(turn, layer.store)
         checked = checked._replace(mask=layer.masked(checked.mask))
-        call = LayerCall(turn, layer.store, checked, layer.first_keys)
+        call = LayerCall(turn, layer, checked)
         call.append()
         self._attended |= {number}
         return call
@@ -301,14 +304,15 @@ class KVCache:
             raise ValueError(f"begin(lengths={shown(new)}) is not for the {len(self._lengths)} rows that are cached")
         return new
 
-    def _check_complete(self) -> None:
-        """Raise ValueError if a layer did not attend in the turn that has begun."""
+    def _check_complete(self) -> bool:
+        """Return True. Raise ValueError if a layer did not attend in the turn that has begun."""
         missing = sorted(set(range(len(self._layers))) - self._attended) if self._turn is not None else []
         if missing:
             raise ValueError(
                 f"layers {', '.join(map(str, missing))} did not attend in turn {self._turns - 1}; every layer "
                 "attends once per turn, or the turn is ended by truncate"
             )
+        return True
 
     def _note(self, kind: int, values: Sequence[int]) -> None:
         """Remember what this rank did without the others; they compare it in the next turn."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.inference.storage import RowStore
@@ -22,6 +22,7 @@ class LayerCache:
     left: how many tokens before itself a token attends to; None for all. What no later token attends to is dropped,
         by a quarter of the window at once, since the rest is moved then.
     rewind: so many tokens can be cut off again.
+    shared: so many tokens, before `first_keys`, are the same in all rows; `shared_store` has them once.
     """
 
     rank: int
@@ -29,7 +30,9 @@ class LayerCache:
     left: int | None
     rewind: int
     store: RowStore
-    first_keys: tuple[int, ...] = field(default=())
+    first_keys: tuple[int, ...]
+    shared: int = 0
+    shared_store: RowStore | None = None
 
     @classmethod
     def empty(cls, place: tuple[int, int], rows: int, left: int | None, rewind: int, reserve: int) -> LayerCache:
@@ -64,6 +67,11 @@ class LayerCache:
                     f"dropped what comes before token {first}; cut off fewer tokens, or make the cache with a larger "
                     "rewind="
                 )
+            if length < self.shared:
+                raise ValueError(
+                    f"row {row} cannot be cut to {length} tokens: the first {self.shared} are shared by all rows; "
+                    "cut the cache that it was forked from"
+                )
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget what comes after the first `lengths` tokens of each row."""
@@ -74,7 +82,25 @@ class LayerCache:
     def selected(self, rows: Sequence[int]) -> LayerCache:
         """Return a copy of these rows, of which one may come several times."""
         firsts = tuple(self.first_keys[row] for row in rows)
-        return LayerCache(self.rank, self.ranks, self.left, self.rewind, self.store.selected(rows), firsts)
+        return replace(self, store=self.store.selected(rows), first_keys=firsts)
+
+    def sharing(self, rows: Sequence[int], length: int) -> LayerCache:
+        """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
+        if self.left is not None or not length:
+            return self.selected(rows)
+        shared, own = self.store.selected(rows[:1]), self.store.selected(rows)
+        own.keep([(0, 0)] * len(rows))
+        return replace(self, store=own, first_keys=(length,) * len(rows), shared=length, shared_store=shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return self.store.nbytes + (0 if self.shared_store is None else self.shared_store.nbytes)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return self.store.allocated_bytes + (0 if self.shared_store is None else self.shared_store.allocated_bytes)
 
     def _held(self, start: int, stop: int) -> int:
         """Return how many of the positions `start:stop` this rank holds."""

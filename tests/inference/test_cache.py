@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Topology
 from burst_plugin.inference import KVCache, decode_bytes
+from burst_plugin.kernels import How
+from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from tests.support.ranks import run_ranks
 from tests.support.turns import Conversation, RanksInOne, Told, held_by_rank
 
@@ -46,7 +49,7 @@ def test_one_rank_is_exact(name: str) -> None:
     assert found.sent == [{"intra": 0, "inter": 0}] * len(CASES[name][0])
 
 
-@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2), Topology(3, 1), Topology(2, 3), Topology(1, 8)])
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 3), Topology(1, 8)])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topology: Topology) -> None:
     turns, drawn, options = CASES[name]
@@ -134,6 +137,59 @@ def _goes_apart(cp: ContextParallel, how: str) -> None:
         cache.begin([2 if how == "a number" and odd else 1], ids=torch.tensor([[token]]))
         cache.attend(int(how == "a layer" and odd), *[x[..., : 3 if how == "a shape" and odd else 4]] * 3)
     cache.finish()
+
+
+@pytest.mark.parametrize("windows", [None, [9]])
+def test_a_prefix_that_rows_share_is_stored_once(windows: list[int] | None) -> None:
+    turns = ((40, 40, 40), (1, 1, 1), (3, 2, 0), (20, 11, 9), (1, 1, 1))
+    told = Conversation.draw(turns, mask=SlidingWindow(9) if windows else Causal(), same=40)
+
+    def on_rank(rank: int) -> tuple[float, int, int]:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=2) if dist.is_initialized() else ContextParallel()
+        prefix = KVCache(cp, 1, windows=windows)
+        error = told.of_rows(1, turns[:1]).tell(cp, prefix).error
+        cache = prefix.fork([0, 0, 0], shared=True)
+        held = cache.bytes
+        error = max(error, told.of_rows(3, turns[1:]).tell(cp, cache).error)
+        with pytest.raises(ValueError, match="shared by all rows" if windows is None else "has a window of 9"):
+            cache.truncate([39, 39, 39])
+        cp.close()
+        return error, prefix.bytes, held
+
+    for error, prefix, held in [on_rank(0), *run_ranks(on_rank, 4, timeout_s=120.0)]:
+        assert error < 1e-14
+        assert held == prefix * (1 if windows is None else 3)
+
+
+def test_a_prefix_is_read_once_for_all_rows() -> None:
+    told = Conversation.draw(((40,) * 6, (1,) * 6), same=40)
+    kernel = CountingKernel()
+    cp = ContextParallel(kernel=kernel)
+    prefix = KVCache(cp, 1)
+    told.of_rows(1, told.turns[:1]).tell(cp, prefix)
+    for shared, keys in ((True, 40 + 6), (False, 6 * 41)):
+        cache, kernel.keys = prefix.fork([0] * 6, shared=shared), 0
+        told.of_rows(6, told.turns[1:]).tell(cp, cache)
+        assert kernel.keys == keys
+    cache = prefix.fork([0] * 6, shared=True)
+    x = torch.ones(6, cache.begin([1] * 6).size, 4, 8, dtype=torch.float64)
+    with pytest.raises(ValueError, match="hides some of the 40 tokens that rows share"):
+        cache.attend(0, x, x[:, :, :2], x[:, :, :2], mask=SlidingWindow(5))
+    cache.attend(0, x, x[:, :, :2], x[:, :, :2])
+    with pytest.raises(ValueError, match="list one row, of no shared ones"):
+        cache.fork([0, 1], shared=True)
+    assert cache.fork([3, 5]).lengths == (41, 41)
+
+
+class CountingKernel(TorchCpuKernel):
+    """Counts the keys that it reads."""
+
+    name = "counting"
+    keys = 0
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
+        self.keys += k.shape[0] * k.shape[1]
+        return super().forward(q, k, v, how)
 
 
 APART = {

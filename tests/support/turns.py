@@ -54,18 +54,29 @@ class Conversation(NamedTuple):
         mask: Mask = Causal(),
         scores: Scores = Scores(),
         sink: bool = False,
+        same: int = 0,
     ) -> Conversation:
-        """Draw a conversation of as many rows as turns have numbers, and compute what it gives in float64."""
+        """Draw a conversation of as many rows as turns have numbers, and compute what it gives in float64.
+
+        So many of their first tokens are the `same` in all rows.
+        """
         rows, length = len(turns[0]), max(map(sum, zip(*turns, strict=True)))
         generator = torch.Generator().manual_seed(len(turns) + length)
         shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
         problem = Problem(*(torch.randn(rows, length, *each, generator=generator).to(dtype) for each in shapes))
         problem = problem.with_sink() if sink else problem
+        for x in problem[:3]:
+            x[:, :same] = x[:1, :same].clone()
         per_row = [
             reference(_of_row(problem, row), mask.of_row(row) if isinstance(mask, PerRow) else mask, scores).out
             for row in range(rows)
         ]
         return cls(turns, problem, mask, scores, torch.cat(per_row))
+
+    def of_rows(self, count: int, turns: Sequence[Sequence[int]]) -> Conversation:
+        """Return some of the turns, of the first rows."""
+        problem = Problem(*(x[:count] for x in self.problem[:4]), self.problem.sink)
+        return self._replace(turns=[turn[:count] for turn in turns], problem=problem, truth=self.truth[:count])
 
     def of_turn(self, x: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Return the new tokens of `x` [B, S, ...] in a turn, rows padded at their ends with NaN."""
@@ -114,7 +125,7 @@ class RanksInOne:
             all_compute = max(lengths) <= 2 * len(states) if replicated is None else replicated
             turns = [Turn(0, starts, stops, rank, len(states), all_compute) for rank in range(len(states))]
             calls = [
-                LayerCall(turn, layer.store, conversation.asked(turn).checked(turn, layer.store), layer.first_keys)
+                LayerCall(turn, layer, conversation.asked(turn).checked(turn, layer.store))
                 for turn, layer in zip(turns, layers, strict=True)
             ]
             for call in calls:
@@ -132,7 +143,7 @@ class RanksInOne:
                 self.transports[rank],
                 self.ring.rank_states[0].topology,
                 rank,
-                own_attention(call, Strategy()).of(call.asked.q, call.store),
+                own_attention(call, Strategy()).of(call.asked.q, call.layer.store, call.layer.shared_store),
             )
             for rank, call in enumerate(calls)
         ]
