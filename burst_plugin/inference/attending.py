@@ -15,7 +15,7 @@ from burst_plugin.checks import as_whole, shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.consistency import error_text, prepared_together
 from burst_plugin.compute.online_softmax import add_sink
-from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.decode import OwnAttention
 from burst_plugin.inference.layer import LayerCache
@@ -30,7 +30,16 @@ from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.turns import RoundRobin, TurnMask
 from burst_plugin.strategy import Strategy
 
-__all__ = ["Asked", "LayerCall", "attend_in_tree", "attend_on_ring", "check_layer", "own_attention", "ring_call"]
+__all__ = [
+    "Asked",
+    "LayerCall",
+    "attend_in_tree",
+    "attend_on_ring",
+    "check_layer",
+    "own_attention",
+    "pass_q_share",
+    "ring_call",
+]
 
 
 class Asked(NamedTuple):
@@ -113,6 +122,18 @@ class LayerCall(NamedTuple):
         if len(set(self.turn.counts)) == 1:
             return out
         return out.where(self.turn.valid.to(out.device)[:, :, None, None], 0)
+
+
+def pass_q_share(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> float:
+    """Return the share of new tokens in all tokens of a turn below which pass-Q sends fewer bytes than pass-KV.
+
+    A query takes along `Hq·(qk_dim·e + 4·(v_dim + 1))` bytes, itself and its partial result in float32, and a key
+    `Hkv·(qk_dim + v_dim)·e`; the share is their quotient, e being the bytes of a number.
+
+    Source: the heuristic of arXiv 2411.01783, in which it is 2·Hkv / Hq, partial results being left out.
+    """
+    one = Shapes(1, 1, 1, q_heads, kv_heads, qk_dim, v_dim, dtype)
+    return hop_bytes(one, "forward", "kv") / hop_bytes(one, "forward", "q")
 
 
 def attend_on_ring(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Topology
-from burst_plugin.inference import KVCache, decode_bytes
+from burst_plugin.inference import KVCache, decode_bytes, pass_q_share
 from burst_plugin.kernels import How
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
 from tests.support.ranks import run_ranks
@@ -61,6 +61,21 @@ def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topol
     if topology.ranks < 4:
         assert ranks.tell(conversation, replicated=True, left=left) < bound
         assert ranks.tell(conversation, replicated=False, left=left) < bound
+
+
+@pytest.mark.parametrize(("new", "side"), [(40, "q"), (50, "q"), (66, "kv"), (200, "kv")])
+def test_the_side_moves_that_sends_fewer_bytes(new: int, side: str) -> None:
+    """The share of new tokens beside 64 cached ones is below 0.47, or above it."""
+    conversation = Conversation.draw(((64,), (new,)), dtype=torch.float32)
+    share = pass_q_share(4, 2, 8, 8, torch.float32)
+    assert share == 2 * 16 * 4 / (4 * (8 * 4 + 9 * 4))
+    assert (new / (64 + new) < share) == (side == "q")
+    sent = {}
+    for forward in ("q", "kv", "auto"):
+        ranks = RanksInOne(Topology(2, 2), forward=forward)
+        ranks.tell(conversation, replicated=False)
+        sent[forward] = ranks.last_turn_bytes
+    assert sent["auto"] == sent[side] == min(sent.values()) < max(sent.values())
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), [(2, 2), (4, 2)])

@@ -114,6 +114,7 @@ class RanksInOne:
         self.ring, self.forward = VirtualRing(topology, strategy), forward
         self.transports = HostileNetwork(topology.ranks).transports()
         self._number = 0
+        self.last_turn_bytes = 0  # that all ranks have sent on the ring
 
     def tell(self, conversation: Conversation, replicated: bool | None = None, left: int | None = None) -> float:
         """Tell it, with turns that all ranks compute where they are short, or always, or never. Return the error."""
@@ -156,12 +157,14 @@ class RanksInOne:
 
     def _on_ring(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
         self._number += 1
+        before = self._sent()
         asked = [ring_call(call, self.forward) for call in calls]
         plans = [make_plan(state, *each, {}) for state, each in zip(self.ring.rank_states, asked, strict=True)]
         flat = [x for inputs, _ in asked for x in inputs]
         outs = [
             each[0] for each in by_rank(RingAttention.apply(plans, CallId(self._number), None, *flat), len(plans))
         ]
+        self.last_turn_bytes = self._sent() - before
         error = 0.0
         for call, out in zip(calls, outs, strict=True):
             turn = call.turn
@@ -169,6 +172,10 @@ class RanksInOne:
             wrong = (call.unpacked(out).double() - truth)[turn.valid]
             error = max(error, float(wrong.abs().max()) if len(wrong) else 0.0)
         return error
+
+    def _sent(self) -> int:
+        by_link = [kinds for rank in range(len(self.ring.rank_states)) for kinds in self.ring.traffic(rank).values()]
+        return sum(sum(kinds.values()) for kinds in by_link)
 
 
 def _of_row(problem: Problem, row: int) -> Problem:
