@@ -122,7 +122,8 @@ class RowStore:
         capacities = self._roomy(needed)
         starts, grown = [0, *accumulate(capacities)], []
         for old, new in zip(self._tensors() or (None, None), like, strict=True):
-            tensor = new.new_empty((starts[-1], *new.shape[1:]))
+            with torch.inference_mode(False):  # tensors made inside could not be written to outside
+                tensor = torch.empty((starts[-1], *new.shape[1:]), dtype=new.dtype, device=new.device)
             for number, length in enumerate(self.lengths):
                 if old is not None and length:
                     at = self._starts()[number]

@@ -265,6 +265,15 @@ def test_a_cache_is_used_as_turns_say() -> None:
     assert cache.lengths == (2, 1)
 
 
+def test_turns_in_and_out_of_inference_mode_mix() -> None:
+    told = Conversation.draw(((5,), (1,), (2,)))
+    cache = KVCache(ContextParallel(), 1)
+    for number, turn in enumerate(told.turns):
+        with torch.inference_mode(number != 1):
+            out = cache.attend(*told.asked(cache.begin(turn)))
+            assert told.error(out, [n - m for n, m in zip(cache.lengths, turn, strict=True)], turn) < 1e-14
+
+
 def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:
     cache = KVCache(ContextParallel(), 2, windows=[64, None], rewind=8)
     for count in (1000, *[1] * 100):
