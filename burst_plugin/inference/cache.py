@@ -52,6 +52,8 @@ class KVCache:
             None for all; None if all layers attend to all. What a window does not need is dropped soon.
         rewind: so many tokens can be cut off by `truncate` where there are windows; more of them are kept for it.
         reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
+        offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
+            is at work, and go after it.
         forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the one with fewer
             bytes. That of `Strategy` is for training.
 
@@ -67,6 +69,7 @@ class KVCache:
         windows: Sequence[int | None] | None = None,
         rewind: int = 0,
         reserve: int = 0,
+        offload: bool = False,
         forward: str = AUTO,
     ) -> None:
         if not isinstance(cp, ContextParallel):
@@ -76,6 +79,7 @@ class KVCache:
         self._windows = checked_windows(windows, count)
         self._rewind = whole_number("KVCache(rewind={})", rewind, "use a number of tokens")
         self._reserve = whole_number("KVCache(reserve={})", reserve, "use a number of tokens per row")
+        self._offload = bool(offload)
         check_one_of("forward", forward, (*SIDES, AUTO))
         self._forward = forward
         self._merge = TreeMerge(cp)
@@ -143,9 +147,7 @@ class KVCache:
             compared: dict[str, object] = {}
             if turn is not None:
                 compared = {
-                    "new tokens": turn.lengths,
-                    "cached tokens": turn.starts,
-                    "replicated": turn.replicated,
+                    **turn.compared,
                     "windows of layers": self._windows,
                     "rewind": self._rewind,
                     "forward": self._forward,
@@ -157,9 +159,8 @@ class KVCache:
         turn, _ = prepared_together(prepared, agree)
         if not self._lengths:
             place, rows = (self._cp.rank, self._ranks), len(turn.starts)
-            self._layers = [
-                LayerCache.empty(place, rows, left, self._rewind, self._reserve) for left in self._windows
-            ]
+            options = (self._rewind, self._reserve, self._offload)
+            self._layers = [LayerCache.empty(place, rows, left, *options) for left in self._windows]
         self._turn, self._lengths, self._attended = turn, turn.stops, frozenset()
         self._turns += 1
         return turn
@@ -211,6 +212,7 @@ class KVCache:
             self._attended = attended
             raise
         self._layers[layer].trim(self._lengths)
+        self._layers[layer].release()
         return out
 
     def truncate(self, lengths: Sequence[int]) -> None:
@@ -282,16 +284,15 @@ class KVCache:
 
     def _appended(self, asked: Asked) -> LayerCall:
         """Return the call with its new tokens appended to the layer. Raise ValueError for what does not fit."""
-        turn = self._turn
-        if turn is None:
+        if self._turn is None:
             raise ValueError("no turn has begun: call KVCache.begin with the numbers of new tokens first")
         number = check_layer(asked.layer, len(self._layers), self._attended)
         layer = self._layers[number]
-        checked = asked.checked(turn, layer.store)
-        checked = checked._replace(mask=layer.masked(checked.mask))
-        call = LayerCall(turn, layer, checked)
+        checked = asked.checked(self._turn, layer.store)
+        call = LayerCall(self._turn, layer, checked._replace(mask=layer.masked(checked.mask)))
         call.append()
         self._attended |= {number}
+        self._layers[(number + 1) % len(self._layers)].fetch()
         return call
 
     def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:

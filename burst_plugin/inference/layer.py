@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from burst_plugin.checks import as_listed, shown, whole_number
+from burst_plugin.inference.host_storage import HostRowStore
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.sequence.masks import Mask, SlidingWindow
 from burst_plugin.sequence.turns import held_run
@@ -35,11 +36,35 @@ class LayerCache:
     shared_store: RowStore | None = None
 
     @classmethod
-    def empty(cls, place: tuple[int, int], rows: int, left: int | None, rewind: int, reserve: int) -> LayerCache:
+    def empty(
+        cls,
+        place: tuple[int, int],
+        rows: int,
+        left: int | None = None,
+        rewind: int = 0,
+        reserve: int = 0,
+        offload: bool = False,
+    ) -> LayerCache:
         """Return a layer without tokens, for `place`, (rank, ranks), with room for `reserve` tokens of each row."""
+        make = HostRowStore if offload else RowStore
         if left is not None:
             reserve = min(reserve, left + rewind + _loose(left))
-        return cls(*place, left, rewind, RowStore(rows, -(-reserve // place[1])), (0,) * rows)
+        return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows)
+
+    def fetch(self) -> None:
+        """Begin to bring what is stored to where it is read."""
+        for store in self.stores:
+            store.fetch()
+
+    def release(self) -> None:
+        """Free what `fetch` has taken."""
+        for store in self.stores:
+            store.release()
+
+    @property
+    def stores(self) -> tuple[RowStore, ...]:
+        """All that it stores in."""
+        return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
 
     def masked(self, mask: Mask) -> Mask:
         """Return what tokens attend to: `mask`, within the window."""
@@ -88,19 +113,18 @@ class LayerCache:
         """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
         if self.left is not None or not length:
             return self.selected(rows)
-        shared, own = self.store.selected(rows[:1]), self.store.selected(rows)
-        own.keep([(0, 0)] * len(rows))
+        shared, own = self.store.selected(rows[:1]), self.store.selected(rows, 0)
         return replace(self, store=own, first_keys=(length,) * len(rows), shared=length, shared_store=shared)
 
     @property
     def nbytes(self) -> int:
         """Bytes of what is stored."""
-        return self.store.nbytes + (0 if self.shared_store is None else self.shared_store.nbytes)
+        return sum(store.nbytes for store in self.stores)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that are allocated."""
-        return self.store.allocated_bytes + (0 if self.shared_store is None else self.shared_store.allocated_bytes)
+        return sum(store.allocated_bytes for store in self.stores)
 
     def _held(self, start: int, stop: int) -> int:
         """Return how many of the positions `start:stop` this rank holds."""

@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # turns, of th
     "softcap": (UNLIKE, {"scores": Scores(scale=0.5, softcap=2.0)}, {}),
     "window": (UNLIKE, {"mask": SlidingWindow(9)}, {}),
     "window that is all that is kept": (ALIKE, {"mask": SlidingWindow(9)}, {"windows": [9], "reserve": 1000}),
+    "offloaded": (UNLIKE, {}, {"offload": True}),
     "windows of unlike rows": (UNLIKE, {"mask": SlidingWindow(11)}, {"windows": [11], "rewind": 3}),
     "masks of rows": (UNLIKE, {"mask": PerRow((Causal(), PrefixLM(5)))}, {}),
 }
@@ -263,6 +264,21 @@ def test_a_cache_is_used_as_turns_say() -> None:
         cache.attend(0, x.double(), x.double(), x.double())
     cache.attend(0, x, x, x)
     assert cache.lengths == (2, 1)
+
+
+def test_offloaded_layers_are_on_the_device_one_ahead() -> None:
+    told = Conversation.draw(((40, 20), (1, 1), (30, 30), (1, 1)))
+    cache = KVCache(ContextParallel(), 4, offload=True)
+    for turn in told.turns:
+        new = cache.begin(turn)
+        for layer in range(4):
+            out = cache.attend(*told.asked(new)._replace(layer=layer))
+            there = [each.store.fetched_bytes > 0 for each in cache._layers]  # type: ignore[attr-defined]
+            assert not any(there) or there == [n == (layer + 1) % 4 for n in range(4)]
+            assert told.error(out, new.starts, turn) < 1e-14
+    assert there == [True, False, False, False]  # for the next turn
+    cache.truncate([71, 51])
+    assert told.of_rows(2, told.turns[-1:]).tell(ContextParallel(), cache.fork(), layers=4).error < 1e-14
 
 
 def test_turns_in_and_out_of_inference_mode_mix() -> None:
