@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Topology
+from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Strategy, Topology
 from burst_plugin.inference import KVCache, decode_bytes, pass_q_share
 from burst_plugin.kernels import How
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
@@ -62,6 +62,12 @@ def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topol
     if topology.ranks < 4:
         assert ranks.tell(conversation, replicated=True, left=left) < bound
         assert ranks.tell(conversation, replicated=False, left=left) < bound
+
+
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 2)])
+def test_heads_may_be_exchanged_on_the_ring(topology: Topology) -> None:
+    told = Conversation.draw(UNLIKE)
+    assert RanksInOne(topology, Strategy(ulysses_degree=2)).tell(told, replicated=False) < 1e-14
 
 
 @pytest.mark.parametrize(("new", "side"), [(40, "q"), (50, "q"), (66, "kv"), (200, "kv")])
@@ -278,7 +284,11 @@ def test_offloaded_layers_are_on_the_device_one_ahead() -> None:
             assert told.error(out, new.starts, turn) < 1e-14
     assert there == [True, False, False, False]  # for the next turn
     cache.truncate([71, 51])
-    assert told.of_rows(2, told.turns[-1:]).tell(ContextParallel(), cache.fork(), layers=4).error < 1e-14
+    again = told.of_rows(2, told.turns[-1:])
+    assert again.tell(ContextParallel(), cache.fork(), layers=4).error < 1e-14
+    assert again.tell(ContextParallel(), cache, layers=4).error < 1e-14
+    cache.truncate([5, 3])  # of what was on its way, and is laid out anew
+    assert again.tell(ContextParallel(), cache, layers=4).error < 1e-14
 
 
 def test_turns_in_and_out_of_inference_mode_mix() -> None:
