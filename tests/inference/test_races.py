@@ -19,7 +19,7 @@ def _talk() -> None:
     """Go through turns in which rows grow, are laid out anew, and are cut off; windows are moved."""
     _stream.cache_clear()  # of other GPUs that are not there
     with (
-        mock.patch.object(Stream, "synchronize", lambda _: None, create=True),
+        mock.patch.object(Stream, "synchronize", create=True),
         recorded_gpus() as gpus,
         gpus.rank(0),
     ):
