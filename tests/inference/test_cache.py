@@ -312,9 +312,17 @@ def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:
     with pytest.raises(ValueError, match="cannot be cut to 1000 tokens: layer 0 has a window of 64"):
         cache.truncate([1000])
     assert cache.lengths == (1100,)
+    first = cache._layers[0].first_keys[0]
+    with pytest.raises(ValueError, match=f"dropped what comes before token {first}"):
+        cache.truncate([first + 63])
+    cache.fork().truncate([first + 64])
     cache.truncate([1092])
     assert cache.bytes / token >= 1092 + 64
     cache.truncate([0])
     assert cache.bytes == 0
+    x, fresh = torch.randn(1, 80, 2, 4), KVCache(ContextParallel(), 1)
+    for each in (cache, fresh):
+        each.begin([80])
+    assert torch.equal(cache.attend(0, x, x, x), fresh.attend(0, x, x, x, mask=SlidingWindow(64)))
     with pytest.raises(ValueError, match="give for each of 2 layers a number of tokens"):
         KVCache(ContextParallel(), 2, windows=[3])
