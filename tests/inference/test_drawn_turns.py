@@ -16,7 +16,7 @@ from burst_plugin.inference import KVCache
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, reference
 
-CASES, RANKS, LAYERS = 12, 4, 2
+CASES, RANKS, LAYERS = 8, 4, 2
 
 Row = list[Tensor]  # q, k and v of all its tokens, [S, heads, dim]
 
