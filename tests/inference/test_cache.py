@@ -115,7 +115,13 @@ def test_truncated_and_forked_caches_go_on_exactly() -> None:
     def on_rank(rank: int) -> list[float]:
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
         cache = KVCache(cp, 2)
-        errors = [first.tell(cp, cache, layers=2).error]
+        with cp.profile() as profile:
+            errors = [first.tell(cp, cache, layers=2).error]
+        merges = [each for each in profile.events if each.direction == "merge"]
+        assert {each.kind for each in merges} == {"kernel", "post", "wait"}
+        assert "merge" in str(profile)
+        posted = sum(each.sent_bytes for each in profile.events)
+        assert posted == sum(cache.bytes_sent.values())
         cache.truncate([0, 0])
         errors.append(second.tell(cp, cache, layers=2).error)
         cache.truncate([21, 17])
