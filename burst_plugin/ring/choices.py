@@ -24,7 +24,7 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.strategy.presets import presets_with
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
-__all__ = ["make_plan"]
+__all__ = ["features_of", "is_deterministic", "kernel_for", "make_plan"]
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
@@ -41,7 +41,7 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
     request = scaled(request)
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
-    deterministic = _deterministic(rank_state.strategy)
+    deterministic = is_deterministic(rank_state.strategy)
     key = (
         seedless,
         deterministic,
@@ -59,11 +59,13 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 
 def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
     strategy, device = rank_state.strategy, inputs.q.device
+    if request.forward is not None:
+        strategy = replace(strategy, forward=request.forward)
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.degree)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
-    features = _features(shapes, scores, deterministic, extras)
-    kernel = _kernel(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
+    features = features_of(shapes, scores, deterministic, extras)
+    kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
     moving = _moving_sides(strategy, shapes, extras)
@@ -185,7 +187,7 @@ def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
     return not attending.mask.is_fixed or len(rank_state.lengths) > _FEW_LENGTHS
 
 
-def _kernel(
+def kernel_for(
     strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
 ) -> Kernel:
     """Return the kernel that was asked for, or the fastest that can do this."""
@@ -193,7 +195,7 @@ def _kernel(
     return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
 
-def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
+def features_of(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
     """Return what a kernel must be able to do, by its name in `kernels.FEATURES`."""
     wanted = {
         "head dims": shapes.qk_dim != shapes.v_dim,
@@ -206,7 +208,7 @@ def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extra
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
-def _deterministic(strategy: Strategy) -> bool:
+def is_deterministic(strategy: Strategy) -> bool:
     """Return whether the strategy asks for it, or PyTorch's switch for the process."""
     switch = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
