@@ -76,6 +76,8 @@ def enable(*, force: bool = False) -> list[str]:
     contextlib.ExitStack().enter_context(_CudaToCpu())  # for good: nothing closes the stack
     lines.append("tensors: device cuda means cpu; cuda(), pin_memory(), record_stream() do nothing")
     lines.append("tensors: type() answers torch.cuda.*")
+    vars(torch)["Generator"] = _Generator
+    lines.append("generators: those of device cuda are the CPU's")
     lines.append(_keep_messages())
     setattr(torch.cuda, _REPORT, lines)
     return list(lines)
@@ -130,6 +132,20 @@ def _on_cpu(value: Any, *, index: bool) -> Any:
     if index and isinstance(value, int) and not isinstance(value, bool):
         return _CPU
     return value
+
+
+class _AnyGenerator(type):
+    """Takes all of torch's generators for instances, as if their class had not been replaced."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """Replaces `torch.Generator`, which Megatron's text generation samples by: function modes do not see classes."""
+
+    def __new__(cls, device: Any = _CPU) -> Any:
+        return torch._C.Generator(device=_on_cpu(device, index=True))
 
 
 def _keep_redirecting_in_backward() -> None:
