@@ -39,7 +39,7 @@ from burst_plugin.megatron.even_microbatches import add_flag, follow_flag
 from burst_plugin.megatron.flag_checks import refuse_flags
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
-from burst_plugin.megatron.inference import follow_inference, serve_once
+from burst_plugin.megatron.inference import follow_inference, mend_server
 from burst_plugin.megatron.inference_checks import refuse_in_layer
 from burst_plugin.megatron.layouts import MEGATRONS_OWN, follow_layout
 from burst_plugin.megatron.loss_repairs import weigh_tokens_alike
@@ -273,7 +273,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     """
     refuse_flags()
     follow_flag()
-    serve_once()
+    mend_server()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way

@@ -33,12 +33,13 @@ from torch import Tensor
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.inference import KVCache, Turn
+from burst_plugin.megatron.arguments import parsed_arguments
 from burst_plugin.megatron.config import asks_for_burst
 from burst_plugin.megatron.core_attention import BurstCoreAttention
 from burst_plugin.megatron.inference_checks import check_inference, core_attentions, refuse_dynamic
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["cache_of", "follow_inference", "serve_once"]
+__all__ = ["cache_of", "follow_inference", "mend_server"]
 
 _CACHE = "_burst_plugin_cache"  # an attribute of a context
 _IN_MICROBATCHES = "forward_pass_with_pipeline_parallel_large_input_batch"  # of a wrapper, until 0.17
@@ -72,21 +73,24 @@ def cache_of(context: Any) -> KVCache | None:
     return getattr(context, _CACHE, None)
 
 
-def serve_once() -> None:
-    """Let Megatron's text generation server run on rank 0 alone, if it has been imported.
+def mend_server() -> None:
+    """Mend Megatron's text generation server, if its script has imported it: call it once flags are parsed.
 
-    Its script starts one on every rank with the first tensor-parallel shard of the first pipeline stage: with context
-    parallelism on several, which would never hear of rank 0's requests.
+    The script starts a server on every rank with the first tensor-parallel shard of the first pipeline stage: with
+    context parallelism on several, which would never hear of rank 0's requests. Here rank 0 alone has one. And from
+    0.18 on it looks up --inference-max-seq-length by a name that no flag has.
     """
-    module = sys.modules.get(_SERVER)
+    module, args = sys.modules.get(_SERVER), parsed_arguments()
     if module is None or hasattr(module.MegatronServer.run, "__wrapped__"):
         return
 
-    def run(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def run(original: Callable[..., None], *given: Any, **more: Any) -> None:
         if dist.get_rank() == 0:
-            original(*args, **kwargs)
+            original(*given, **more)
 
     wrap(module.MegatronServer, "run", run)
+    if hasattr(args, "inference_max_seq_length"):
+        vars(args).setdefault("inference_max_sequence_length", args.inference_max_seq_length)
 
 
 class _Inference:
