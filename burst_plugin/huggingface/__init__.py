@@ -7,17 +7,23 @@ With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it, for Trainer a
     labels = local.pop("shift_labels")
     logits = model(**local).logits  # of this rank's tokens, like labels: a loss has to be summed over ranks
 
+To generate on the ring, on every rank with the same whole tokens:
+
+    ids = model.eval().generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
+
 Importing this package imports no transformers; `prepare()` and `register()` do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["prepare", "register"]
+    from burst_plugin.huggingface.ring_cache import RingCache
+
+__all__ = ["RingCache", "prepare", "register"]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -50,3 +56,12 @@ def register() -> str:
     from burst_plugin.huggingface.attention import register_attention
 
     return register_attention()
+
+
+def __getattr__(name: str) -> Any:
+    """Return what is a subclass of classes of transformers, and is imported when it is asked for."""
+    if name == "RingCache":
+        from burst_plugin.huggingface.ring_cache import RingCache
+
+        return RingCache
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
