@@ -1,4 +1,4 @@
-"""A forward with a `RingCache`: its new tokens are cut among the ranks, and what follows from them is brought together.
+"""A forward with a `RingCache`: its new tokens are cut among the ranks, and what they become is brought together.
 
     ids [B, n]  ->  this rank's  ->  layers, which attend on the ring  ->  hidden [B, of all, H]  ->  head  ->  logits
 
@@ -60,11 +60,10 @@ class _NewTokens(NamedTuple):
     @property
     def ids(self) -> Tensor:
         """Integers [number of tokens, ...] that ranks compare: ids, or the bits of embeddings; without padding."""
-        ids, embeds = self.given.get("input_ids"), self.given.get("inputs_embeds")
-        if ids is not None:
-            return ids[self.real.to(ids.device)]
-        assert embeds is not None
-        return embeds[self.real.to(embeds.device)].view(_BITS[embeds.element_size()])
+        name = "input_ids" if "input_ids" in self.given else "inputs_embeds"
+        x: Tensor = self.given[name]
+        real = x[self.real.to(x.device)]
+        return real.view(_BITS[x.element_size()]) if x.is_floating_point() else real
 
     def cut(self, turn: Turn) -> dict[str, Any]:
         """Return the arguments with this rank's tokens alone."""
@@ -136,8 +135,8 @@ def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> No
     if got.dim() != 2 or got.shape[1] != expected.shape[1] or bool(((got != expected) & real).any()):
         raise ValueError(
             f"position_ids {shown(got.flatten()[:8].tolist())}... do not count the tokens of each row from "
-            f"{starts.flatten().tolist()} on, the number of those that a RingCache holds; leave position_ids out, and "
-            "give a cache that has the beginning of this text"
+            f"{starts.flatten().tolist()} on, the number of those that a RingCache holds; leave position_ids out, "
+            "and give a cache that has the beginning of this text"
         )
 
 
@@ -183,6 +182,6 @@ def _end(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], 
     cache = ring_cache_of((*args, *kwargs.values()))
     if cache is not None and not cache.end_turn() and output is not None:
         raise ValueError(
-            f"{type(model).__name__} has computed logits without its layers, or without its {model.base_model_prefix}, "
-            "so that they are those of this rank's tokens; a RingCache is for models that do as LlamaForCausalLM"
+            f"{type(model).__name__} has computed logits without its layers, or without {model.base_model_prefix}: "
+            "they are those of this rank's tokens; a RingCache is for models that do as LlamaForCausalLM"
         )

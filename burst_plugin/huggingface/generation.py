@@ -25,7 +25,7 @@ from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 
-__all__ = ["ring_for_generation", "watch_generate"]
+__all__ = ["name_of_cache", "ring_for_generation", "watch_generate"]
 
 _MARK = "_burst_plugin_wrapped"
 _MODES = {  # that are right on a ring, and whether they may draw random numbers
@@ -60,7 +60,7 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     cache, cp = ring_cache_of(kwargs.values()), _RING.get()
     if cache is None and cp is not None and all(kwargs.get(name) is None for name in _CACHES):
         cache = RingCache(cp)
-        kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, _name_of_cache(): cache}
+        kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, name_of_cache(): cache}
     if cache is None:
         return original(model, *args, **kwargs)
     given = _by_name(original, model, args, kwargs)
@@ -81,8 +81,8 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
     return found
 
 
-def _name_of_cache() -> str:
-    """Return the name of the argument in this release."""
+def name_of_cache() -> str:
+    """Return what the argument of `generate` is called in this release of transformers."""
     parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return next(name for name in _CACHES if name in parameters)
 
@@ -94,7 +94,7 @@ def _by_name(original: Callable[..., Any], model: Any, args: Any, kwargs: Mappin
 
 
 def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:
-    """Raise ValueError on every rank if any asks for what is not right on a ring, or for something else; collective."""
+    """Raise ValueError on every rank if any asks for what is not right on a ring, or ranks differ; collective."""
 
     def prepared() -> dict[str, object]:
         known = inspect.signature(GenerationMixin.generate).parameters

@@ -19,7 +19,7 @@ from burst_plugin.strategy import AUTO
 __all__ = ["RingCache", "ring_cache_of", "tell"]
 
 
-class RingCache(Cache):  # type: ignore[misc]
+class RingCache(Cache):
     """Keys and values of a model's layers, of which each rank of a ring holds its share.
 
         model = burst_plugin.huggingface.prepare(model).eval()
@@ -208,11 +208,11 @@ class RingCache(Cache):  # type: ignore[misc]
     # ---------------------------------------------------------------------------------------------- between forwards
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, or, if positive, those after the first so many."""
-        columns = self.get_seq_length()
-        keep = tokens_to_remove if tokens_to_remove > 0 else columns + int(tokens_to_remove)
-        if self._kv is not None and keep < columns:
-            self._seen = self._seen[:, : max(0, keep)]
+        """Forget the last `-tokens_to_remove` tokens of each row. Raise ValueError for numbers above 0."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}) is not valid; use -n to forget the last n tokens")
+        if self._kv is not None and tokens_to_remove:
+            self._seen = self._seen[:, : int(tokens_to_remove)]
             self._kv.truncate(self._seen.sum(1).tolist())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
