@@ -5,8 +5,9 @@ cache = burst_plugin.inference.KVCache(cp, layers=2)
 
 from __future__ import annotations
 
+from burst_plugin.inference.attending import pass_q_share
 from burst_plugin.inference.cache import KVCache
 from burst_plugin.inference.tree import decode_bytes
 from burst_plugin.inference.turn import Turn
 
-__all__ = ["KVCache", "Turn", "decode_bytes"]
+__all__ = ["KVCache", "Turn", "decode_bytes", "pass_q_share"]

@@ -15,9 +15,10 @@ from burst_plugin.checks import as_whole, shown
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.consistency import error_text, prepared_together
 from burst_plugin.compute.online_softmax import add_sink
-from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.decode import OwnAttention
+from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import Turn
@@ -29,7 +30,16 @@ from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.turns import RoundRobin, TurnMask
 from burst_plugin.strategy import Strategy
 
-__all__ = ["Asked", "LayerCall", "attend_in_tree", "attend_on_ring", "check_layer", "own_attention", "ring_call"]
+__all__ = [
+    "Asked",
+    "LayerCall",
+    "attend_in_tree",
+    "attend_on_ring",
+    "check_layer",
+    "own_attention",
+    "pass_q_share",
+    "ring_call",
+]
 
 
 class Asked(NamedTuple):
@@ -77,26 +87,25 @@ def check_layer(layer: object, layers: int, attended: frozenset[int]) -> int:
 class LayerCall(NamedTuple):
     """A layer's part in a turn.
 
-    store: what this rank holds of the layer.
-    first_keys: by row, the position of the first key that any rank still holds.
+    layer: what this rank holds of it.
     """
 
     turn: Turn
-    store: RowStore
+    layer: LayerCache
     asked: Asked
-    first_keys: tuple[int, ...]
 
     @property
     def is_uniform(self) -> bool:
-        """Whether rows are alike, so that they are one batch."""
-        return self.turn.is_uniform and self.asked.mask.rows is None and len(set(self.first_keys)) == 1
+        """Whether rows are alike and share nothing, so that the ring takes them as a batch."""
+        layer, mask = self.layer, self.asked.mask
+        return self.turn.is_uniform and mask.rows is None and len(set(layer.first_keys)) == 1 and not layer.shared
 
     def append(self) -> None:
         """Append this rank's new keys and values to its store."""
         turn = self.turn
         own = turn.own if turn.replicated else [slice(count) for count in turn.counts]
         k, v = ([row[:n][mine] for row, n, mine in zip(x, turn.counts, own, strict=True)] for x in self.asked[2:4])
-        self.store.append(k, v)
+        self.layer.store.append(k, v)
 
     def unpacked(self, out: Tensor) -> Tensor:
         """Return what the ring gave as [B, size, Hq, Dv], padded with zeros."""
@@ -113,6 +122,18 @@ class LayerCall(NamedTuple):
         if len(set(self.turn.counts)) == 1:
             return out
         return out.where(self.turn.valid.to(out.device)[:, :, None, None], 0)
+
+
+def pass_q_share(q_heads: int, kv_heads: int, qk_dim: int, v_dim: int, dtype: torch.dtype) -> float:
+    """Return the share of new tokens in all tokens of a turn below which pass-Q sends fewer bytes than pass-KV.
+
+    A query takes along `Hq·(qk_dim·e + 4·(v_dim + 1))` bytes, itself and its partial result in float32, and a key
+    `Hkv·(qk_dim + v_dim)·e`; the share is their quotient, e being the bytes of a number.
+
+    Source: the heuristic of arXiv 2411.01783, in which it is 2·Hkv / Hq, partial results being left out.
+    """
+    one = Shapes(1, 1, 1, q_heads, kv_heads, qk_dim, v_dim, dtype)
+    return hop_bytes(one, "forward", "kv") / hop_bytes(one, "forward", "q")
 
 
 def attend_on_ring(
@@ -154,7 +175,9 @@ def attend_in_tree(
 
     (call, own), which = prepared_together(prepared, agree)
     q, sink = call.asked.q, call.asked.sink
-    out, lse = merge.run(lambda: own.of(q, call.store), which, {"device": q.device, **own.signature})
+    out, lse = merge.run(
+        lambda: own.of(q, call.layer.store, call.layer.shared_store), which, {"device": q.device, **own.signature}
+    )
     if sink is not None:
         out, _ = add_sink(out, lse, sink)
     return call.without_padding(out.to(q.dtype))
@@ -169,27 +192,34 @@ def ring_call(call: LayerCall, forward: str) -> tuple[Inputs, Request]:
 
     Rows that are alike are its batch; others lie one after another in one sequence, so that nothing is padded.
     """
-    turn, asked = call.turn, call.asked
-    bounds = call.first_keys, turn.starts, turn.stops
+    turn, layer, asked = call
+    bounds = layer.first_keys, turn.starts, turn.stops
     if call.is_uniform:
         first_keys, starts, stops = (each[:1] for each in bounds)
-        q, (k, v) = asked.q, call.store.batch()
+        q, (k, v) = asked.q, layer.store.batch()
     else:
         first_keys, starts, stops = bounds
-        q, (k, v) = _packed(asked.q, turn.counts), call.store.packed()
-    tokens = RoundRobin.of(starts, stops), RoundRobin.of(first_keys, stops)
-    mask = TurnMask(asked.mask, first_keys, starts, stops)
+        q, (k, v) = _packed(asked.q, turn.counts), layer.store.packed()
+    mask = TurnMask(asked.mask, first_keys, starts, stops, layer.shared)
+    if layer.shared_store is not None:
+        k, v = (torch.cat(both, 1) for both in zip(layer.shared_store.row(0), (k, v), strict=True))
+        first_keys, stops = (0, *first_keys), (layer.shared, *stops)
+    tokens = RoundRobin.of(starts, turn.stops[: len(starts)]), RoundRobin.of(first_keys, stops)
     return Inputs(q, k, v, asked.sink), Request(mask, asked.scores, tokens, forward=forward)
 
 
 def own_attention(call: LayerCall, strategy: Strategy) -> OwnAttention:
     """Return how new tokens that every rank has attend to the keys of this one. Raise ValueError if no kernel can."""
-    asked, deterministic = call.asked, is_deterministic(strategy)
+    (turn, layer, asked), deterministic = call, is_deterministic(strategy)
     (batch, q_len, q_heads, qk_dim), (kv_heads, v_dim) = asked.q.shape, asked.v.shape[2:]
-    shapes = Shapes(batch, q_len, max(call.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)
+    shapes = Shapes(batch, q_len, max(layer.store.lengths), q_heads, kv_heads, qk_dim, v_dim, asked.q.dtype)
     features = features_of(shapes, asked.scores, deterministic, Extras())
     kernel = kernel_for(strategy, asked.q.device, shapes, features, new_tiles=True)
-    return OwnAttention(call.turn, shapes, asked.mask, asked.scores, kernel, deterministic, call.first_keys)
+    how = (asked.mask, asked.scores, kernel, deterministic)
+    own = OwnAttention(turn, shapes, *how, layer.first_keys, layer.shared)
+    if layer.shared:
+        own.check_shared()
+    return own
 
 
 def _packed(x: Tensor, counts: Sequence[int]) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 
 import torch
@@ -15,12 +16,11 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference.attending import Asked, LayerCall, attend_in_tree, attend_on_ring, check_layer
 from burst_plugin.inference.gathering import gathered
+from burst_plugin.inference.layer import LayerCache, checked_windows
 from burst_plugin.inference.merging import TreeMerge
-from burst_plugin.inference.storage import RowStore
 from burst_plugin.inference.turn import Turn
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Mask
-from burst_plugin.sequence.turns import held_run
 from burst_plugin.strategy import AUTO
 from burst_plugin.types import SIDES
 
@@ -48,7 +48,12 @@ class KVCache:
     Args:
         cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
         layers: the number of layers.
+        windows: for each layer how many tokens before itself a token attends to, the `left` of `SlidingWindow`, or
+            None for all; None if all layers attend to all. What a window does not need is dropped soon.
+        rewind: so many tokens can be cut off by `truncate` where there are windows; more of them are kept for it.
         reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
+        offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
+            is at work, and go after it.
         forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the one with fewer
             bytes. That of `Strategy` is for training.
 
@@ -56,12 +61,25 @@ class KVCache:
         ValueError: for an argument that is not valid.
     """
 
-    def __init__(self, cp: ContextParallel, layers: int, *, reserve: int = 0, forward: str = AUTO) -> None:
+    def __init__(
+        self,
+        cp: ContextParallel,
+        layers: int,
+        *,
+        windows: Sequence[int | None] | None = None,
+        rewind: int = 0,
+        reserve: int = 0,
+        offload: bool = False,
+        forward: str = AUTO,
+    ) -> None:
         if not isinstance(cp, ContextParallel):
             raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one with ContextParallel(group)")
         self._cp, self._ranks = cp, cp.ranks
-        self._layers = whole_number("KVCache(layers={})", layers, "use the number of layers", 1)
+        count = whole_number("KVCache(layers={})", layers, "use the number of layers", 1)
+        self._windows = checked_windows(windows, count)
+        self._rewind = whole_number("KVCache(rewind={})", rewind, "use a number of tokens")
         self._reserve = whole_number("KVCache(reserve={})", reserve, "use a number of tokens per row")
+        self._offload = bool(offload)
         check_one_of("forward", forward, (*SIDES, AUTO))
         self._forward = forward
         self._merge = TreeMerge(cp)
@@ -71,7 +89,7 @@ class KVCache:
         self._attended: frozenset[int] = frozenset()
         self._history = 0  # digest of what ranks did to this cache without each other
         self._lengths: tuple[int, ...] = ()
-        self._stores: list[RowStore] = []
+        self._layers: list[LayerCache] = []
 
     # ------------------------------------------------------------------------------------------------ what is there
 
@@ -83,12 +101,12 @@ class KVCache:
     @property
     def bytes(self) -> int:
         """Bytes of the keys and values that this rank holds."""
-        return sum(store.nbytes for store in self._stores)
+        return sum(layer.nbytes for layer in self._layers)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that this rank has allocated for them, with room for more."""
-        return sum(store.allocated_bytes for store in self._stores)
+        return sum(layer.allocated_bytes for layer in self._layers)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
@@ -129,10 +147,9 @@ class KVCache:
             compared: dict[str, object] = {}
             if turn is not None:
                 compared = {
-                    "new tokens": turn.lengths,
-                    "cached tokens": turn.starts,
-                    "replicated": turn.replicated,
-                    "layers": self._layers,
+                    **turn.compared,
+                    "windows of layers": self._windows,
+                    "rewind": self._rewind,
                     "forward": self._forward,
                     "truncated and forked": f"{self._history:x}",
                     **({} if ids is None else {"ids": TensorValues(ids.flatten())}),
@@ -141,7 +158,9 @@ class KVCache:
 
         turn, _ = prepared_together(prepared, agree)
         if not self._lengths:
-            self._stores = [RowStore(len(turn.starts), self._reserved()) for _ in range(self._layers)]
+            place, rows = (self._cp.rank, self._ranks), len(turn.starts)
+            options = (self._rewind, self._reserve, self._offload)
+            self._layers = [LayerCache.empty(place, rows, left, *options) for left in self._windows]
         self._turn, self._lengths, self._attended = turn, turn.stops, frozenset()
         self._turns += 1
         return turn
@@ -164,7 +183,7 @@ class KVCache:
                 padded at their ends with anything.
             k: [B, n, Hkv, D]; Hq must be a multiple of Hkv.
             v: [B, n, Hkv, Dv].
-            mask: in positions of a whole sequence; `PerRow` for one of each row.
+            mask: in positions of a whole sequence, `PerRow` for one of each row; within the layer's window.
             scores: scale and softcap.
             sink: [Hq], a logit per head that takes part in every softmax and has no value; see `burst_attention`.
 
@@ -178,25 +197,29 @@ class KVCache:
         """
         appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink))
         tag = f"turn {self._turns - 1}", f"layer {layer}"
-        before, attended = [store.lengths for store in self._stores], self._attended
+        before, attended = [each.store.lengths for each in self._layers], self._attended
         try:
             with torch.no_grad():
                 shares = self._turn is not None and not self._turn.replicated
-                if not shares:
-                    return attend_in_tree(self._cp, appended, tag, self._merge)
-                out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
-                self._ring_bytes += sent
-                return out
+                if shares:
+                    out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
+                    self._ring_bytes += sent
+                else:
+                    out = attend_in_tree(self._cp, appended, tag, self._merge)
         except BaseException:
-            for store, lengths in zip(self._stores, before, strict=True):
-                store.keep([(0, length) for length in lengths])
+            for each, lengths in zip(self._layers, before, strict=True):
+                each.store.keep([(0, length) for length in lengths])
             self._attended = attended
             raise
+        self._layers[layer].trim(self._lengths)
+        self._layers[layer].release()
+        return out
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget what comes after the first `lengths` tokens of each row; not collective, but the same on every rank.
 
-        Ends a turn that was left half way. Raises ValueError for lengths beyond those of the rows.
+        Ends a turn that was left half way. Raises ValueError for lengths beyond those of the rows, or where a window
+        has dropped what the next token needs, see `rewind`.
         """
         kept = whole_numbers("truncate(lengths={})", lengths, "give the number of tokens to keep of each row")
         if len(kept) != len(self._lengths) or any(not 0 <= n <= m for n, m in zip(kept, self._lengths, strict=False)):
@@ -204,27 +227,35 @@ class KVCache:
                 f"truncate(lengths={shown(kept)}) does not fit rows of {shown(self._lengths)} tokens; give one "
                 "number per row, up to its length"
             )
-        for store in self._stores:
-            held = [held_run(self._cp.rank, self._ranks, 0, n).length for n in kept]
-            store.keep([(0, min(n, length)) for n, length in zip(held, store.lengths, strict=True)])
+        for number, layer in enumerate(self._layers):
+            layer.check_truncation(number, kept)
+        for layer in self._layers:
+            layer.truncate(kept)
         self._turn, self._lengths = None, kept
         self._note(1, kept)
 
-    def fork(self, rows: Sequence[int] | None = None) -> KVCache:
+    def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
         """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
 
-        For several answers to one prefix, or beams. All ranks have to choose the same. Raises ValueError for rows
-        that are not there, or in the middle of a turn.
+        For several answers to one prefix, or beams. All ranks have to choose the same. If it is one row several
+        times, its tokens may be `shared`: they are stored once, and read once for all rows of a turn that all ranks
+        compute (RelayAttention, arXiv 2402.14808). Windows are copied all the same.
+
+        Raises ValueError for rows that are not there, for several that are to share, or in the middle of a turn.
         """
         self._check_complete()
         count = len(self._lengths)
         chosen = range(count) if rows is None else whole_numbers("fork(rows={})", rows, "give numbers of rows")
         if not all(0 <= row < count for row in chosen):
             raise ValueError(f"fork(rows={shown(rows)}) is not valid; rows are numbered from 0 to {count - 1}")
-        new = KVCache(self._cp, self._layers, reserve=self._reserve, forward=self._forward)
+        new = copy(self)
+        new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
         new._lengths = tuple(self._lengths[row] for row in chosen)
-        new._stores = [store.selected(chosen) for store in self._stores]
-        new._turns, new._history = self._turns, self._history
+        if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
+            raise ValueError(f"fork(rows={shown(rows)}, shared=True) is not valid; list one row, of no shared ones")
+        new._layers = [
+            layer.sharing(chosen, new._lengths[0]) if shared else layer.selected(chosen) for layer in self._layers
+        ]
         new._note(2, chosen)
         return new
 
@@ -244,26 +275,24 @@ class KVCache:
         Raises ValueError on every rank if any is elsewhere, or has a layer that did not attend.
         """
 
-        def prepared() -> bool:
-            self._check_complete()
-            return True
-
-        def agree(_: bool | None, problem: str) -> None:
+        def agree(_: object, problem: str) -> None:
             self._cp.agree({"tokens": self._lengths}, problem, of="the end of the turns of a cache")
 
-        prepared_together(prepared, agree)
+        prepared_together(self._check_complete, agree)
 
     # -------------------------------------------------------------------------------------------------------- checks
 
     def _appended(self, asked: Asked) -> LayerCall:
         """Return the call with its new tokens appended to the layer. Raise ValueError for what does not fit."""
-        turn = self._turn
-        if turn is None:
+        if self._turn is None:
             raise ValueError("no turn has begun: call KVCache.begin with the numbers of new tokens first")
-        layer = check_layer(asked.layer, self._layers, self._attended)
-        call = LayerCall(turn, self._stores[layer], asked.checked(turn, self._stores[layer]), (0,) * len(turn.starts))
+        number = check_layer(asked.layer, len(self._layers), self._attended)
+        layer = self._layers[number]
+        checked = asked.checked(self._turn, layer.store)
+        call = LayerCall(self._turn, layer, checked._replace(mask=layer.masked(checked.mask)))
         call.append()
-        self._attended |= {layer}
+        self._attended |= {number}
+        self._layers[(number + 1) % len(self._layers)].fetch()
         return call
 
     def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
@@ -276,17 +305,15 @@ class KVCache:
             raise ValueError(f"begin(lengths={shown(new)}) is not for the {len(self._lengths)} rows that are cached")
         return new
 
-    def _check_complete(self) -> None:
-        """Raise ValueError if a layer did not attend in the turn that has begun."""
-        missing = sorted(set(range(self._layers)) - self._attended) if self._turn is not None else []
+    def _check_complete(self) -> bool:
+        """Return True. Raise ValueError if a layer did not attend in the turn that has begun."""
+        missing = sorted(set(range(len(self._layers))) - self._attended) if self._turn is not None else []
         if missing:
             raise ValueError(
                 f"layers {', '.join(map(str, missing))} did not attend in turn {self._turns - 1}; every layer "
                 "attends once per turn, or the turn is ended by truncate"
             )
-
-    def _reserved(self) -> int:
-        return -(-self._reserve // self._ranks)
+        return True
 
     def _note(self, kind: int, values: Sequence[int]) -> None:
         """Remember what this rank did without the others; they compare it in the next turn."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.compute.accumulators import BlockAccumulators
+from burst_plugin.compute.online_softmax import merge_
 from burst_plugin.compute.passes import ForwardPart
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import NO_POSITIONS
@@ -36,6 +37,7 @@ class OwnAttention(NamedTuple):
     shapes: of all rows together, with the most queries of a row.
     scores: with the scale filled in.
     first_keys: by row, the position of the first key that any rank still holds.
+    shared: so many tokens before them are the same in all rows.
     """
 
     turn: Turn
@@ -45,6 +47,7 @@ class OwnAttention(NamedTuple):
     kernel: Kernel
     deterministic: bool
     first_keys: tuple[int, ...]
+    shared: int = 0
 
     @property
     def signature(self) -> Mapping[str, object]:
@@ -55,10 +58,36 @@ class OwnAttention(NamedTuple):
             "kernel in use": self.kernel.name,
             "mask": self.mask,
             "scores": self.scores,
+            "shared tokens": self.shared,
         }
 
-    def of(self, q: Tensor, store: RowStore) -> Partial:
-        """Return attention of q [B, T, Hq, D] to this rank's keys; out 0 and lse -inf where there are none."""
+    def check_shared(self) -> None:
+        """Raise ValueError unless the mask lets every new token attend to all that rows share."""
+        for row, queries in enumerate(zip(self.turn.starts, self.turn.stops, strict=True)):
+            regions = Regions(seen(self.mask, row, queries, (0, self.shared)))
+            count = queries[1] - queries[0]
+            tiles = tiles_of(regions, [Run(queries[0], count)], [Run(0, self.shared)]) if count else ()
+            if count and tiles != (Tile(0, count, 0, self.shared),):
+                raise ValueError(
+                    f"the mask hides some of the {self.shared} tokens that rows share from row {row}; fork without "
+                    "shared=True for such a mask, or give it as the window of the layer"
+                )
+
+    def of(self, q: Tensor, store: RowStore, shared: RowStore | None = None) -> Partial:
+        """Return attention of q [B, T, Hq, D] to this rank's keys, those of `shared` once for all rows.
+
+        out is 0 and lse -inf where there are none.
+        """
+        own = self._of_own(q, store)
+        if shared is not None and shared.lengths[0]:
+            out, lse = self._computed(q.flatten(0, 1).unsqueeze(0), shared.row(0), None)
+            batch, tokens = q.shape[:2]
+            by_row = lse[0].view(-1, batch, tokens).transpose(0, 1)
+            merge_(own.out, own.lse, [(out[0].view(own.out.shape), by_row)])
+        return own
+
+    def _of_own(self, q: Tensor, store: RowStore) -> Partial:
+        """Return attention to what rows have for themselves."""
         if self.turn.is_uniform and self.mask.rows is None and len(set(self.first_keys)) == 1:
             return self._of_rows(q, store.batch(), 0)
         batch, tokens, heads, _ = q.shape
@@ -73,7 +102,16 @@ class OwnAttention(NamedTuple):
     def _of_rows(self, q: Tensor, kv: tuple[Tensor, Tensor], row: int) -> Partial:
         """Return attention of rows that are as long as `row`, and have its mask."""
         order, tiles = self._tiles(row, len(q))
-        q = q if order is None else q[:, order]
+        out, lse = self._computed(q if order is None else q[:, order], kv, tiles)
+        if order is not None:
+            back = torch.tensor(order, device=q.device).argsort()
+            out, lse = out[:, back], lse[:, :, back]
+        return Partial(out, lse)
+
+    def _computed(self, q: Tensor, kv: tuple[Tensor, Tensor], tiles: Sequence[Tile] | None) -> Partial:
+        """Return the attention of tiles, or of all queries to all keys."""
+        if tiles is None:
+            tiles = [Tile(0, q.shape[1], 0, kv[0].shape[1])]
         specs = self.shapes._replace(batch=len(q), q_len=q.shape[1]).side("forward", "q")[1]
         how = How(FULL, self.scores, deterministic=self.deterministic)
         part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), None, (q,), kv)
@@ -82,11 +120,7 @@ class OwnAttention(NamedTuple):
             own.parts[0].make_room()
             contribution, _ = part.compute((q,), kv, tile, NO_POSITIONS)
             own.parts[0].add(tile, "q", contribution)
-        out, lse = own.finished(False)
-        if order is not None:
-            back = torch.tensor(order, device=q.device).argsort()
-            out, lse = out[:, back], lse[:, :, back]
-        return Partial(out, lse)
+        return Partial(*own.finished(False))
 
     def _tiles(self, row: int, batch: int) -> tuple[list[int] | None, Sequence[Tile]]:
         """Return the tiles of a row, and the order of its queries in them; None if that is as they come.
@@ -104,7 +138,7 @@ class OwnAttention(NamedTuple):
         queries = [range(n, stop - start, ranks) for n in range(min(ranks, stop - start))]
         order = None if stop - start <= ranks or ranks == 1 else list(chain.from_iterable(queries))
         keys = held_run(turn.rank, ranks, first_key, stop)
-        regions = seen(self.mask, row, first_key, start, stop)
+        regions = seen(self.mask, row, (start, stop), (first_key, stop))
         if not keys.length or not regions:
             return order, ()
         runs = [Run(start + each.start, len(each), ranks) for each in queries]

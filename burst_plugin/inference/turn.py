@@ -39,6 +39,11 @@ class Turn:
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
+    def compared(self) -> dict[str, object]:
+        """What has to be the same on every rank, by name."""
+        return {"new tokens": self.lengths, "cached tokens": self.starts, "replicated": self.replicated}
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all rows are equally long, before the turn and after it."""
         return len(set(self.starts)) == len(set(self.stops)) == 1

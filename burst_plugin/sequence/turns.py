@@ -69,12 +69,14 @@ class TurnMask(Mask):
     first_keys: the position of the first key of each sequence that is there.
     first_queries: that of the first query.
     stops: the length of each sequence.
+    shared: so many tokens are the first ones of all sequences; their keys come first, once for all of them.
     """
 
     mask: Mask
     first_keys: tuple[int, ...]
     first_queries: tuple[int, ...]
     stops: tuple[int, ...]
+    shared: int = 0
     shifts = True
 
     @property
@@ -90,21 +92,23 @@ class TurnMask(Mask):
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """Return those of each sequence, moved to where it lies. Raise ValueError for other lengths."""
         found: list[Region] = []
-        q_at = k_at = 0
+        q_at, k_at = 0, self.shared
         for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
-            found += _moved(seen(self.mask, row, key, query, stop), q_at - query, k_at - key)
+            if self.shared:
+                found += _moved(seen(self.mask, row, (query, stop), (0, self.shared)), q_at - query, 0)
+            found += _moved(seen(self.mask, row, (query, stop), (key, stop)), q_at - query, k_at - key)
             q_at, k_at = q_at + stop - query, k_at + stop - key
         if (q_at, k_at) != (q_len, kv_len):
             raise ValueError(f"the turn has {q_at} queries and {k_at} keys, not {q_len} and {kv_len}")
         return tuple(found)
 
 
-def seen(mask: Mask, row: int, first_key: int, first_query: int, stop: int) -> tuple[Region, ...]:
-    """Return the regions of `mask` for the last queries of sequence `row` and its keys from `first_key` on."""
-    here = Region(first_query, stop, first_key, stop)
+def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Region, ...]:
+    """Return the regions of `mask` for the last queries `start:stop` of sequence `row`, and some of its keys."""
+    here, length = Region(*queries, *keys), queries[1]
     if here.is_empty:
         return ()
-    regions = (region.intersect(here) for region in mask.of_row(row).regions(stop, stop))
+    regions = (region.intersect(here) for region in mask.of_row(row).regions(length, length))
     return tuple(region for region in regions if not region.is_empty)
 
 

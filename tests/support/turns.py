@@ -14,7 +14,7 @@ from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.in_process import HostileNetwork
 from burst_plugin.inference import KVCache, Turn
 from burst_plugin.inference.attending import Asked, LayerCall, own_attention, ring_call
-from burst_plugin.inference.storage import RowStore
+from burst_plugin.inference.layer import LayerCache
 from burst_plugin.inference.tree import merge_in_tree
 from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
@@ -54,18 +54,29 @@ class Conversation(NamedTuple):
         mask: Mask = Causal(),
         scores: Scores = Scores(),
         sink: bool = False,
+        same: int = 0,
     ) -> Conversation:
-        """Draw a conversation of as many rows as turns have numbers, and compute what it gives in float64."""
+        """Draw a conversation of as many rows as turns have numbers, and compute what it gives in float64.
+
+        So many of their first tokens are the `same` in all rows.
+        """
         rows, length = len(turns[0]), max(map(sum, zip(*turns, strict=True)))
         generator = torch.Generator().manual_seed(len(turns) + length)
         shapes = [(heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]), (heads[0], dims[1])]
         problem = Problem(*(torch.randn(rows, length, *each, generator=generator).to(dtype) for each in shapes))
         problem = problem.with_sink() if sink else problem
+        for x in problem[:3]:
+            x[:, :same] = x[:1, :same].clone()
         per_row = [
             reference(_of_row(problem, row), mask.of_row(row) if isinstance(mask, PerRow) else mask, scores).out
             for row in range(rows)
         ]
         return cls(turns, problem, mask, scores, torch.cat(per_row))
+
+    def of_rows(self, count: int, turns: Sequence[Sequence[int]]) -> Conversation:
+        """Return some of the turns, of the first rows."""
+        problem = Problem(*(x[:count] for x in self.problem[:4]), self.problem.sink)
+        return self._replace(turns=[turn[:count] for turn in turns], problem=problem, truth=self.truth[:count])
 
     def of_turn(self, x: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Return the new tokens of `x` [B, S, ...] in a turn, rows padded at their ends with NaN."""
@@ -102,28 +113,28 @@ class RanksInOne:
     def __init__(self, topology: Topology, strategy: Strategy | None = None, forward: str = "auto") -> None:
         self.ring, self.forward = VirtualRing(topology, strategy), forward
         self.transports = HostileNetwork(topology.ranks).transports()
-        self.stores: list[RowStore] = []
         self._number = 0
+        self.last_turn_bytes = 0  # that all ranks have sent on the ring
 
-    def tell(self, conversation: Conversation, replicated: bool | None = None) -> float:
+    def tell(self, conversation: Conversation, replicated: bool | None = None, left: int | None = None) -> float:
         """Tell it, with turns that all ranks compute where they are short, or always, or never. Return the error."""
         rows, states = len(conversation.turns[0]), self.ring.rank_states
-        self.stores = [RowStore(rows) for _ in states]
+        layers = [LayerCache.empty((rank, len(states)), rows, left, 0, 0) for rank in range(len(states))]
         stops, error = (0,) * rows, 0.0
         for lengths in conversation.turns:
             starts, stops = stops, tuple(at + n for at, n in zip(stops, lengths, strict=True))
             all_compute = max(lengths) <= 2 * len(states) if replicated is None else replicated
             turns = [Turn(0, starts, stops, rank, len(states), all_compute) for rank in range(len(states))]
-            asked = [conversation.asked(turn).checked(turn, self.stores[turn.rank]) for turn in turns]
             calls = [
-                LayerCall(turn, self.stores[turn.rank], each, (0,) * rows)
-                for turn, each in zip(turns, asked, strict=True)
+                LayerCall(turn, layer, conversation.asked(turn).checked(turn, layer.store))
+                for turn, layer in zip(turns, layers, strict=True)
             ]
             for call in calls:
                 call.append()
-            error = max(
-                error, self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
-            )
+            found = self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
+            error = max(error, found)
+            for layer in layers:
+                layer.trim(stops)
         return error
 
     def _in_tree(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
@@ -133,7 +144,7 @@ class RanksInOne:
                 self.transports[rank],
                 self.ring.rank_states[0].topology,
                 rank,
-                own_attention(call, Strategy()).of(call.asked.q, call.store),
+                own_attention(call, Strategy()).of(call.asked.q, call.layer.store, call.layer.shared_store),
             )
             for rank, call in enumerate(calls)
         ]
@@ -146,12 +157,14 @@ class RanksInOne:
 
     def _on_ring(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
         self._number += 1
+        before = self._sent()
         asked = [ring_call(call, self.forward) for call in calls]
         plans = [make_plan(state, *each, {}) for state, each in zip(self.ring.rank_states, asked, strict=True)]
         flat = [x for inputs, _ in asked for x in inputs]
         outs = [
             each[0] for each in by_rank(RingAttention.apply(plans, CallId(self._number), None, *flat), len(plans))
         ]
+        self.last_turn_bytes = self._sent() - before
         error = 0.0
         for call, out in zip(calls, outs, strict=True):
             turn = call.turn
@@ -159,6 +172,10 @@ class RanksInOne:
             wrong = (call.unpacked(out).double() - truth)[turn.valid]
             error = max(error, float(wrong.abs().max()) if len(wrong) else 0.0)
         return error
+
+    def _sent(self) -> int:
+        by_link = [kinds for rank in range(len(self.ring.rank_states)) for kinds in self.ring.traffic(rank).values()]
+        return sum(sum(kinds.values()) for kinds in by_link)
 
 
 def _of_row(problem: Problem, row: int) -> Problem:
