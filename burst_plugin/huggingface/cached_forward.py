@@ -26,6 +26,7 @@ __all__ = ["watch_turns"]
 
 _TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")  # tensors [B, n, ...] that are cut
 _KNOWN = (*_TOKENS, "attention_mask", "position_ids")
+_SLIDING = "sliding_attention"
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
 
 
@@ -101,6 +102,15 @@ def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
     return ""
 
 
+def _windows(config: Any) -> list[int | None]:
+    """Return how many tokens before itself each layer's tokens attend to; None for all."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * layers
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None] * layers
+    return [window - 1 if kind == _SLIDING else None for kind in kinds]
+
+
 def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit what is cached."""
     batch, new = tokens.shape[:2]
@@ -154,8 +164,8 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         tell(cache.cp, error)
         raise
     try:
-        layers = model.config.get_text_config().num_hidden_layers
-        turn = cache.begin_turn(layers, tokens.real, tokens.ids, given.get("logits_to_keep") == 1)
+        windows = _windows(model.config.get_text_config())
+        turn = cache.begin_turn(windows, tokens.real, tokens.ids, given.get("logits_to_keep") == 1)
     except ValueError as error:
         if "ids" in str(error):
             raise ValueError(

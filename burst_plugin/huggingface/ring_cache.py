@@ -13,10 +13,12 @@ from burst_plugin.comm.consistency import error_text
 from burst_plugin.context import ContextParallel
 from burst_plugin.inference import KVCache, Turn
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.masks import Mask
-from burst_plugin.strategy import AUTO
+from burst_plugin.sequence.masks import Mask, SlidingWindow
 
 __all__ = ["RingCache", "ring_cache_of", "tell"]
+
+_OPTIONS = frozenset({"reserve", "offload", "forward", "rewind"})
+_DRAFT = 128  # tokens that models which assist may draft at once; some of them are cut off
 
 
 class RingCache(Cache):
@@ -31,8 +33,8 @@ class RingCache(Cache):
 
     Args:
         cp: the context-parallel group, all of whose ranks take part.
-        reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
-        forward: the side that moves in a prompt, `"q"` or `"kv"`; "auto": the one with fewer bytes.
+        options: `reserve`, `offload`, `forward` and `rewind` of `KVCache`. Layers that the model's configuration says
+            to have a window keep what that needs; `rewind` more tokens, if some are to be cut off by `crop`.
 
     Raises:
         ValueError: for an argument that is not valid.
@@ -44,17 +46,19 @@ class RingCache(Cache):
     is_linear = (False,)
     is_dummy = (False,)
 
-    def __init__(self, cp: ContextParallel, *, reserve: int = 0, forward: str = AUTO) -> None:
+    def __init__(self, cp: ContextParallel, **options: Any) -> None:
         super().__init__(layers=[])
-        KVCache(cp, 1, reserve=reserve, forward=forward)  # checks them
-        self.cp = cp
-        self._reserve, self._forward = reserve, forward
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise ValueError(f"RingCache({unknown[0]}=...) is not known; it takes {', '.join(sorted(_OPTIONS))}")
+        KVCache(cp, 1, **options)  # checks them
+        self.cp, self._options = cp, options
         self.reset()
 
     def reset(self) -> None:
         """Forget everything; not collective, but the same on every rank."""
         self._kv: KVCache | None = None
-        self._layers = 0
+        self._windows: tuple[int | None, ...] = ()  # by layer
         self._seen = torch.ones(0, 0, dtype=torch.bool)  # [B, columns] of the ids so far: which are no padding
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
@@ -68,7 +72,7 @@ class RingCache(Cache):
 
     def __len__(self) -> int:
         """Return the number of layers; 0 before the first forward."""
-        return self._layers
+        return len(self._windows)
 
     def __repr__(self) -> str:
         """Return how many tokens it holds."""
@@ -124,15 +128,16 @@ class RingCache(Cache):
 
     # ---------------------------------------------------------------------------------------------- during a forward
 
-    def begin_turn(self, layers: int, new: Tensor, ids: Tensor, last: bool) -> Turn:
+    def begin_turn(self, windows: Sequence[int | None], new: Tensor, ids: Tensor, last: bool) -> Turn:
         """Begin the turn of a forward; collective.
 
-        `new` [B, n] says which tokens are no padding; `ids` are those; `last`, whether logits of the last one are all
+        `windows` are those of layers, by which a token attends to so many before itself, or to all if None. `new`
+        [B, n] says which tokens are no padding, `ids` are those; `last`, whether logits of the last one are all
         that is asked for.
         """
         if self._kv is None:
-            self._kv = KVCache(self.cp, layers, reserve=self._reserve, forward=self._forward)
-            self._layers, self._seen = layers, new[:, :0]
+            self._kv = KVCache(self.cp, len(windows), windows=windows, **self._options)
+            self._windows, self._seen = tuple(windows), new[:, :0]
         self._turn = self._kv.begin(new.sum(1).tolist(), ids=ids)
         self._new, self._last, self._layer, self._attended, self._is_whole = new, last, None, 0, False
         return self._turn
@@ -167,6 +172,12 @@ class RingCache(Cache):
                 "layer; a RingCache is for models whose layers have keys and values of their own"
             )
         layer, self._layer = self._layer, None
+        window, left = self._windows[layer], mask.left if isinstance(mask, SlidingWindow) else None
+        if window is not None and (left is None or left > window):
+            raise ValueError(
+                f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
+                "tokens; correct sliding_window or layer_types"
+            )
         out = self._kv.attend(layer, *qkv, mask, scores, sink)
         self._attended += 1
         return out
@@ -198,14 +209,19 @@ class RingCache(Cache):
         turn, new, self._turn, self._new, self._layer = self._turn, self._new, None, None, None
         if self._kv is None or turn is None or new is None:
             return False
-        self.in_forward = self._attended < self._layers
+        self.in_forward = self._attended < len(self._windows)
         if self.in_forward:
-            self._kv.truncate(turn.starts)
+            self._undo(turn)
         else:
             self._seen = torch.cat([self._seen, new], 1)
         return self._is_whole and not self.in_forward
 
     # ---------------------------------------------------------------------------------------------- between forwards
+
+    def activate_past_recording(self) -> None:
+        """Keep more of windows from now on, for `crop`; called before drafts are tried."""
+        if self._kv is None:
+            self._options = {**self._options, "rewind": max(_DRAFT, self._options.get("rewind", 0))}
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens of each row. Raise ValueError for numbers above 0."""
@@ -234,10 +250,18 @@ class RingCache(Cache):
 
     def __deepcopy__(self, memo: Any) -> RingCache:
         """Return a copy that goes on by itself, for several answers to one prompt; the same on every rank."""
-        copy = RingCache(self.cp, reserve=self._reserve, forward=self._forward)
+        copy = RingCache(self.cp, **self._options)
         if self._kv is not None:
-            copy._kv, copy._layers, copy._seen = self._kv.fork(), self._layers, self._seen.clone()
+            copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
         return copy
+
+    def _undo(self, turn: Turn) -> None:
+        """Forget what layers have of a turn; everything, if some layer's window has dropped what was before it."""
+        assert self._kv is not None
+        try:
+            self._kv.truncate(turn.starts)
+        except ValueError:
+            self._kv, self._seen = None, self._seen[:, :0]
 
     def _select(self, rows: Sequence[int]) -> None:
         if self._kv is None or list(rows) == list(range(len(self.lengths))):
