@@ -44,8 +44,9 @@ def learn(
     """Train on texts of one length until it finds their passkeys, or for `most` steps."""
     on_ring = length >= 1024
     seed = length if on_ring else length + cp.rank
-    generator, recent, began = torch.Generator().manual_seed(seed), [], time.perf_counter()
-    for step in range(1, most + 1):
+    generator, recent, began, steps = torch.Generator().manual_seed(seed), [], time.perf_counter(), 0
+    while steps < most and not (len(recent) == RECENT and sum(recent) / RECENT >= ENOUGH):
+        steps += 1
         batch = texts(max(2, min(32 // cp.ranks, 4096 // length)), length, generator)
         inputs = dict(burst_plugin.shard_batch(batch, cp)) if on_ring else shifted(batch)
         labels = inputs.pop("shift_labels")
@@ -59,13 +60,11 @@ def learn(
             parameter.grad = summed(parameter.grad) / found[2]
         optimizer.step()
         recent = [*recent, float(found[1] / found[2])][-RECENT:]
-        if len(recent) == RECENT and sum(recent) / RECENT >= ENOUGH:
-            break
     if cp.rank == 0:
         how = "on the ring" if on_ring else "by each rank"
         seconds = time.perf_counter() - began
         print(
-            f"{length:6} tokens {how}: {step} steps, loss {float(found[0] / found[2]):.3f}, "
+            f"{length:6} tokens {how}: {steps} steps, loss {float(found[0] / found[2]):.3f}, "
             f"{sum(recent) / len(recent):.0%} of digits, {seconds:.0f} s",
             flush=True,
         )

@@ -16,14 +16,17 @@ Importing this package imports no transformers; `prepare()` and `register()` do.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
+    from burst_plugin.huggingface.generation import ring_for_generation
+    from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
     from burst_plugin.huggingface.ring_cache import RingCache
 
-__all__ = ["RingCache", "prepare", "register"]
+__all__ = ["LogLikelihood", "RingCache", "log_likelihood", "prepare", "register", "ring_for_generation"]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -58,10 +61,16 @@ def register() -> str:
     return register_attention()
 
 
-def __getattr__(name: str) -> Any:
-    """Return what is a subclass of classes of transformers, and is imported when it is asked for."""
-    if name == "RingCache":
-        from burst_plugin.huggingface.ring_cache import RingCache
+_ELSEWHERE = {  # what imports transformers, once it is asked for
+    "LogLikelihood": "likelihood",
+    "RingCache": "ring_cache",
+    "log_likelihood": "likelihood",
+    "ring_for_generation": "generation",
+}
 
-        return RingCache
+
+def __getattr__(name: str) -> Any:
+    """Return what is imported when it is asked for."""
+    if name in _ELSEWHERE:
+        return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
