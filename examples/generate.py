@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/generate.py
 
 Somewhere in noise five different digits follow a mark. The text ends with the mark, and the digits are to follow. The
-model learns it in short texts, of which each rank has its own, then in longer ones, up to the full length, of which
-each rank has a quarter. `--smoke` shows in seconds that everything runs; so little is learned then.
+model learns it in short texts, of which each rank has its own, then in longer ones, of which each rank has a quarter,
+up to the full length. `--smoke` shows in seconds that everything runs; so little is learned then.
 """
 
 import argparse
@@ -24,17 +24,19 @@ ENOUGH, RECENT = 0.95, 8  # digits that have to be right, in so many steps
 IGNORED = -100
 
 
-def texts(count: int, length: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return `count` texts, and labels of the digits at their ends alone."""
+def texts(count: int, length: int, generator: torch.Generator, times: int = 1) -> dict[str, Tensor]:
+    """Return texts that tell a passkey so many times and at the end again, with labels of its digits from the second on."""
     ids = torch.randint(NOISE, VOCABULARY, (count, length), generator=generator)
     digits = torch.rand(count, MARK, generator=generator).argsort(1)[:, :DIGITS]
-    told = torch.cat([torch.full((count, 1), MARK), digits], 1)
-    places = torch.randint(length - 2 * told.shape[1], (count,), generator=generator)
-    for row, place, key in zip(ids, places.tolist(), told, strict=True):
-        row[place : place + len(key)] = key
-        row[-len(key) :] = key
-    labels = torch.full_like(ids, IGNORED)
-    labels[:, -DIGITS:] = digits
+    told, labels = torch.cat([torch.full((count, 1), MARK), digits], 1), torch.full_like(ids, IGNORED)
+    room = (length - told.shape[1]) // times
+    starts = torch.randint(room - told.shape[1] + 1, (count, times), generator=generator)
+    starts += room * torch.arange(times)
+    for row, row_labels, places, key in zip(ids, labels, starts.tolist(), told, strict=True):
+        for number, place in enumerate([*places, length - len(key)]):
+            row[place : place + len(key)] = key
+            if number:
+                row_labels[place + 1 : place + len(key)] = key[1:]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -47,7 +49,7 @@ def learn(
     generator, recent, began, steps = torch.Generator().manual_seed(seed), [], time.perf_counter(), 0
     while steps < most and not (len(recent) == RECENT and sum(recent) / RECENT >= ENOUGH):
         steps += 1
-        batch = texts(max(2, min(32 // cp.ranks, 4096 // length)), length, generator)
+        batch = texts(max(2, min(32 // cp.ranks, 4096 // length)), length, generator, times=4 if length < 100 else 1)
         inputs = dict(burst_plugin.shard_batch(batch, cp)) if on_ring else shifted(batch)
         labels = inputs.pop("shift_labels")
         logits, real = model(**inputs, use_cache=False).logits, labels != IGNORED
