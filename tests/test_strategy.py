@@ -21,7 +21,7 @@ GQA = MHA._replace(kv_heads=8)
     ("options", "message"),
     [
         ({"layout": "zig"}, "layout='zig' is not valid; use one of: zigzag, striped, contiguous"),
-        ({"schedule": "ring"}, "schedule='ring' .* use one of: flat_ring, two_level_ring, direct, auto"),
+        ({"schedule": "ring"}, "schedule='ring' .* use one of: flat_ring, two_level_ring, direct, tasp, auto"),
         ({"backward": "k"}, "backward='k' .* use one of: q, kv, auto"),
         ({"forward": ""}, "forward='' .* use one of: q, kv, auto"),
         ({"kernel": "fa9"}, "kernel='fa9' .* use one of: .*torch_cpu, reference, auto"),

@@ -106,8 +106,8 @@ class RouteTable:
         self._ring_topology = topology.of_ulysses_groups(strategy.ulysses_degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
-        self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
-        self._dense: dict[bool, Schedule] = {}
+        self._schedules: dict[tuple[Attending, str, bool, int], Schedule] = {}
+        self._dense: dict[tuple[bool, int], Schedule] = {}
         self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
 
     @property
@@ -183,7 +183,7 @@ class RouteTable:
         pairs = self.pairs(attending)
         key = (ring_rank, attending, moving, reduces, parts)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces).in_parts(parts).of_rank(ring_rank)
+            schedule = self._schedule(attending, moving, reduces, parts).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
@@ -202,11 +202,12 @@ class RouteTable:
             self._routes[key] = Route(schedule, tiles, runs)
         return self._routes[key]
 
-    def dense(self, reduces: bool) -> Schedule:
+    def dense(self, reduces: bool, parts: int = 1) -> Schedule:
         """Return the schedule in which every rank visits every block."""
-        if reduces not in self._dense:
-            self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
-        return self._dense[reduces]
+        if (reduces, parts) not in self._dense:
+            whole = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
+            self._dense[reduces, parts] = whole.in_parts(parts)
+        return self._dense[reduces, parts]
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
@@ -221,19 +222,19 @@ class RouteTable:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
 
-    def _schedule(self, attending: Attending, moving: Side, reduces: bool) -> Schedule:
+    def _schedule(self, attending: Attending, moving: Side, reduces: bool, parts: int = 1) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending), (attending, moving, reduces)
+        pairs, key = self.pairs(attending), (attending, moving, reduces, parts)
         required = pairs.required(moving)
         if required is None:
-            return self.dense(reduces)
+            return self.dense(reduces, parts)
         if key not in self._schedules:
             lengths = [token_count(held) for held in pairs.runs[moving]]
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
-                SCHEDULES[name](self._ring_topology, reduces, required)
+                SCHEDULES[name](self._ring_topology, reduces, required).in_parts(parts)
                 if name in SPARSE
-                else self.dense(reduces).pruned(required)
+                else self.dense(reduces, parts).pruned(required)
                 for name in names
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))

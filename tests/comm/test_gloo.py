@@ -272,12 +272,14 @@ def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring"])
+@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring", "tasp"])
 def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: str) -> None:
     ranks, per_node = 4, 2
-    strategy = Strategy(schedule=schedule, backward=backward, ranks_per_node=per_node)
+    parts = 2 if schedule == "tasp" else 1
+    strategy = Strategy(schedule=schedule, backward=backward, ranks_per_node=per_node, parts=parts)
     outcomes = run_ranks(_sent_bytes, ranks, strategy, (4, 2))
     rows, q, kv, lse = 2 * (64 // ranks), 4 * 16 * 4, 2 * 16 * 4, 4 * 4  # per row of a block, bytes of float32
+    q, kv, lse = q // parts, kv // parts, lse // parts
     label = 16
     forward_hop = label + rows * 2 * kv
     backward_hop = {
@@ -285,7 +287,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: st
         "q": (label + rows * (2 * q + 2 * lse), label + rows * q),
     }[backward]
     for rank, (sent, traffic, _) in enumerate(outcomes):
-        plan = SCHEDULES[schedule](Topology(2, per_node), True, None).hops(rank)
+        plan = SCHEDULES[schedule](Topology(2, per_node), True, None).in_parts(parts).hops(rank)
         expected = {
             link.value: {
                 "gather": plan[link][burst_plugin.Traffic.GATHER] * (forward_hop + backward_hop[0]),

@@ -57,7 +57,9 @@ RINGS: Sequence[tuple[int, dict[str, Any]]] = (
     (4, {"ranks_per_node": 2, "schedule": "flat_ring", "layout": "contiguous"}),
     (4, {"ranks_per_node": 1}),
     (4, {}),
+    (4, {"ranks_per_node": 4, "schedule": "tasp", "parts": 2}),
     (8, {"ranks_per_node": 4}),
+    (8, {"ranks_per_node": 4, "schedule": "tasp", "parts": 2, "layout": "striped"}),
     (8, {"ranks_per_node": 2, "layout": "striped"}),
 )
 """Ranks, and options of `Strategy`."""
