@@ -14,7 +14,7 @@ from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.topology import Topology
-from burst_plugin.types import DIRECTIONS, SIDES, Direction
+from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
@@ -78,17 +78,17 @@ class Strategy:
     forward: str = field(
         default="kv",
         metadata=_about(
-            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention); `auto` takes '
-            "the one with fewer bytes",
-            (*SIDES, AUTO),
+            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention), or '
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     backward: str = field(
         default=AUTO,
         metadata=_about(
-            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention); `auto` takes the "
-            "one with fewer bytes",
-            (*SIDES, AUTO),
+            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention), or "
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     kernel: str | Kernel = field(

@@ -53,6 +53,7 @@ _LIMIT_S = 240.0
 RINGS: Sequence[tuple[int, dict[str, Any]]] = (
     (2, {"ranks_per_node": 2}),
     (2, {"ranks_per_node": 1, "layout": "striped"}),
+    (2, {"schedule": "tasp", "parts": 2}),
     (4, {"ranks_per_node": 2}),
     (4, {"ranks_per_node": 2, "schedule": "flat_ring", "layout": "contiguous"}),
     (4, {"ranks_per_node": 1}),
