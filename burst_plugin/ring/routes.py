@@ -126,6 +126,11 @@ class RouteTable:
         return self._ring_topology
 
     @property
+    def moving(self) -> frozenset[str]:
+        """What is asked to move, in either direction."""
+        return frozenset((self._strategy.forward, self._strategy.backward))
+
+    @property
     def schedule_name(self) -> str:
         """The name of the schedule, for masks that leave most of the work."""
         return self._strategy.schedule_for(self._ring_topology)
@@ -226,6 +231,15 @@ class RouteTable:
         if required is None:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
+
+    def work_in_halves(self, attending: Attending) -> list[int]:
+        """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""
+        pairs, work = self.pairs(attending), [0] * self.ring_ranks
+        for moving in SIDES:
+            for rank, owners in enumerate(_half(pairs.required(moving), moving, self.ring_ranks)):
+                tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
+                work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
+        return work
 
     def _schedule(
         self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, halved: bool = False

@@ -62,6 +62,7 @@ RINGS: Sequence[tuple[int, dict[str, Any]]] = (
     (8, {"ranks_per_node": 4}),
     (8, {"ranks_per_node": 4, "schedule": "tasp", "parts": 2, "layout": "striped"}),
     (8, {"ranks_per_node": 2, "layout": "striped"}),
+    (8, {"ranks_per_node": 4, "forward": "both", "schedule": "direct", "layout": "contiguous"}),
 )
 """Ranks, and options of `Strategy`."""
 
