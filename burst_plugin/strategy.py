@@ -47,8 +47,8 @@ class Strategy:
 
     The fields are described one by one below, and in docs/options.md. Besides:
 
-    - forward, backward: queries that move are "pass-Q" in forward passes (arXiv 2411.01783) and BurstAttention in
-      backward passes (2403.09347); keys and values that move are "pass-KV", ring attention (2310.01889).
+    - forward, backward: moving queries are "pass-Q" forward (arXiv 2411.01783), BurstAttention backward (2403.09347);
+      keys and values are "pass-KV", ring attention (2310.01889); both is DistFlashAttn's schedule (2310.03294).
     - kernel: also an object of your own, such as `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by
       name.
     - check: backward passes are compared if their forward passes were. On CPUs every message also carries a label of
