@@ -6,6 +6,12 @@ cycles: `ranks - 1` of them, all links there are, for every number of ranks but 
 ranks of a node, and the same one in the next node: as many paths as a node has ranks, no two of which share a link or
 begin at the same rank, so that every NIC sends for one ring. A node with an odd number of ranks has one path less.
 
+    1 node of 5 ranks     2 nodes of 4 ranks
+    0 1 2 3 4             0 1 2 3   4 5 6 7
+    0 2 4 1 3             1 3 0 2   5 7 4 6
+    0 4 3 2 1             3 2 1 0   7 6 5 4
+    0 3 1 4 2             2 0 3 1   6 4 7 5
+
 Everything is made from one zigzag, 0, 1, -1, 2, -2, ... modulo an even number m. Its m translates are paths that use
 each link between two of m ranks once. A hub that closes each of them makes them m cycles of m + 1 ranks. Where there
 is a last rank, it is inserted into each of these in place of one link; the links that were replaced are a path, and

@@ -28,7 +28,15 @@ docs/architecture.md says what else there is to know.
     node 1   rank 2  2/ |*0   1 | 3  /2   the final reduce hop, inside the node
              rank 3  3/ |*1   0 | 2  /3
 
-`tasp` is a flat ring whose parts go around different rings; `direct` is in `schedule.direct`.
+`tasp`, 3 ranks in 2 parts (3, 4, 5 are the second parts of blocks 0, 1, 2), is a flat ring whose parts go around
+different rings, 0 1 2 and 0 2 1:
+
+               step   0   1   2   3   4   5
+    node 0   rank 0   0   3   2   4   1   5       gather: the parts visited at steps 2 and 3 leave together before
+             rank 1   1   4   0   5   2   3       step 0, from ranks 2 and 1 to rank 0
+             rank 2   2   5   1   3   0   4       reduce: both together, after both visits
+
+`direct` is in `schedule.direct`.
 
 Wherever partial results cross nodes, the work on a rank's own block has a tail like that; inside one node the final
 hop is short, and one tile is faster than two.

@@ -54,6 +54,18 @@ def test_rings_over_nodes_share_no_link_and_no_nic(nodes: int, width: int) -> No
         assert set(Counter(end).values()) == {1}
 
 
+def test_the_rings_of_the_docstrings() -> None:
+    drawn = [" ".join(map(str, disjoint_ring(Topology(1, 5), number))) for number in range(4)]
+    assert drawn == ["0 1 2 3 4", "0 2 4 1 3", "0 4 3 2 1", "0 3 1 4 2"]
+    over_nodes = [disjoint_ring(Topology(2, 4), number) for number in range(4)]
+    assert [list(ring[:4]) for ring in over_nodes] == [[0, 1, 2, 3], [1, 3, 0, 2], [3, 2, 1, 0], [2, 0, 3, 1]]
+    assert all(list(ring[4:]) == [rank + 4 for rank in ring[:4]] for ring in over_nodes)
+    grid = tasp(Topology(1, 3)).in_parts(2)
+    assert grid.visits == ((0, 3, 2, 4, 1, 5), (1, 4, 0, 5, 2, 3), (2, 5, 1, 3, 0, 4))
+    to_rank_0 = [t for t in grid.gather if t.dst == 0 and t.issue == 0]
+    assert [(t.block, t.src, t.due) for t in to_rank_0] == [(2, 2, 2), (4, 1, 2)]
+
+
 def test_in_one_part_it_is_a_flat_ring() -> None:
     for topology, reduces in product((Topology(1, 5), Topology(2, 4)), (True, False)):
         one, flat = tasp(topology, reduces).in_parts(1), flat_ring(topology, reduces)
