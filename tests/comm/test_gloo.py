@@ -359,9 +359,9 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
 def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     """One rank's call differs from the others'."""
     options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
-    options["mask"] = Causal()
-    options.update(changes.get(rank, {}))
-    cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
+    options |= {"mask": Causal(), "forward": "kv", **changes.get(rank, {})}
+    strategy = Strategy(**{name: options[name] for name in ("ranks_per_node", "kernel", "forward")})
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     moved = Counter[int]()
 
     def counted(original: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -390,6 +390,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
         ({1: {"mask": Full()}}, "rank 1: mask=Full(); rank 0, 2, 3: mask=Causal()"),
         ({0: {"ranks_per_node": 4}}, "rank 0: topology=1x4"),
         ({0: {"kernel": "reference"}}, "rank 0: kernel in use=reference, kernel=reference"),
+        ({1: {"forward": "both"}}, "rank 1: forward moving=kv and q"),
         ({0: {"ranks_per_node": "auto"}, 2: {"ranks_per_node": "auto"}}, "only some ask for nodes to be detected"),
         ({2: {"tokens": 15}}, "rank 2: query tokens=Tokens(length=60)"),
     ],
