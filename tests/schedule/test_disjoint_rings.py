@@ -26,7 +26,7 @@ def links(topology: Topology) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [*range(1, 41), 64, 122, 124, 126, 128])
+@pytest.mark.parametrize("ranks", [*range(1, 33), 64, 126])
 def test_rings_of_a_node_are_all_of_its_links(ranks: int) -> None:
     """Each once, but for 4 and 6 ranks, for which that is impossible: two links of each rank are left."""
     found = links(Topology(1, ranks))
