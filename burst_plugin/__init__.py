@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from burst_plugin.attention import burst_attention
 from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
-from burst_plugin.schedule.rings import direct, flat_ring, two_level_ring
+from burst_plugin.schedule.rings import direct, flat_ring, tasp, two_level_ring
 from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
@@ -72,6 +72,7 @@ __all__ = [
     "key_padding",
     "selected_blocks",
     "shard_batch",
+    "tasp",
     "two_level_ring",
 ]
 

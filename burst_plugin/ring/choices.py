@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -22,7 +22,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.strategy.presets import presets_with
-from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction, Side
 
 __all__ = ["features_of", "is_deterministic", "kernel_for", "make_plan"]
 
@@ -68,15 +68,22 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = _moving_sides(strategy, shapes, extras)
+    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
     # Results that something else is added to first stay as wide as they were accumulated.
     rounded: dict[Direction, Mapping[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
         "backward": {"q": True, "kv": ranks_per_kv_head == 1},
     }
+    same = partial(
+        PassPlan,
+        rank_state=rank_state,
+        attending=attending,
+        kernel_tiles=kernel_tiles,
+        device=device,
+        packing=packing,
+    )
     forward, backward = (
-        PassPlan(each, moving[each], rank_state, attending, kernel_tiles, rounded[each], device, packing)
-        for each in DIRECTIONS
+        _pass_plan(partial(same, direction=each, rounded=rounded[each]), moving[each]) for each in DIRECTIONS
     )
     return Plan(
         rank_state=rank_state,
@@ -95,6 +102,13 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
         spans=SpanTable(shapes.batch, device),
         packing=packing,
     )
+
+
+def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
+    """Return the plan of a pass in which this side moves; where two do, that of the first half, with the other."""
+    first, *others = moving
+    other = make(moving=others[0], halved=True) if others else None
+    return make(moving=first, halved=bool(others), other=other)
 
 
 def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Shapes, Attending, int]:
@@ -216,23 +230,37 @@ def is_deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
-    """Return by direction which side moves. A bias belongs to the queries, which stay where it is."""
-    if not extras.bias:
-        return {direction: choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS}
+def _moving_sides(
+    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int
+) -> Mapping[Direction, tuple[Side, ...]]:
+    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
+    moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
-        if getattr(strategy, direction) == "q":
+        asked = getattr(strategy, direction)
+        if extras.bias and asked in ("q", BOTH):
             raise ValueError(
-                f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
-                f"take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values move: "
-                f"{presets_with(forward='kv', backward='kv')}"
+                f"{direction}={asked!r} cannot be had with a bias: its rows belong to the queries, which would have "
+                f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
+                f"move: {presets_with(forward='kv', backward='kv')}"
             )
-    return dict.fromkeys(DIRECTIONS, "kv")
+        if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
+            moving[direction] = ("kv",)
+        else:
+            moving[direction] = ("kv", "q") if asked == BOTH else (choose_moving_side(strategy, direction, shapes),)
+    return moving
 
 
 def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
-    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
+    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal).
+
+    Raises ValueError for "both", of which there is no price.
+    """
     asked = strategy.forward if direction == "forward" else strategy.backward
+    if asked == BOTH:
+        raise ValueError(
+            f"{direction}='both' cannot be planned: it has no price. Use 'q', 'kv' or 'auto'; or run it without a "
+            "plan, as Strategy(schedule=..., parts=..., ...)"
+        )
     if asked != AUTO:
         return "q" if asked == "q" else "kv"
     return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))

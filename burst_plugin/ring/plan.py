@@ -83,9 +83,9 @@ class Plan:
     packing: Callable[[tuple[Spec, ...]], Packing]
 
     @property
-    def passes(self) -> tuple[PassPlan, PassPlan]:
-        """Both passes."""
-        return self.forward, self.backward
+    def passes(self) -> tuple[PassPlan, ...]:
+        """Both passes, or the halves of each."""
+        return (*self.forward.halves, *self.backward.halves)
 
     @property
     def is_rehearsed(self) -> bool:
@@ -102,7 +102,7 @@ class Plan:
     def choices(self) -> dict[str, str]:
         """What was chosen, for people to read."""
         schedules = dict.fromkeys(each.route.schedule.name for each in self.passes)
-        moving: dict[str, str] = {each.direction: each.moving for each in self.passes}
+        moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     @cached_property
@@ -113,8 +113,9 @@ class Plan:
     @property
     def sends_row_factor(self) -> bool:
         """Whether queries travel backward, with a factor per row in place of out (`online_softmax.row_factor`)."""
-        travel = self.backward.moving == "q" and self.rank_state.route_table.ring_ranks > 1
-        return travel and not self.shapes.sends_out
+        if self.rank_state.route_table.ring_ranks == 1 or self.shapes.sends_out:
+            return False
+        return any(half.moving == "q" for half in self.backward.halves)
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
@@ -128,7 +129,7 @@ class Plan:
             "key tokens": self.attending.kv,
             "with": self.extras.listed,
             **({"return_lse": self.lse} if degree > 1 else {}),  # then it is exchanged
-            **{f"{each.direction} moving": each.moving for each in self.passes},
+            **{f"{each.direction} moving": each.moving_sides for each in (self.forward, self.backward)},
             "kernel in use": self.kernel.name,
             "mask": self.attending.mask,
             "scores": self.scores,
@@ -182,21 +183,20 @@ class Plan:
             found.append((how, own_bias, q_part, kv_part))
         return found
 
-    def ring_pass(
-        self, pass_plan: PassPlan, parts: Sequence[Part], own: BlockAccumulators, which: CallId
-    ) -> RingPass:
-        """Return the ring of a pass; results of the moving side accumulate in `own` at the end."""
-        state = self.rank_state
-        state.expected_bytes.update(pass_plan.send_recv.sent_bytes)
-        state.progress.ring_pass = ring_pass = RingPass(
-            pass_plan.send_recv,
-            state.transport,
-            parts,
-            own.parts,
-            label=self.label(pass_plan.direction, which),
-            profile=state.profile,
-        )
-        return ring_pass
+    def ring_passes(
+        self, pass_plan: PassPlan, parts: Sequence[Part], own: Mapping[Side, BlockAccumulators], which: CallId
+    ) -> list[RingPass]:
+        """Return the ring of a pass, or of each half; results of its moving side accumulate in `own` at the end."""
+        state, direction = self.rank_state, pass_plan.direction
+        label = self.label(direction, which)
+        log = None if state.profile is None else state.profile.begin_pass(direction, self.device)
+        rings = []
+        for half in pass_plan.halves:
+            state.expected_bytes.update(half.send_recv.sent_bytes)
+            accumulators = own[half.moving].parts
+            rings.append(RingPass(half.send_recv, state.transport, parts, accumulators, label=label, log=log))
+        state.progress.ring_pass = rings[0]
+        return rings
 
     def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
         """Return the exchange of heads before and after the ring, in one pass."""

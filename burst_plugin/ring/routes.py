@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from burst_plugin.ring.ulysses_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
-from burst_plugin.schedule.schedule import RankSchedule, Schedule
+from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
@@ -107,9 +107,9 @@ class RouteTable:
         self._ring_topology = topology.of_ulysses_groups(strategy.degree)
         self._pairs: dict[Attending, Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
-        self._schedules: dict[tuple[Attending, str, bool], Schedule] = {}
-        self._dense: dict[bool, Schedule] = {}
-        self._routes: dict[tuple[int, Attending, str, bool, int], Route] = {}
+        self._schedules: dict[tuple[Attending, str, bool, int, bool], Schedule] = {}
+        self._dense: dict[tuple[bool, int], Schedule] = {}
+        self._routes: dict[tuple[int, Attending, str, bool, int, bool], Route] = {}
 
     @property
     def cp_ranks(self) -> int:
@@ -125,6 +125,11 @@ class RouteTable:
     def ring_topology(self) -> Topology:
         """Nodes and ranks of the ring."""
         return self._ring_topology
+
+    @property
+    def moving(self) -> frozenset[str]:
+        """What is asked to move, in either direction."""
+        return frozenset((self._strategy.forward, self._strategy.backward))
 
     @property
     def schedule_name(self) -> str:
@@ -181,12 +186,17 @@ class RouteTable:
             self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
         return self._pairs[attending]
 
-    def route(self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1) -> Route:
-        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`."""
+    def route(
+        self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1, halved: bool = False
+    ) -> Route:
+        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`.
+
+        `halved`: of the half of the visits in which this side travels where both do (`_half`).
+        """
         pairs = self.pairs(attending)
-        key = (ring_rank, attending, moving, reduces, parts)
+        key = (ring_rank, attending, moving, reduces, parts, halved)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces).in_parts(parts).of_rank(ring_rank)
+            schedule = self._schedule(attending, moving, reduces, parts, halved).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
@@ -205,11 +215,12 @@ class RouteTable:
             self._routes[key] = Route(schedule, tiles, runs)
         return self._routes[key]
 
-    def dense(self, reduces: bool) -> Schedule:
+    def dense(self, reduces: bool, parts: int = 1) -> Schedule:
         """Return the schedule in which every rank visits every block."""
-        if reduces not in self._dense:
-            self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
-        return self._dense[reduces]
+        if (reduces, parts) not in self._dense:
+            whole = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
+            self._dense[reduces, parts] = whole.in_parts(parts)
+        return self._dense[reduces, parts]
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
@@ -224,20 +235,50 @@ class RouteTable:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
 
-    def _schedule(self, attending: Attending, moving: Side, reduces: bool) -> Schedule:
+    def work_in_halves(self, attending: Attending) -> list[int]:
+        """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""
+        pairs, work = self.pairs(attending), [0] * self.ring_ranks
+        for moving in SIDES:
+            for rank, owners in enumerate(_half(pairs.required(moving), moving, self.ring_ranks)):
+                tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
+                work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
+        return work
+
+    def _schedule(
+        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, halved: bool = False
+    ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending), (attending, moving, reduces)
-        required = pairs.required(moving)
+        pairs, key = self.pairs(attending), (attending, moving, reduces, parts, halved)
+        required: Required | None = pairs.required(moving)
+        if halved:
+            required = _half(required, moving, self.ring_ranks)
         if required is None:
-            return self.dense(reduces)
+            return self.dense(reduces, parts)
         if key not in self._schedules:
             lengths = [token_count(held) for held in pairs.runs[moving]]
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
-                SCHEDULES[name](self._ring_topology, reduces, required)
+                SCHEDULES[name](self._ring_topology, reduces, required).in_parts(parts)
                 if name in SPARSE
-                else self.dense(reduces).pruned(required)
+                else self.dense(reduces, parts).pruned(required)
                 for name in names
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
         return self._schedules[key]
+
+
+def _half(required: Required | None, moving: Side, ranks: int) -> Required:
+    """Return what is required in the visits in which side `moving` travels where both do.
+
+    The keys and values of a rank go half way round the ring; the queries of ranks beyond that come to it instead.
+    (DistFlashAttn, arXiv 2310.03294, section 3.2: of consecutive tokens under a causal mask, ranks whose queries have
+    few keys before them take over those of ranks that have many.)
+    """
+    if required is None:
+        required = [dict.fromkeys(range(ranks))] * ranks
+
+    def travels(rank: int, owner: int) -> bool:
+        distance = (rank - owner) % ranks
+        return 2 * distance <= ranks if moving == "kv" else 0 < 2 * distance < ranks
+
+    return [{owner: rows for owner, rows in owners.items() if travels(r, owner)} for r, owners in enumerate(required)]

@@ -15,7 +15,7 @@ from burst_plugin.sequence.layout import LAYOUTS
 from burst_plugin.strategy.presets import presets_with, with_preset
 from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, kept_share, validated
 from burst_plugin.topology import Topology
-from burst_plugin.types import DIRECTIONS, SIDES, Direction
+from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
@@ -42,8 +42,8 @@ class Strategy:
 
     The fields are described one by one below, and in docs/options.md. Besides:
 
-    - forward, backward: queries that move are "pass-Q" in forward passes (arXiv 2411.01783) and BurstAttention in
-      backward passes (2403.09347); keys and values that move are "pass-KV", ring attention (2310.01889).
+    - forward, backward: moving queries are "pass-Q" forward (arXiv 2411.01783), BurstAttention backward (2403.09347);
+      keys and values are "pass-KV", ring attention (2310.01889); both is DistFlashAttn's schedule (2310.03294).
     - kernel: also an object of your own, such as `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by
       name.
     - check: backward passes are compared if their forward passes were. On CPUs every message also carries a label of
@@ -73,17 +73,17 @@ class Strategy:
     forward: str = field(
         default="kv",
         metadata=_about(
-            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention); `auto` takes '
-            "the one with fewer bytes",
-            (*SIDES, AUTO),
+            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention), or '
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     backward: str = field(
         default=AUTO,
         metadata=_about(
-            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention); `auto` takes the "
-            "one with fewer bytes",
-            (*SIDES, AUTO),
+            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention), or "
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     kernel: str | Kernel = field(

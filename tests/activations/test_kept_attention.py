@@ -106,6 +106,7 @@ STRATEGIES = {
     "striped, q moves": Strategy(keep_attention="all", layout="striped", backward="q", forward="q"),
     "two levels": Strategy(keep_attention="all", ranks_per_node=2, parts=2),
     "direct": Strategy(keep_attention="all", schedule="direct"),
+    "both": Strategy(keep_attention="all", forward="both", backward="both", layout="contiguous"),
 }
 
 

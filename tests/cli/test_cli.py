@@ -150,7 +150,7 @@ def test_plan_compares_all_rows_with_one_bound(inter: str, capsys: pytest.Captur
     shown = capsys.readouterr().out
     bound = float(re.findall(r"over ([\d.]+) ms, the same for all rows", shown)[0])
     rows = ROW.findall(shown)
-    assert {name for name, *_ in rows} == {"flat_ring", "two_level_ring", "direct"}
+    assert {name for name, *_ in rows} == {"flat_ring", "two_level_ring", "direct", "tasp"}
     for *_, forward, backward, ratio in rows:
         assert (float(forward) + float(backward)) / bound == pytest.approx(float(ratio), rel=2e-3, abs=0.006)
     ratios = [float(row[-1]) for row in rows]
@@ -165,7 +165,7 @@ def test_plan_has_the_rows_of_a_small_cluster_on_4096_ranks(capsys: pytest.Captu
         asked = (*PLAN, "--ranks-per-node", "8", "--heads", "32/8", "--inter-gb-s", "40", "--nodes", nodes)
         assert main([*asked, "--seq", seq]) == 0
         rows[nodes] = {(name, degree) for name, degree, *_ in ROW.findall(capsys.readouterr().out)}
-    alone = {(name, "1") for name in ("flat_ring", "two_level_ring", "direct")}
+    alone = {(name, "1") for name in ("flat_ring", "two_level_ring", "direct", "tasp")}
     assert alone < rows["512"]
     assert {degree for _, degree in rows["8"]} == {degree for _, degree in rows["512"]}
 

@@ -180,7 +180,7 @@ def options(
     draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
 ) -> Strategy:
     """Draw a strategy; few are refused."""
-    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto"])
+    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto", "both"])
     fitting = [n for n in topology.ulysses_degrees if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
     rings_of_groups = [n for n in fitting if 1 < n < topology.ranks]
     degree = draw(st.sampled_from(rings_of_groups if in_pieces and rings_of_groups else fitting))
