@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,19 @@ def test_enable_redirects_once_and_says_what() -> None:
             torch.ones(2).cuda(non_blocking=True).pin_memory(),
             *torch.nn.Linear(2, 2).to(index).cuda().parameters(),
         ]
+        thread = threading.Thread(target=lambda: made.append(torch.ones(2, device="cuda")))
+        thread.start()
+        thread.join()
+        assert len(made) == 10
         assert {tensor.device.type for tensor in made} == {"cpu"}
+        generators = [
+            torch.Generator(),
+            torch.Generator(index),
+            torch.Generator(device="cuda"),
+            torch.default_generator,
+        ]
+        assert all(isinstance(each, torch.Generator) for each in (torch.default_generator, *generators))
+        assert {each.device.type for each in generators} == {"cpu"}
         assert torch.ones(2).type() == "torch.cuda.FloatTensor"
         assert torch.ones(2).type("torch.cuda.DoubleTensor").dtype == torch.float64
         assert torch.ones(2, device="meta").device.type == "meta"

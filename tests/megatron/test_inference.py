@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from burst_plugin.sequence.turns import held_run
 from tests.support.core_attentions import WrittenOut
 from tests.support.megatron_gpt import GptRun, build, leave, random_tokens
 from tests.support.ranks import last_lines, run_ranks
+
+pytestmark = pytest.mark.megatron
 
 ONE = GptRun(layers=2, microbatch_size=1, seq_length=96)
 CP2 = replace(ONE, cp=2, cp_comm_type="burst")
@@ -133,12 +137,18 @@ def test_the_static_engine_says_what_it_says_on_one_rank(
 # On the ring on two ranks; on one the plugin changes nothing but faults of Megatron's.
 OTHER = replace(ONE, seq_length=41, microbatch_size=2, cp_comm_type="burst")
 MODELS = {
-    "gpt-oss": replace(
-        OTHER, config={"window_size": (9, 0), "window_attn_skip_freq": 2, "softmax_type": "learnable"}
+    "gpt-oss, interleaved": replace(
+        OTHER,
+        config={
+            "window_size": (9, 0),
+            "window_attn_skip_freq": 2,
+            "softmax_type": "learnable",
+            "softmax_scale": 0.5,
+            "rotary_interleaved": True,
+        },
     ),
     "learned positions, one head of keys": replace(OTHER, positions="learned_absolute", groups=1, tied=True),
     "YaRN": replace(OTHER, positions="yarn"),
-    "interleaved, scaled": replace(OTHER, config={"rotary_interleaved": True, "softmax_scale": 0.5}),
     "experts, latent": replace(
         OTHER,
         groups=8,
@@ -193,7 +203,10 @@ def _logits_of_turns(rank: int, runs: dict[str, GptRun]) -> dict[str, list[torch
     ("strategy", "names"),
     [
         (None, tuple(MODELS)),
-        (Strategy(layout="striped", forward="q", mlp_chunk=3, loss_chunk=8, ulysses_degree=2), ("gpt-oss", "YaRN")),
+        (
+            Strategy(layout="striped", forward="q", mlp_chunk=3, loss_chunk=8, ulysses_degree=2),
+            ("gpt-oss, interleaved",),
+        ),
     ],
 )
 def test_turns_of_other_models_are_exact(strategy: Strategy | None, names: tuple[str, ...]) -> None:
@@ -313,3 +326,21 @@ def test_ranks_that_go_apart_end_with_an_error(how: str, text: str) -> None:
     for line in last_lines(_apart, 2, how, timeout_s=40.0):
         assert line.startswith("ValueError: ")
         assert text in line
+
+
+def test_the_server_runs_on_rank_0_and_finds_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    from burst_plugin.megatron import inference
+
+    served: list[int] = []
+    server = type("MegatronServer", (), {"run": lambda self, url, port: served.append(port)})
+    args = SimpleNamespace(inference_max_seq_length=7)
+    monkeypatch.setattr(inference, "parsed_arguments", lambda: args)
+    inference.mend_server()  # of a script without a server
+    assert not hasattr(args, "inference_max_sequence_length")
+    monkeypatch.setitem(sys.modules, inference._SERVER, SimpleNamespace(MegatronServer=server))  # type: ignore[misc]
+    for rank in range(2):
+        monkeypatch.setattr(inference.dist, "get_rank", lambda rank=rank: rank)
+        inference.mend_server()
+        server().run("0.0.0.0", port=rank)
+    assert served == [0]
+    assert args.inference_max_sequence_length == 7

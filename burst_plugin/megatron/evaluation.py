@@ -1,0 +1,74 @@
+"""Log-likelihoods of long texts by Megatron's models on a ring, as evaluation harnesses ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config, unwrap_model
+from torch import Tensor
+
+from burst_plugin.comm.differences import TensorValues
+from burst_plugin.megatron.adapter import install_adapter
+from burst_plugin.megatron.arguments import resets_attention_mask
+from burst_plugin.megatron.config import is_hybrid
+
+__all__ = ["token_log_probs"]
+
+
+def token_log_probs(model: Any, tokens: Tensor) -> Tensor:
+    """Return the log-probability of every token but the first, given those before it; collective.
+
+        log_probs = token_log_probs(model, tokens)  # of a context and its continuation, the same on every rank
+        likelihood = log_probs[:, len(context) - 1 :].sum(1)
+
+    One forward pass without gradients, cut over context-parallel ranks by the layout of the ring; the losses of all
+    ranks are put together in order. Texts need not divide: they are padded at their ends, which nothing before sees.
+    Logits are those of a rank's own tokens, or of a chunk of these with `loss_chunk`.
+
+    Args:
+        model: a `GPTModel`, wrapped or not, in evaluation mode.
+        tokens: [B, T], int64, T at least 2; the same on all ranks of a model. Texts of unlike lengths are padded at
+            their ends with anything, of which the log-probabilities mean nothing.
+
+    Returns:
+        [B, T - 1], float32 or the type of the model's losses, the same on every rank of the model.
+
+    Raises:
+        ValueError: for a model in training mode, pipeline stages, hybrid context parallelism,
+            --reset-attention-mask, or tokens that do not fit; on every rank, if ranks have other tokens.
+    """
+    config = get_model_config(model)
+    problem = _problem(model, config, tokens)
+    if problem:
+        raise ValueError(f"token_log_probs cannot score these tokens: {problem}")
+    registry = install_adapter(None).registry
+    cp = registry.context(config, getattr(unwrap_model(model), "pg_collection", None))
+    cp.agree({"tokens": TensorValues(tokens.flatten())}, of="texts that are scored")
+    count = tokens.shape[1] - 1
+    divisor = 2 * cp.ranks * config.tensor_model_parallel_size
+    padded = torch.nn.functional.pad(tokens, (0, -count % divisor))
+    positions = torch.arange(padded.shape[1] - 1, device=tokens.device).expand(len(tokens), -1)
+    layout = registry.tokens_of_batch(padded.shape[1] - 1, cp.ranks)
+    mine, labels, at = (cp.shard(x, 1, layout).contiguous() for x in (padded[:, :-1], padded[:, 1:], positions))
+    with torch.no_grad():
+        losses = model(mine, at, None, labels=labels)
+        return -cp.unshard(losses, 1, layout)[:, :count]
+
+
+def _problem(model: Any, config: Any, tokens: Tensor) -> str:
+    """Return why a model cannot score these tokens, or nothing."""
+    if tokens.dim() != 2 or tokens.shape[1] < 2:
+        return f"they are {list(tokens.shape)}; give [batch, at least 2]"
+    if unwrap_model(model).training:
+        return "the model is in training mode; call model.eval()"
+    if config.pipeline_model_parallel_size > 1:
+        return (
+            f"pipeline_model_parallel_size={config.pipeline_model_parallel_size} is not supported; use Megatron's "
+            "schedules with forward_only=True"
+        )
+    if is_hybrid(config):
+        return "hybrid_context_parallel is not supported; use context_parallel_size"
+    if resets_attention_mask():
+        return "--reset-attention-mask is for batches of Megatron's loader; drop it"
+    return ""
