@@ -25,7 +25,7 @@ IGNORED = -100
 
 
 def texts(count: int, length: int, generator: torch.Generator, times: int = 1) -> dict[str, Tensor]:
-    """Return texts that tell a passkey so many times and again at the end; labels are its digits from the second on."""
+    """Return texts that tell a passkey some times, and at the end again; labels are its digits but the first."""
     ids = torch.randint(NOISE, VOCABULARY, (count, length), generator=generator)
     digits = torch.rand(count, MARK, generator=generator).argsort(1)[:, :DIGITS]
     told, labels = torch.cat([torch.full((count, 1), MARK), digits], 1), torch.full_like(ids, IGNORED)
