@@ -82,7 +82,7 @@ class OwnAttention(NamedTuple):
         if shared is not None and shared.lengths[0]:
             out, lse = self._computed(q.flatten(0, 1).unsqueeze(0), shared.row(0), None)
             batch, tokens = q.shape[:2]
-            by_row = lse[0].view(-1, batch, tokens).transpose(0, 1)
+            by_row = lse[0].view(-1, batch, tokens).transpose(0, 1).contiguous()
             merge_(own.out, own.lse, [(out[0].view(own.out.shape), by_row)])
         return own
 

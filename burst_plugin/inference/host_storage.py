@@ -54,11 +54,13 @@ class HostRowStore(RowStore):
     def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
         """Append keys [n, heads, dim] and values to each row, n of its own."""
         self.device, stored, before = k[0].device, self._tensors(), self.lengths
+        self._wait()
         super().append(k, v)
+        if self.device.type == "cuda":  # the host may move what it stores next
+            torch.cuda.current_stream(self.device).synchronize()
         if stored and stored[0] is not self._tensors()[0]:  # there are larger ones
             self.release()
         if self._fetched:
-            self._wait()
             after, self.lengths = self.lengths, before
             for fetched, new in zip(self._fetched, (k, v), strict=True):
                 self._write(fetched, new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from hashlib import blake2b
 
 import torch
@@ -50,9 +51,12 @@ class TreeMerge:
         with state.exclusive(device):
             state.begin_pass("forward", which)
             try:
+                log = None if state.profile is None else state.profile.begin_pass("merge", device)
+                transport = self._transport if log is None else log.watch(self._transport)
+                with nullcontext() if log is None else log.timed("kernel"):
+                    mine = compute()
                 label = self._label(which, signature, device)
-                program = merge_in_tree(self._transport, state.topology, state.rank, compute(), label)
-                return lockstep([program])[0]
+                return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
             finally:
                 state.progress.end_pass("forward")
 

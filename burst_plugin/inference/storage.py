@@ -127,7 +127,7 @@ class RowStore:
     def _write(self, to: Tensor, new: Sequence[Tensor]) -> None:
         """Write tokens that follow those of each row."""
         for start, length, tokens in zip(self._starts(), self.lengths, new, strict=True):
-            to[start + length : start + length + len(tokens)].copy_(tokens)
+            to[start + length : start + length + len(tokens)].copy_(tokens, non_blocking=to.device != tokens.device)
 
     def _tensors(self) -> tuple[Tensor, ...]:
         return () if self._k is None or self._v is None else (self._k, self._v)

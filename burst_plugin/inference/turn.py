@@ -33,7 +33,7 @@ class Turn:
     replicated: bool
     known: dict[Hashable, object] = field(default_factory=dict, repr=False)  # what layers of the turn share
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """New tokens of each row."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
@@ -48,7 +48,7 @@ class Turn:
         """Whether all rows are equally long, before the turn and after it."""
         return len(set(self.starts)) == len(set(self.stops)) == 1
 
-    @property
+    @cached_property
     def own(self) -> tuple[slice, ...]:
         """Which of the new tokens of each row this rank stores, counted from the first new one."""
         return self.own_of(self.rank)
@@ -59,7 +59,7 @@ class Turn:
         each = zip(runs, self.starts, self.lengths, strict=True)
         return tuple(slice(min(run.start - start, length), length, self.ranks) for run, start, length in each)
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """How many tokens of each row this rank computes: rows of its q, k and v that are not padding."""
         return self.lengths if self.replicated else self.counts_of(self.rank)

@@ -18,7 +18,6 @@ from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs,
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
-from burst_plugin.sequence.turns import ROUND_ROBIN, RoundRobin
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import OTHER_SIDE, SIDES, Side
@@ -133,8 +132,9 @@ class RouteTable:
 
     def layout(self, tokens: Tokens) -> Layout:
         """Return the layout of these tokens. Raise ValueError if nothing says which, or if it is for other ranks."""
-        if isinstance(tokens, RoundRobin):
-            return ROUND_ROBIN
+        own: Layout | None = getattr(tokens, "own_layout", None)  # of a subclass, which training need not import
+        if own is not None:
+            return own
         if tokens.holders is not None:
             ranks = len(set(tokens.holders))
             if ranks != self.cp_ranks:

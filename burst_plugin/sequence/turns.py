@@ -36,6 +36,11 @@ class RoundRobin(Tokens):
 
     starts: tuple[int, ...] = ()
 
+    @property
+    def own_layout(self) -> Layout:
+        """How ranks hold it; see `RouteTable.layout`."""
+        return ROUND_ROBIN
+
     @classmethod
     def of(cls, starts: tuple[int, ...], stops: tuple[int, ...]) -> RoundRobin:
         """Return the tokens at positions `start:stop` of each sequence."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Topology
+from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Strategy, Topology
 from burst_plugin.inference import KVCache, decode_bytes, pass_q_share
 from burst_plugin.kernels import How
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
@@ -64,6 +64,12 @@ def test_ranks_in_one_process_are_exact_and_the_same_to_the_bit(name: str, topol
         assert ranks.tell(conversation, replicated=False, left=left) < bound
 
 
+@pytest.mark.parametrize("topology", [Topology(2, 2), Topology(1, 2)])
+def test_heads_may_be_exchanged_on_the_ring(topology: Topology) -> None:
+    told = Conversation.draw(UNLIKE)
+    assert RanksInOne(topology, Strategy(ulysses_degree=2)).tell(told, replicated=False) < 1e-14
+
+
 @pytest.mark.parametrize(("new", "side"), [(40, "q"), (50, "q"), (66, "kv"), (200, "kv")])
 def test_the_side_moves_that_sends_fewer_bytes(new: int, side: str) -> None:
     """The share of new tokens beside 64 cached ones is below 0.47, or above it."""
@@ -109,7 +115,13 @@ def test_truncated_and_forked_caches_go_on_exactly() -> None:
     def on_rank(rank: int) -> list[float]:
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=2)
         cache = KVCache(cp, 2)
-        errors = [first.tell(cp, cache, layers=2).error]
+        with cp.profile() as profile:
+            errors = [first.tell(cp, cache, layers=2).error]
+        merges = [each for each in profile.events if each.direction == "merge"]
+        assert {each.kind for each in merges} == {"kernel", "post", "wait"}
+        assert "merge" in str(profile)
+        posted = sum(each.sent_bytes for each in profile.events)
+        assert posted == sum(cache.bytes_sent.values())
         cache.truncate([0, 0])
         errors.append(second.tell(cp, cache, layers=2).error)
         cache.truncate([21, 17])
@@ -278,7 +290,11 @@ def test_offloaded_layers_are_on_the_device_one_ahead() -> None:
             assert told.error(out, new.starts, turn) < 1e-14
     assert there == [True, False, False, False]  # for the next turn
     cache.truncate([71, 51])
-    assert told.of_rows(2, told.turns[-1:]).tell(ContextParallel(), cache.fork(), layers=4).error < 1e-14
+    again = told.of_rows(2, told.turns[-1:])
+    assert again.tell(ContextParallel(), cache.fork(), layers=4).error < 1e-14
+    assert again.tell(ContextParallel(), cache, layers=4).error < 1e-14
+    cache.truncate([5, 3])  # of what was on its way, and is laid out anew
+    assert again.tell(ContextParallel(), cache, layers=4).error < 1e-14
 
 
 def test_turns_in_and_out_of_inference_mode_mix() -> None:
@@ -302,9 +318,17 @@ def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:
     with pytest.raises(ValueError, match="cannot be cut to 1000 tokens: layer 0 has a window of 64"):
         cache.truncate([1000])
     assert cache.lengths == (1100,)
+    first = cache._layers[0].first_keys[0]
+    with pytest.raises(ValueError, match=f"dropped what comes before token {first}"):
+        cache.truncate([first + 63])
+    cache.fork().truncate([first + 64])
     cache.truncate([1092])
     assert cache.bytes / token >= 1092 + 64
     cache.truncate([0])
     assert cache.bytes == 0
+    x, fresh = torch.randn(1, 80, 2, 4), KVCache(ContextParallel(), 1)
+    for each in (cache, fresh):
+        each.begin([80])
+    assert torch.equal(cache.attend(0, x, x, x), fresh.attend(0, x, x, x, mask=SlidingWindow(64)))
     with pytest.raises(ValueError, match="give for each of 2 layers a number of tokens"):
         KVCache(ContextParallel(), 2, windows=[3])

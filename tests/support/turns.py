@@ -101,7 +101,7 @@ class Conversation(NamedTuple):
             turn = cache.begin(lengths)
             for layer in range(layers):
                 whole = cache.gather(cache.attend(*self.asked(turn)._replace(layer=layer)))  # type: ignore[arg-type]
-            error = max(error, self.error(whole, turn.starts, lengths))
+                error = max(error, self.error(whole, turn.starts, lengths))
             sent.append({link: n - before[link] for link, n in cache.bytes_sent.items()})
         cache.finish()
         return Told(error, whole, cache.bytes, sent)
