@@ -20,12 +20,13 @@ from burst_plugin import ContextParallel
 from burst_plugin.huggingface import RingCache, prepare
 
 MARK, NOISE, VOCABULARY, DIGITS = 10, 16, 64, 5
-ENOUGH, RECENT = 0.95, 8  # digits that have to be right, in so many steps
+ENOUGH, RECENT = 0.98, 8  # digits that have to be right, in so many steps
 IGNORED = -100
+RATES = {48: 3e-3, 256: 2e-3, 1024: 1e-3}  # by length
 
 
-def texts(count: int, length: int, generator: torch.Generator, times: int = 1) -> dict[str, Tensor]:
-    """Return texts that tell a passkey some times, and at the end again; labels are its digits but the first."""
+def texts(count: int, length: int, generator: torch.Generator, times: int) -> dict[str, Tensor]:
+    """Return texts that tell a passkey so many times and at the end; labels are its digits but for the first time."""
     ids = torch.randint(NOISE, VOCABULARY, (count, length), generator=generator)
     digits = torch.rand(count, MARK, generator=generator).argsort(1)[:, :DIGITS]
     told, labels = torch.cat([torch.full((count, 1), MARK), digits], 1), torch.full_like(ids, IGNORED)
@@ -40,16 +41,14 @@ def texts(count: int, length: int, generator: torch.Generator, times: int = 1) -
     return {"input_ids": ids, "labels": labels}
 
 
-def learn(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, length: int, most: int, cp: ContextParallel
-) -> None:
+def learn(model: PreTrainedModel, length: int, most: int, cp: ContextParallel, on_ring: bool) -> None:
     """Train on texts of one length until it finds their passkeys, or for `most` steps."""
-    on_ring = length >= 1024
     seed = length if on_ring else length + cp.rank
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATES.get(length, 5e-4), betas=(0.9, 0.98))
     generator, recent, began, steps = torch.Generator().manual_seed(seed), [], time.perf_counter(), 0
     while steps < most and not (len(recent) == RECENT and sum(recent) / RECENT >= ENOUGH):
         steps += 1
-        batch = texts(max(2, min(32 // cp.ranks, 4096 // length)), length, generator, times=4 if length < 100 else 1)
+        batch = texts(max(2, min(32 // cp.ranks, 4096 // length)), length, generator, times=4)
         inputs = dict(burst_plugin.shard_batch(batch, cp)) if on_ring else shifted(batch)
         labels = inputs.pop("shift_labels")
         logits, real = model(**inputs, use_cache=False).logits, labels != IGNORED
@@ -120,18 +119,17 @@ def main() -> None:
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
         max_position_embeddings=length,
         tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},  # what is found depends little on where it is
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0)
-    lengths = [n for n in (48, 192, 768) if n < length] + [n for n in (2048,) if n < length] + [length]
-    for each in lengths:
-        if each >= 1024:
-            prepare(model)
-        learn(model, optimizer, each, most, cp)
+    for each in (n for n in (48, 256, 1024) if n < length):
+        learn(model, each, most, cp, on_ring=False)
+    prepare(model)
+    learn(model, length, min(most, 80), cp, on_ring=True)
     ask(model.eval(), 2 if options.smoke else 16, length, cp)
     cp.close()
     dist.destroy_process_group()

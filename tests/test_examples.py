@@ -68,6 +68,20 @@ def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
     assert done.stdout.count("same tokens as one rank: True") == 4
 
 
+@pytest.mark.huggingface
+@pytest.mark.slow
+def test_the_example_of_generation_runs_on_the_ring() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["examples/generate.py", "--smoke"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    assert "passkeys found in 1024 tokens: " in done.stdout
+    sent = [line.split("sent per token ")[1] for line in done.stdout.splitlines() if "sent per token" in line]
+    assert len(sent) == 4
+    assert len(set(sent)) == 1
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:
