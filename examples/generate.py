@@ -91,7 +91,7 @@ def ask(model: PreTrainedModel, count: int, length: int, cp: ContextParallel) ->
     began = time.perf_counter()
     for prompt, expected in zip(prompts.split(2), digits.split(2), strict=True):
         cache = RingCache(cp, reserve=length)
-        options = {"past_key_values": cache, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        options = {"past_key_values": cache, "do_sample": False, "pad_token_id": MARK + 1, "eos_token_id": None}
         told = model.generate(prompt, max_new_tokens=1, **options)  # the prompt is read by all ranks together
         before = cache.bytes_sent
         told = model.generate(told, max_new_tokens=DIGITS - 1, **options)  # goes on after it
