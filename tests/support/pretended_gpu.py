@@ -202,8 +202,10 @@ def _of_other_ranks(topology: Topology) -> list[tuple[Any, str, Any]]:
     """Return how other ranks are asked, and hosts: ranks agree on all but their nodes, and hosts have room."""
 
     def exchange(_: ConsistencyCheck, text: str, when: str) -> list[str]:
-        is_node = text.startswith("node: ")
-        return [f"node: {r // topology.ranks_per_node}" if is_node else text for r in range(topology.ranks)]
+        if not text.startswith("node: "):
+            return [text] * topology.ranks
+        asked, _ = text.rsplit(" ", 1)  # by whoever looks for nodes, and its own
+        return [f"{asked} {rank // topology.ranks_per_node}" for rank in range(topology.ranks)]
 
     def gathered(said: list[Any], mine: Any, *_: Any, **__: Any) -> None:
         said[:] = [mine] * len(said)
