@@ -209,4 +209,4 @@ def test_a_patched_tree_installs_the_plugin(tree: Path, apply: Apply) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "pretrain_gpt.py"]
     shown = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
-    assert "--burst-backward {auto,q,kv}" in shown.stdout, shown.stderr
+    assert "--burst-backward {auto,q,kv,both}" in shown.stdout, shown.stderr
