@@ -17,7 +17,9 @@ __all__ = [
     "as_positive",
     "as_whole",
     "check_one_of",
+    "check_seconds",
     "number",
+    "one_or_two",
     "shown",
     "unreadable",
     "whole_number",
@@ -128,3 +130,21 @@ def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
     """Raise ValueError, with those that are, if a value is not one of the valid names of an option."""
     if not isinstance(value, str) or value not in valid:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
+
+
+def check_seconds(option: str, value: object, without: str) -> None:
+    """Raise ValueError unless a value is a positive number of seconds, or infinity, for what there is `without`."""
+    found = math.inf if value == math.inf else as_number(value)
+    if found is None or not found > 0:
+        raise ValueError(
+            f"{option}={shown(value)} is not valid; use a positive number of seconds, or math.inf for {without}"
+        )
+
+
+def one_or_two(option: str, value: object, which: str) -> int | tuple[int, int]:
+    """Return one or two positive whole numbers, of two that are equal one. Raise ValueError for anything else."""
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
+    found = tuple(filter(None, map(as_positive, pair)))
+    if not len(found) == len(pair) == 2:
+        raise ValueError(f"{option}={shown(value)} is not valid; use a positive number, or two: {which}")
+    return found[0] if found[0] == found[1] else (found[0], found[1])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.checks import as_number, as_positive, check_one_of, shown, whole_number
+from burst_plugin.checks import as_number, check_one_of, check_seconds, one_or_two, shown, whole_number
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
@@ -23,7 +23,6 @@ __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
 AUTO = "auto"
 PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
-_KEPT = {"none": 0.0, "all": 1.0}
 _COUNTS = {  # what they count, and what there is without
     "mlp_chunk": ("tokens", "all at once"),
     "head_chunk": ("query heads", "all at once"),
@@ -119,6 +118,13 @@ class Strategy:
             "multiple of it"
         ),
     )
+    mesh_degree: int = field(
+        default=1,
+        metadata=_about(
+            "how many neighbouring ranks [gather each other's blocks](internals.md#both-sides-may-move) of the side "
+            "that stays, so that their rings are so many times shorter: Mesh-Attention. Not with a `ulysses_degree`"
+        ),
+    )
     max_ctas: int = field(
         default=8,
         metadata=_about(
@@ -176,8 +182,7 @@ class Strategy:
     late_after: float = field(
         default=60.0,
         metadata=_about(
-            "how many seconds a rank waits for another one until a line in the log says which ranks wait for which, "
-            "on CPUs",
+            "how many seconds a rank on a CPU waits until a line in the log says which ranks wait for which",
             compared=False,
         ),
     )
@@ -200,11 +205,7 @@ class Strategy:
         for name in ("deterministic", "offload", "abort"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
-        if (as_number(self.late_after) is None and self.late_after != math.inf) or not self.late_after > 0:
-            raise ValueError(
-                f"late_after={shown(self.late_after)} is not valid; use a positive number of seconds, or math.inf "
-                "for no such line"
-            )
+        check_seconds("late_after", self.late_after, "no such line")
         if math.isnan(self.kept_share):
             raise ValueError(
                 f"keep_attention={shown(self.keep_attention)} is not valid; use 'none', 'all', or a share of the "
@@ -216,32 +217,26 @@ class Strategy:
     def kept_share(self) -> float:
         """The share of the sequence whose attention is kept across activation checkpoints."""
         kept = self.keep_attention
-        share = _KEPT.get(kept) if isinstance(kept, str) else as_number(kept)
+        share = {"none": 0.0, "all": 1.0}.get(kept) if isinstance(kept, str) else as_number(kept)
         return share if share is not None and 0.0 <= share <= 1.0 else math.nan
 
     def _normalize_numbers(self) -> None:
         """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
-        pair = self.parts if isinstance(self.parts, (tuple, list)) else (self.parts, self.parts)
-        parts = tuple(filter(None, map(as_positive, pair)))
-        if not len(parts) == len(pair) == 2:
-            raise ValueError(
-                f"parts={shown(self.parts)} is not valid; use a positive number, or two: forward and backward"
-            )
-        object.__setattr__(self, "parts", parts[0] if parts[0] == parts[1] else parts)
-        degree, per_node = as_positive(self.ulysses_degree), as_positive(self.ranks_per_node)
-        if degree is None:
-            raise ValueError(f"ulysses_degree={shown(self.ulysses_degree)} is not valid; use a positive number")
-        object.__setattr__(self, "ulysses_degree", degree)
+        object.__setattr__(self, "parts", one_or_two("parts", self.parts, "forward and backward"))
+        for name in ("ulysses_degree", "mesh_degree"):
+            degree = whole_number(f"{name}={{}}", getattr(self, name), "use a positive number", 1)
+            object.__setattr__(self, name, degree)
+        if min(self.ulysses_degree, self.mesh_degree) > 1:
+            both = f"ulysses_degree={self.ulysses_degree} and mesh_degree={self.mesh_degree}"
+            raise ValueError(f"{both} cannot be had together: groups exchange heads or gather blocks; leave one out")
         for name, (unit, without) in _COUNTS.items():
             expected = f"use a number of {unit}, or 0 for {without}"
             object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
         if self.max_ctas & (self.max_ctas - 1):
             raise ValueError(f"max_ctas={self.max_ctas} is not valid; {expected}")
-        if per_node is not None:
+        if not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
+            per_node = whole_number("ranks_per_node={}", self.ranks_per_node, "use a positive number or 'auto'", 1)
             object.__setattr__(self, "ranks_per_node", per_node)
-        elif not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
-            got = shown(self.ranks_per_node)
-            raise ValueError(f"ranks_per_node={got} is not valid; use a positive number or 'auto'")
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
@@ -305,6 +300,11 @@ class Strategy:
     def parts_of(self, direction: Direction) -> int:
         """Return the number of parts in which blocks are sent in a pass."""
         return self.parts if isinstance(self.parts, int) else self.parts[DIRECTIONS.index(direction)]
+
+    @property
+    def group_size(self) -> int:
+        """How many neighbouring ranks send each other something before and after the ring: heads, or blocks."""
+        return self.ulysses_degree * self.mesh_degree
 
     def schedule_for(self, topology: Topology) -> str:
         """Return the name of the schedule to run on `topology`."""

@@ -20,7 +20,7 @@ from burst_plugin.ring.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
-from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 __all__ = ["make_plan"]
 
@@ -56,18 +56,21 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
     strategy, device = rank_state.strategy, inputs.q.device
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
-    extras = _extras(inputs, strategy.ulysses_degree)
+    extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
     features = _features(shapes, scores, deterministic, extras)
     kernel = _kernel(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = _moving_sides(strategy, shapes, extras)
+    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
     # Results that something else is added to first stay as wide as they were accumulated.
-    rounded: dict[Direction, Mapping[Side, bool]] = {
+    rounded: dict[Direction, dict[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
         "backward": {"q": True, "kv": ranks_per_kv_head == 1},
     }
+    if strategy.mesh_degree > 1:
+        for direction in DIRECTIONS:
+            rounded[direction][OTHER_SIDE[moving[direction]]] = False
     forward, backward = (
         PassPlan(each, moving[each], rank_state, attending, kernel_tiles, rounded[each], device, packing)
         for each in DIRECTIONS
@@ -115,7 +118,7 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
-    degree, lengths = rank_state.strategy.ulysses_degree, {"q": local.q_len, "kv": local.kv_len}
+    degree, lengths = rank_state.strategy.group_size, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
@@ -209,10 +212,10 @@ def _deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping[Direction, Side]:
+def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int) -> Mapping[Direction, Side]:
     """Return by direction which side moves. A bias belongs to the queries, which stay where it is."""
     if not extras.bias:
-        return {direction: choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS}
+        return {direction: choose_moving_side(strategy, direction, shapes, ring_ranks) for direction in DIRECTIONS}
     for direction in DIRECTIONS:
         if getattr(strategy, direction) == "q":
             raise ValueError(
@@ -222,9 +225,19 @@ def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras) -> Mapping
     return dict.fromkeys(DIRECTIONS, "kv")
 
 
-def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
-    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal)."""
+def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes, ring_ranks: int = 1) -> Side:
+    """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal).
+
+    With a `mesh_degree` blocks of the other side are gathered, and count as well: see `mesh`.
+    """
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked != AUTO:
         return "q" if asked == "q" else "kv"
-    return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))
+    gathered = strategy.mesh_degree - 1
+    hops = ring_ranks - 1 if gathered else 1
+
+    def sent_bytes(moving: Side) -> int:
+        stays = OTHER_SIDE[moving]
+        return hops * hop_bytes(shapes, direction, moving) + gathered * hop_bytes(shapes, direction, stays)
+
+    return min(reversed(SIDES), key=sent_bytes)

@@ -62,7 +62,7 @@ class PassPlan:
     """What a rank of the ring does in one direction of a call.
 
     moving: the side whose blocks go around.
-    rounded: by side, whether complete results may be in the type of contributions.
+    rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
     packing: how tensors travel.
     """
 
@@ -84,8 +84,8 @@ class PassPlan:
     def route(self) -> Route:
         """The visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
-        table, rank = self.rank_state.route_table, self.rank_state.ring_rank
-        return table.route(rank, self.attending, self.moving, bool(results), self.parts)
+        table, rank, place = self.rank_state.route_table, self.rank_state.ring_rank, self.rank_state.mesh_group.place
+        return table.route(rank, self.attending, self.moving, bool(results), self.parts, place)
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
@@ -140,5 +140,6 @@ class PassPlan:
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """By side and rank of the ring, tokens of its block."""
-        runs = self.rank_state.route_table.pairs(self.attending).runs
+        state = self.rank_state
+        runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
         return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
