@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
 AUTO = "auto"
-PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
+PLANNED = ("schedule", "ulysses_degree", "mesh_degree", "parts", "forward", "backward")  # by measured links
 _COUNTS = {  # what they count, and what there is without
     "mlp_chunk": ("tokens", "all at once"),
     "head_chunk": ("query heads", "all at once"),

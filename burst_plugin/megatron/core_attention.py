@@ -91,11 +91,12 @@ class BurstCoreAttention(MegatronModule):
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
             )
-        if strategy.ulysses_degree > 1 and is_hybrid(config):
-            reasons.append(
-                f"ulysses_degree={strategy.ulysses_degree} is not supported with hybrid_context_parallel, whose "
-                "groups have any size: use 1"
-            )
+        for name in ("ulysses_degree", "mesh_degree"):
+            if (degree := getattr(strategy, name)) > 1 and is_hybrid(config):
+                reasons.append(
+                    f"{name}={degree} is not supported with hybrid_context_parallel, whose groups have any size: "
+                    "use 1"
+                )
         if reasons:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(reasons))
         for name in unknown_fields(config):

@@ -17,6 +17,13 @@ from typing import Any, NamedTuple
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
+from burst_plugin.planning.exchange import (
+    exchange_buffer_bytes,
+    exchange_seconds,
+    exchanged_bytes,
+    in_ring,
+    links_of_ring,
+)
 from burst_plugin.planning.price import Price, price, price_by_name
 from burst_plugin.planning.simulator import Links, Load
 from burst_plugin.ring.choices import choose_moving_side
@@ -72,57 +79,21 @@ def pass_price(
     """Return the price of one pass by `strategy`.
 
     `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
-    are longer and have fewer heads, and the time of the exchange, which nothing hides, is added: for all operands
-    before the ring, and all results after it, each with the latency of one message.
+    are longer and have fewer heads, with a `mesh_degree` a visit is with the other side of a whole group. The time of
+    what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
+    with the latency of one message.
     """
-    degree = strategy.ulysses_degree
-    ring = _in_ring(shapes, degree)
-    moving = choose_moving_side(strategy, direction, ring)
-    load = Load.of(ring, direction, moving, degree * visit_s)
-    groups = topology.of_ulysses_groups(degree)
+    groups, ring = topology.of_ulysses_groups(strategy.group_size), in_ring(shapes, strategy)
+    moving = choose_moving_side(strategy, direction, ring, groups.ranks)
+    load = Load.of(ring, direction, moving, strategy.group_size * visit_s)
     parts = strategy.parts_of(direction)
-    ring_price = price_by_name(
-        strategy.schedule_for(groups), groups, parts, load, _links_of_ring(degree, topology, links)
-    )
-    exchange_s = _exchange_seconds(degree, topology, _exchanged_bytes(shapes, degree, direction), links)
+    ring_links = links_of_ring(strategy, topology, links)
+    ring_price = price_by_name(strategy.schedule_for(groups), groups, parts, load, ring_links)
+    nbytes = exchanged_bytes(shapes, strategy, direction, moving)
+    exchange_s = exchange_seconds(strategy, topology, nbytes, links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
     return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
-
-
-def _links_of_ring(degree: int, topology: Topology, links: Links) -> Links:
-    """Return the links of one of the rings: each rank of a Ulysses group has its own, and they share a node's NIC."""
-    if links.nic == "rank":
-        return links
-    return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / min(degree, topology.ranks_per_node))
-
-
-def _in_ring(shapes: Shapes, degree: int) -> Shapes:
-    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
-    return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
-
-
-def _exchange_seconds(degree: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """Return how long each link is busy while ranks exchange heads: `nbytes` for each other rank of the group."""
-    inside = min(degree, topology.ranks_per_node)
-    ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
-    return {
-        Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
-        Link.INTER: nbytes * (degree - inside) / links.inter_bytes_per_s * ranks_per_nic,
-    }
-
-
-def _exchanged_bytes(shapes: Shapes, degree: int, direction: Direction) -> int:
-    """Return the bytes that a rank sends to one other of its group, of q, k, v and out, or of their gradients.
-
-    They are exchanged in the type of the inputs, except gradients of key/value heads that several ranks share.
-    """
-    share = shapes.of_ulysses_group(degree)
-    dims = share.batch * (share.qk_dim + share.v_dim)
-    q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads
-    is_wide = direction == "backward" and degree > shapes.kv_heads
-    kv_dtype = share.sum_dtype if is_wide else share.dtype
-    return q_numel * share.dtype.itemsize + kv_numel * kv_dtype.itemsize
 
 
 def plans(
@@ -139,7 +110,8 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them.
+    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them. Only
+    with a `mesh_degree` among them are blocks gathered in groups, and no heads are exchanged then.
     """
     fixed = fixed or {}
     settings = _settings(topology, shapes, fixed)
@@ -160,11 +132,12 @@ def plans(
             strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
             moving_sides = forward.moving, backward.moving
             candidates.append(Plan(strategy, forward.price, backward.price, moving_sides))
-    least_s = least_seconds(topology, shapes, visit_s, links)
+    least_s = least_seconds(topology, shapes, visit_s, links, fixed.get("mesh_degree", 1))
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
         degree = plan.strategy.ulysses_degree
-        is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_ulysses_groups(degree))
+        groups = topology.of_ulysses_groups(plan.strategy.group_size)
+        is_unusual = plan.strategy.schedule != default_schedule_name(groups)
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
@@ -178,7 +151,8 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
     found = []
     plain = Strategy(ranks_per_node=topology.ranks_per_node)
     plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
-    for name, degree in product(SCHEDULES, _degrees(topology, shapes)):
+    for name, grouped in product(SCHEDULES, _groupings(topology, shapes, fixed.get("mesh_degree", 1))):
+        degree = grouped.ulysses_degree
         kv_heads = shapes.of_ulysses_group(degree).kv_heads
         several = [n for n in _PARTS if kv_heads % n == 0]
         pairs = list(product(several, several))
@@ -186,8 +160,10 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
             forward, backward = map(Strategy(parts=fixed["parts"]).parts_of, DIRECTIONS)
             pairs = [] if kv_heads % forward or kv_heads % backward else [(forward, backward)]
         is_asked = fixed.get("schedule", name) == name and fixed.get("ulysses_degree", degree) == degree
-        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(degree)):
-            found.append((replace(plain, schedule=name, ulysses_degree=degree), pairs))
+        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(grouped.group_size)):
+            found.append(
+                (replace(plain, schedule=name, ulysses_degree=degree, mesh_degree=grouped.mesh_degree), pairs)
+            )
     if not found:
         raise ValueError(
             f"no plan for {shapes.q_heads} query and {shapes.kv_heads} key/value heads on {topology} has "
@@ -201,44 +177,50 @@ def left_out(topology: Topology) -> list[str]:
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
-def _degrees(topology: Topology, shapes: Shapes) -> list[int]:
-    """Return between how many ranks heads can be exchanged; 1 is no exchange."""
+def _groupings(topology: Topology, shapes: Shapes, mesh_degree: int) -> list[Strategy]:
+    """Return between how many ranks heads can be exchanged; 1 is no exchange. With a `mesh_degree` there is none."""
+    sizes = topology.ulysses_degrees
+    if mesh_degree > 1:
+        return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []
     possible = set(shapes.ulysses_degrees)
-    return [degree for degree in topology.ulysses_degrees if degree in possible]
+    return [Strategy(ulysses_degree=degree) for degree in sizes if degree in possible]
 
 
-def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> float:
+def least_seconds(
+    topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links, mesh_degree: int = 1
+) -> float:
     """Return the bound: seconds of a forward and a backward pass together that no plan beats.
 
-    For one pass, a degree of the exchange of heads and a moving side it is the longest of
+    For one pass, a degree of the exchange of heads, or a `mesh_degree`, and a moving side it is the longest of
 
     - computing, spread evenly over all ranks;
     - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
     - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
-    The last two include the messages of the exchange. The bound is, for either pass, the shortest over all degrees
+    The last two include what groups send. The bound is, for either pass, the shortest over all degrees
     and sides.
     """
     return sum(
         min(
-            _least_seconds_of_pass(topology, degree, each_s, links, _sent_bytes(shapes, degree, direction, side))
-            for degree, side in product(_degrees(topology, shapes), SIDES)
+            _least_seconds_of_pass(topology, grouped, each_s, links, _sent_bytes(shapes, grouped, direction, side))
+            for grouped, side in product(_groupings(topology, shapes, mesh_degree), SIDES)
         )
         for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
     )
 
 
-def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Return the bytes of a block with its partial results, and those for each other rank of a Ulysses group."""
-    block_bytes = hop_bytes(_in_ring(shapes, degree), direction, moving)
-    return block_bytes, _exchanged_bytes(shapes, degree, direction)
+def _sent_bytes(shapes: Shapes, grouped: Strategy, direction: Direction, moving: Side) -> tuple[int, int]:
+    """Return the bytes of a block with its partial results, and those for each other rank of a group."""
+    block_bytes = hop_bytes(in_ring(shapes, grouped), direction, moving)
+    return block_bytes, exchanged_bytes(shapes, grouped, direction, moving)
 
 
 def _least_seconds_of_pass(
-    topology: Topology, degree: int, visit_s: float, links: Links, sent_bytes: tuple[int, int]
+    topology: Topology, grouped: Strategy, visit_s: float, links: Links, sent_bytes: tuple[int, int]
 ) -> float:
     """Return the bound of one pass with such messages; see `least_seconds`."""
-    groups, width = topology.of_ulysses_groups(degree), topology.ranks_per_node
+    degree, width = grouped.group_size, topology.ranks_per_node
+    groups = topology.of_ulysses_groups(degree)
     block_bytes, exchanged_bytes = sent_bytes
     inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
     inter_bytes = block_bytes * (groups.nodes - 1) + exchanged_bytes * max(0, degree - width)
@@ -265,7 +247,8 @@ def _best_moving_side(
     is_fixed: bool,
 ) -> _Choice:
     """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
-    default_side = choose_moving_side(strategy, direction, _in_ring(shapes, strategy.ulysses_degree))
+    ring_ranks = topology.ranks // strategy.group_size
+    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy), ring_ranks)
     other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
@@ -283,10 +266,10 @@ def _best_moving_side(
 def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     """Return about how many bytes the ring's communication buffers take at most, for all layers together.
 
-    Buffers of one size serve both passes. An exchange of heads has buffers to send and to receive besides.
+    Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
+    exchange of heads has some to send and to receive, which are not.
     """
-    degree = plan.strategy.ulysses_degree
-    groups, ring = topology.of_ulysses_groups(degree), _in_ring(shapes, degree)
+    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
         load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)
@@ -295,7 +278,8 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
         in_pass = Counter({load.gather_bytes / parts: held.operands})
         in_pass[load.reduce_bytes / parts] += held.results
         counts |= in_pass
-    return sum(size * count for size, count in counts.items())
+    gathered = exchange_buffer_bytes(shapes, plan.strategy, plan.moving_sides)
+    return gathered + sum(size * count for size, count in counts.items())
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:

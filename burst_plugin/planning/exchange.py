@@ -1,0 +1,68 @@
+"""What ranks of a group send each other before and after a ring, for the planner: heads, or blocks of a mesh.
+
+Nothing hides it: for all operands before the ring, and all results after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from burst_plugin.compute.shapes import Shapes, hop_bytes, hop_bytes_by_traffic
+from burst_plugin.planning.simulator import Links
+from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Link, Topology
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
+
+__all__ = ["exchange_buffer_bytes", "exchange_seconds", "exchanged_bytes", "in_ring", "links_of_ring"]
+
+
+def in_ring(shapes: Shapes, strategy: Strategy) -> Shapes:
+    """Return the shapes of a block that goes around: where heads are exchanged, all tokens of a Ulysses group."""
+    degree = strategy.ulysses_degree
+    return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
+
+
+def links_of_ring(strategy: Strategy, topology: Topology, links: Links) -> Links:
+    """Return the links of one of the rings: each rank of a group has its own, and they share a node's NIC."""
+    if links.nic == "rank":
+        return links
+    rings = min(strategy.group_size, topology.ranks_per_node)
+    return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / rings)
+
+
+def exchange_seconds(strategy: Strategy, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
+    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group."""
+    inside = min(strategy.group_size, topology.ranks_per_node)
+    ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
+    return {
+        Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
+        Link.INTER: nbytes * (strategy.group_size - inside) / links.inter_bytes_per_s * ranks_per_nic,
+    }
+
+
+def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, moving: Side) -> int:
+    """Return the bytes that a rank sends to one other of its group: before the ring and after it.
+
+    In a mesh its block of the side that stays, and partial results of the other's. Else its share of q, k, v and out,
+    or of their gradients, in the type of the inputs; gradients of key/value heads that several ranks share are wide.
+    """
+    if strategy.mesh_degree > 1:
+        return hop_bytes(shapes, direction, OTHER_SIDE[moving])
+    degree = strategy.ulysses_degree
+    share = shapes.of_ulysses_group(degree)
+    dims = share.batch * (share.qk_dim + share.v_dim)
+    q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads
+    is_wide = direction == "backward" and degree > shapes.kv_heads
+    kv_dtype = share.sum_dtype if is_wide else share.dtype
+    return q_numel * share.dtype.itemsize + kv_numel * kv_dtype.itemsize
+
+
+def exchange_buffer_bytes(shapes: Shapes, strategy: Strategy, moving_sides: Sequence[Side]) -> int:
+    """Return the bytes of the buffers in which a mesh gathers and reduces: to send and to receive, one for each."""
+    messages = [
+        nbytes
+        for direction, moving in zip(DIRECTIONS, moving_sides, strict=True)
+        for nbytes in hop_bytes_by_traffic(shapes, direction, OTHER_SIDE[moving])
+    ]
+    return 2 * (strategy.mesh_degree - 1) * max(messages)
