@@ -110,7 +110,8 @@ class MeshExchange(HeadExchange):
         if self.stays == "kv":
             dk, dv = yield from self._reduce([grads.k, grads.v])
             return grads._replace(k=dk, v=dv)
-        dq, *rows = yield from self._reduce([grads.q, *_token_rows(grads.bias)])
+        dbias = None if grads.bias is None else grads.bias.to(grads.q.dtype)  # narrow where a rank had no work
+        dq, *rows = yield from self._reduce([grads.q, *_token_rows(dbias)])
         return grads._replace(q=dq, bias=rows[0].transpose(1, 2) if rows else None)
 
     def _gather(self, tensors: Sequence[Tensor]) -> Generator[None, None, list[Tensor]]:
