@@ -16,6 +16,7 @@ from burst_plugin import (
     Causal,
     ContextParallel,
     Documents,
+    Keys,
     PerRow,
     Scores,
     SlidingWindow,
@@ -189,6 +190,18 @@ def test_results_of_a_group_are_added_up_in_float32() -> None:
         found = Result(out.detach(), *torch.autograd.grad(out, inputs, problem.dout))
         error[degree] = errors(Result(*(x.float() for x in found[:4])), truth)
     assert all(error[8][name] < 1.1 * error[1][name] for name in ("out", "dq")), error
+
+
+def test_a_rank_without_work_sends_gradients_of_a_bias_as_the_others_do() -> None:
+    """In float32: the first ranks' queries attend to few keys, so that most of their group have none of these."""
+    bias = Problem.draw(32, (2, 2), dtype=torch.bfloat16).with_bias((1, 1)).bias
+    assert bias is not None
+    inputs = [torch.randn(2, 32, 2, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    ring = VirtualRing(Topology(1, 4), Strategy(mesh_degree=4, layout="contiguous"))
+    out, _ = ring.attention(*inputs, mask=Keys(((0, 3),)), bias=bias.requires_grad_())
+    (dbias,) = torch.autograd.grad(out.float().sum(), bias)
+    assert dbias.dtype == torch.bfloat16
+    assert bool(dbias[..., 3:].eq(0).all())
 
 
 # --------------------------------------------------------------------------------------------- over processes
