@@ -27,8 +27,8 @@ are the ones that would, all keys are gathered.
 Source: Mesh-Attention (arXiv 2512.20968): a tile of a x b blocks for every GPU, of which its own queries and keys are
 one. There queries are those that are gathered, and partial outputs those that are sent back; which side is gathered
 is free here, as is which one moves. In blocks of one tensor, q, k, v and out of one size and type, lse and other
-numbers per row left aside, the formula says 2 (a - 1) + 2 (b - 1) forward, for q and out, k and v, and
-3 (a - 1) + 4 (b - 1) backward, for q, dout and dq, and k, v, dk and dv.
+numbers per row left aside, its tile has 2 (a - 1) + 2 (b - 1) to send forward, q and out, k and v, and
+3 (a - 1) + 4 (b - 1) backward, q, dout and dq, and k, v, dk and dv.
 """
 
 from __future__ import annotations
