@@ -79,9 +79,8 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group("nccl" if on_gpu else "gloo")
         leads = dist.get_rank() == 0
     name = "attention" if options.on == "processes" else f"attention-{options.on}"
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
     out = (options.out or default_path(name, on_gpu)) if leads else None
-    recording = Recording("attention", settings, out, on_gpu)
+    recording = Recording("attention", vars(options), out, on_gpu)
     for case in cases:
         rows = recording.measure(partial(_measure, case, chosen, options))
         if leads:
@@ -145,28 +144,26 @@ def attention_flops(case: Case) -> float:
     return 4.0 * case.batch * case.q_heads * case.head_dim * pairs
 
 
-def row_of(
-    case: Case, every: Sequence[Measured], virtual: bool, contender: str, configurations: Sequence[str]
-) -> Row:
+def row_of(case: Case, each: Sequence[Measured], virtual: bool, contender: str, configurations: Sequence[str]) -> Row:
     """Return the row of a contender's best configuration, as all processes measured it; only the case if none."""
     row = {n: getattr(case, n) for n in ("ranks", "ranks_per_node", "q_heads", "kv_heads", "head_dim", "causal")}
     row |= {"seq": case.ranks * case.seq, "dtype": str(case.dtype).removeprefix("torch."), "contender": contender}
     if not configurations:
         return row
-    times = every[0].times
+    times = each[0].times
     best = next(name for name in configurations if name in times)  # the others were slower
-    error = max((measured.errors[best] for measured in every), key=lambda x: (isnan(x), x))  # NaN is the worst
+    error = max((measured.errors[best] for measured in each), key=lambda x: (isnan(x), x))  # NaN is the worst
     if not error <= WRONG:
         return row | {"refused": f"what it computed is wrong: relative error {error:.1e}", "wrong": True}
     mine, kernel = times[best], times[KERNEL]
     parts = 1 if virtual else case.ranks
     row |= _spread("forward_s", mine.forward_s) | _spread("backward_s", mine.backward_s)
     row |= _spread("both_s", mine.both_s) | {"virtual": virtual, "rounds": len(mine.both_s), "rounds_s": mine.both_s}
-    row |= {"kernel": every[0].kernel, "kernel_s": median(kernel.both_s)}
+    row |= {"kernel": each[0].kernel, "kernel_s": median(kernel.both_s)}
     row |= {"kernel_alone_s": median(times.get(KERNEL_ALONE, kernel).both_s)}
     row |= _spread("kernel_share", [k / parts / m for k, m in zip(kernel.both_s, mine.both_s, strict=True)])
     row["flops_per_s"] = 3.5 * attention_flops(case) / row["both_s"]  # two matrix products, and five
-    row["peak_bytes"] = max(measured.peaks[best] for measured in every)
+    row["peak_bytes"] = max(measured.peaks[best] for measured in each)
     return row | {"error": error, "configuration": best}
 
 

@@ -8,7 +8,7 @@ of a contender's configurations.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.contenders import Case, Contender
-from benchmarks.contenders.protocol import best_of
+from benchmarks.contenders.protocol import Able, best_of
 from benchmarks.memory import PeakMemory
 from benchmarks.stubs import InProcessRing
-from burst_plugin import Topology
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
@@ -148,9 +147,7 @@ class Measured(NamedTuple):
 Ready = tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any, Any], Gradients], Callable[[], None]]
 
 
-def measure(
-    world: World, case: Case, able: Mapping[str, Sequence[Contender]], count: int, virtual: bool = False
-) -> Measured:
+def measure(world: World, case: Case, able: Able, count: int, virtual: bool = False) -> Measured:
     """Measure the best configuration of every contender in one rank, or all ranks of `virtual` rings; collective."""
     shape = (case.batch, case.ranks * case.seq, case.q_heads, case.kv_heads, case.head_dim)
     whole = Whole.draw(shape, case.dtype, world.device)
@@ -177,7 +174,7 @@ def measure(
     return Measured(kernel.name, times, peaks, errors)
 
 
-def group_rank(rank: int, case: Case, able: Mapping[str, Sequence[Contender]], count: int) -> Measured:
+def group_rank(rank: int, case: Case, able: Able, count: int) -> Measured:
     """Measure in a rank of the default process group."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -214,7 +211,7 @@ def _ready(contender: Contender, case: Case, whole: Whole) -> Ready:
 
 def _virtual_ready(contender: Contender, case: Case, whole: Whole) -> Ready:
     strategy = contender.strategy  # type: ignore[attr-defined]
-    ring = InProcessRing(Topology(case.nodes, case.ranks_per_node), strategy, whole[:3], case.mask)
+    ring = InProcessRing(case.topology, strategy, whole[:3], case.mask)
     douts, dtype = ring.shards(whole.dout), whole.q.dtype
 
     def backward(done: tuple[list[Tensor], Any]) -> list[Any]:
@@ -248,14 +245,10 @@ def synchronize(device: torch.device) -> None:
 
 
 def _duration_s(kernel: OneRank, whole: Whole) -> float:
-    durations_s = []
+    entry = Entry(kernel.name, partial(kernel.forward, whole), partial(kernel.backward, whole))
     for _ in range(3):
-        synchronize(whole.q.device)
-        start = time.perf_counter()
-        kernel.backward(whole, kernel.forward(whole))
-        synchronize(whole.q.device)
-        durations_s.append(time.perf_counter() - start)
-    return min(durations_s)
+        entry.take_turn(World(whole.q.device))
+    return min(entry.times.both_s)
 
 
 def _candidates(whole: Whole, causal: bool) -> list[OneRank]:

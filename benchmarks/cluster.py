@@ -23,18 +23,17 @@ import torch
 from benchmarks import RefusedError
 from benchmarks.cluster_ranks import Measured, measure_in_rank
 from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
-from benchmarks.contenders.burst import Burst
+from benchmarks.contenders.burst import PRESETS, Burst
 from benchmarks.documents import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin.planning.planner import Links, pass_price, plans
-from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
 
 BLOCK_BYTES = 1 << 20
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
 INTRA_BYTES_PER_S = 1e9  # about what gloo moves between namespaces of one machine
-OURS = "burst"
+OURS, EVEN = "burst", 1.03  # times as much as ours that is no difference
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--documents", type=int, metavar="TOKENS", help="causal packed documents, of so many tokens on average")
     add("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5], help="of the logarithms of documents' lengths")
     add("--contenders", nargs="+", choices=names, default=list(names), metavar="NAME")
+    add("--presets", nargs="+", choices=("all", *PRESETS), default=[], metavar="NAME", help="published systems")
     add("--rounds", type=int, default=5)
     add("--out", type=Path, metavar="FILE", help="of the result (default: in benchmarks/results)")
 
@@ -67,11 +67,11 @@ def run(options: argparse.Namespace) -> int:
     contenders, sigmas = (CONTENDERS, [None]) if options.documents is None else (PACKED, options.sigmas)
     every = product(options.topologies, options.rates, options.heads, sigmas)
     cases = [(case_of(topology, heads, sigma, options), rate) for topology, rate, heads, sigma in every]
-    chosen = [each for each in contenders if each.name in options.contenders]
+    chosen: list[Contender] = [each for each in contenders if each.name in options.contenders]
+    chosen += [each for name, each in PRESETS.items() if {name, "all"} & {*options.presets}]
     kinds = {"real": options.compute == "real", "latency": options.latency_ms, "packed": options.documents}
     name = "-".join(["cluster", *(kind for kind, is_it in kinds.items() if is_it)])
-    settings = {name: value for name, value in vars(options).items() if name != "out"}
-    recording = Recording("cluster", settings, options.out or default_path(name))
+    recording = Recording("cluster", vars(options), options.out or default_path(name))
     for case, rate_mbit in cases:
         rows = recording.measure(partial(measure, case, rate_mbit, chosen, options))
         print(*lines(rows), sep="\n", flush=True)
@@ -120,12 +120,10 @@ def planned(configurations: Sequence[Contender], case: Case, slept: Slept, links
     ours = [each for each in configurations if isinstance(each, Burst) and each.several]
     if not ours:
         return configurations
-    visit_s = (slept.forward_s, slept.backward_s)
-    found = plans(Topology(case.nodes, case.ranks_per_node), case.shapes, visit_s, links)
-    parts = {each.strategy.ulysses_degree: each.strategy.parts for each in reversed(found)}  # the best last
+    found = plans(case.topology, case.shapes, slept, links)
+    parts = {each.strategy.degree: each.strategy.parts for each in reversed(found)}  # the best last
     usual = ours[0].strategy.parts
-    strategies = [replace(c.strategy, parts=parts.get(c.strategy.ulysses_degree, usual)) for c in ours]
-    return [replace(each, strategy=strategy) for each, strategy in zip(ours, strategies, strict=True)]
+    return [replace(c, strategy=replace(c.strategy, parts=parts.get(c.strategy.degree, usual))) for c in ours]
 
 
 def rows_of(base: Row, case: Case, slept: Slept | None, links: Links, found: Measured) -> list[Row]:
@@ -133,14 +131,15 @@ def rows_of(base: Row, case: Case, slept: Slept | None, links: Links, found: Mea
     configuration, passes, nic_bytes = found
     both = [sum(pair) for pair in zip(*passes.values(), strict=True)]
     bounds = {} if slept is None else bounds_of(case, slept, links, configuration)
+    work = {"imbalance": configuration.imbalance(case)} if isinstance(configuration, Burst) else {}
     rows = []
     for direction, times in {**passes, "both": both}.items():
         of = DIRECTIONS if direction == "both" else (direction,)
-        row = {**base, "configuration": configuration.name, "repeats": len(times), "direction": direction}
+        row = {**base, **work, "configuration": configuration.name, "repeats": len(times), "direction": direction}
         row["nic_bytes"] = sum(nic_bytes[each] for each in of)
         if isinstance(configuration, Burst) and direction in DIRECTIONS:
             strategy = configuration.strategy
-            row |= {"parts": strategy.parts_of(direction), "ulysses_degree": strategy.ulysses_degree}
+            row |= {"parts": strategy.parts_of(direction), "ulysses_degree": strategy.degree}
         row |= {"time_s": median(times), "time_s_min": min(times), "time_s_max": max(times)}
         row |= {name: sum(seconds[each] for each in of) for name, seconds in bounds.items()}
         rows.append(row | ({"over_bound": row["time_s"] / row["bound_s"]} if row.get("bound_s") else {}))
@@ -157,8 +156,8 @@ def bounds_of(case: Case, slept: Slept, links: Links, configuration: Contender) 
         compute_s = {direction: visits * seconds for direction, seconds in visit_s.items()}
         link_s = {d: least_nic_bytes(case, configuration, d) / links.inter_bytes_per_s for d in DIRECTIONS}
         return {"compute_s": compute_s, "bound_s": {d: max(compute_s[d], link_s[d]) for d in DIRECTIONS}}
-    of = (Topology(case.nodes, case.ranks_per_node), case.shapes)
-    prices = {d: pass_price(configuration.strategy, d, *of, visit_s[d], links) for d in DIRECTIONS}
+    strategy, topology, shapes = configuration.strategy, case.topology, case.shapes
+    prices = {d: pass_price(strategy, d, topology, shapes, visit_s[d], links) for d in DIRECTIONS}
     model_s, bound_s = ({d: getattr(price, name) for d, price in prices.items()} for name in ("time_s", "bound_s"))
     return {"model_s": model_s, "bound_s": bound_s}
 
@@ -166,7 +165,7 @@ def bounds_of(case: Case, slept: Slept, links: Links, configuration: Contender) 
 def lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield one line per contender; times in milliseconds, and as multiples of this project's, bound and model."""
     sums = [row for row in rows if row.get("direction", "both") == "both"]
-    ours_s = next((row["time_s"] for row in sums if row["contender"] == OURS and "time_s" in row), None)
+    ours: Row = next((row for row in sums if row["contender"] == OURS and "time_s" in row), {})
     for row in sums:
         where = f"{_where(row)}  {row.get('configuration', row['contender']):<30}"
         if "time_s" not in row:
@@ -174,10 +173,22 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             continue
         passes = [r for r in rows if r["contender"] == row["contender"] and r["direction"] in DIRECTIONS]
         parts = f", parts {passes[0]['parts']} + {passes[1]['parts']}" if "parts" in passes[0] else ""
-        over = {"burst": ours_s, "the bound": row.get("bound_s"), "the model": row.get("model_s")}
+        over = {"burst": ours.get("time_s"), "the bound": row.get("bound_s"), "the model": row.get("model_s")}
         ratios = "".join(f", {row['time_s'] / seconds:.2f} x {name}" for name, seconds in over.items() if seconds)
         times = " + ".join(f"{1e3 * r['time_s']:.0f}" for r in passes)
-        yield f"{where} {times} ms{ratios}, {row['nic_bytes'] / 2**20:.1f} MiB at the NIC{parts}"
+        why = f", {_why(row, ours)}" if ours and "imbalance" in row and row is not ours else ""
+        yield f"{where} {times} ms{ratios}, {row['nic_bytes'] / 2**20:.1f} MiB at the NIC{parts}{why}"
+
+
+def _why(row: Row, ours: Row) -> str:
+    """Return what a strategy loses by: bytes at the NIC, balance of work or, where these take no longer, steps."""
+    if row["time_s"] <= EVEN * ours["time_s"]:
+        return "not behind"
+    nic_s, work_s = 8e-6 / PAYLOAD / row["rate_mbit"], row.get("compute_s", 0.0)  # of a byte, of a rank's even share
+    lost_s = {"bytes": nic_s * (row["nic_bytes"] - ours["nic_bytes"]), "steps": (EVEN - 1) * ours["time_s"]}
+    lost_s["balance"] = work_s * (row["imbalance"] - ours["imbalance"])
+    cause = max(lost_s, key=lost_s.__getitem__)
+    return f"behind by {cause}" if cause == "steps" else f"behind by {cause}, {1e3 * lost_s[cause]:.0f} ms"
 
 
 def verdicts(rows: Sequence[Row]) -> Iterator[str]:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks.attention_ranks import Whole, World
 from benchmarks.contenders import Case, Contender, Session, Slept
-from benchmarks.contenders.protocol import best_of
+from benchmarks.contenders.protocol import Able, best_of
 from benchmarks.memory import keep_freed_memory
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import interface_bytes
@@ -53,9 +53,7 @@ class Entry:
 Measured = tuple[Contender, dict[str, list[float]], dict[str, int]]  # a configuration, its times, bytes at the NIC
 
 
-def measure_in_rank(
-    rank: int, case: Case, able: Mapping[str, Sequence[Contender]], slept: Slept | None, rounds: int
-) -> dict[str, Measured]:
+def measure_in_rank(rank: int, case: Case, able: Able, slept: Slept | None, rounds: int) -> dict[str, Measured]:
     """Measure the best of every contender's configurations on one case; times are the same on every rank."""
     gc.collect()
     gc.freeze()  # or the collector would look through all imported libraries in the middle of a pass, for 0.1 s

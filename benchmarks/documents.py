@@ -15,7 +15,6 @@ from burst_plugin.compute.shapes import hop_bytes_by_traffic
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import positions
-from burst_plugin.topology import Topology
 from burst_plugin.types import Direction
 
 
@@ -41,7 +40,7 @@ def least_nic_bytes(case: Case, ours: Burst, direction: Direction) -> float:
     evenly. Sums go back the same way. Ranks that exchange heads share what they send.
     """
     nodes, width, strategy = case.nodes, case.ranks_per_node, ours.strategy
-    table = RouteTable(Topology(nodes, width), strategy)
+    table = RouteTable(case.topology, strategy)
     moving = choose_moving_side(strategy, direction, case.shapes)
     there, back = hop_bytes_by_traffic(case.shapes._replace(q_len=1, kv_len=1), direction, moving)
     holders = torch.empty(case.ranks * case.seq, dtype=torch.int64)
@@ -57,6 +56,6 @@ def least_nic_bytes(case: Case, ours: Burst, direction: Direction) -> float:
         needed &= ~inside
         leave += holders[needed].bincount(minlength=case.ranks)
         come[node] = needed.sum()
-    own, of_node = leave.view(-1, strategy.ulysses_degree).mean(1), leave.view(nodes, width).mean(1)
+    own, of_node = leave.view(-1, strategy.degree).mean(1), leave.view(nodes, width).mean(1)
     ways = ((there, back), (back, there))  # of what a rank owns, and of what it is lent: to send, and to receive
     return max(max(x * own.max(), (x * of_node + y * come / width).max()) for x, y in ways).item()

@@ -158,8 +158,8 @@ class Books:
         rows = []
         for direction in DIRECTIONS:
             own = [seconds / visits for seconds in self.own_s[direction][_WARM_UP:]]
-            row = {"own_s": median(own), "own_s_min": min(own), "own_s_max": max(own)}
-            row |= {"visit_s": median(own), "call_s": 0.0}
+            typical = median(own)
+            row = {"own_s": typical, "own_s_min": min(own), "own_s_max": max(own), "visit_s": typical, "call_s": 0.0}
             row |= {"buffer_bytes": self.buffers[1], "buffer_bytes_late": self.buffers[-1]}
             row |= {"python_bytes_grown": self.python_bytes, "moving": moving if direction == "backward" else "kv"}
             rows.append(row | where | {"direction": direction})

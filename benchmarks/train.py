@@ -105,9 +105,7 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         if value < 1:
             raise RefusedError(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
     if gpus and ranks > gpus * nodes:
-        raise RefusedError(
-            f"{ranks // nodes} ranks need a GPU each; {gpus} fit. Lower --ranks, or take --device cpu."
-        )
+        raise RefusedError(f"{ranks // nodes} ranks need a GPU each; {gpus} fit. Lower --ranks or take --device cpu.")
     if given["hidden"] % (2 * given["heads"]) or given["heads"] % given["kv_heads"]:
         heads = f"2 x --heads {given['heads']}, and that of --kv-heads {given['kv_heads']}"
         raise RefusedError(f"--hidden {given['hidden']} has to be a multiple of {heads}")

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 from burst_plugin.attention import burst_attention
 from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
-from burst_plugin.schedule.rings import direct, flat_ring, two_level_ring
+from burst_plugin.schedule.rings import direct, flat_ring, tasp, two_level_ring
 from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
 from burst_plugin.scores import Scores
+from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import (
-    BlockMask,
     Causal,
     CausalBottomRight,
     Documents,
     Full,
     Keys,
     Mask,
+    PerHeadGroup,
     PerRow,
     PrefixLM,
     SlidingWindow,
@@ -51,6 +52,7 @@ __all__ = [
     "Keys",
     "Link",
     "Mask",
+    "PerHeadGroup",
     "PerRow",
     "PrefixLM",
     "RingError",
@@ -68,7 +70,9 @@ __all__ = [
     "direct",
     "flat_ring",
     "key_padding",
+    "selected_blocks",
     "shard_batch",
+    "tasp",
     "two_level_ring",
 ]
 

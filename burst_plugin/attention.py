@@ -12,6 +12,7 @@ algorithm 2) for travelling queries in the backward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
@@ -26,6 +27,7 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs, Request, both_sides, has_gradients
@@ -152,24 +154,42 @@ def burst_attention(
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """Return what this rank gets; see `burst_attention`."""
+    calls = by_head_group(inputs, request) or [(inputs, request)]
+    outputs = [_one_call(*calls[0], cp, tag, others=calls[1:])]  # with which the others are checked
+    outputs += [_one_call(*call, cp, tag) for call in calls[1:]]
+    return joined(outputs)
+
+
+def _one_call(
+    inputs: Inputs,
+    request: Request,
+    cp: ContextParallel,
+    tag: object,
+    others: Sequence[tuple[Inputs, Request]] = (),
+) -> Outputs:
+    """Return what this rank gets of heads that share a mask; raise ValueError if it cannot make the `others`, too."""
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
         cp.rank_state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
         memo = next_memo(cp.strategy.kept_share, inputs)
-        plan, which = _agreed_plan(inputs, request, cp, tag, memo)
+        plan, which = _agreed_plan([(inputs, request), *others], cp, tag, memo)
         again = memo.rest if memo is not None else None
         cp.connect(plan.by_link if again is None else plan.by_link | again.by_link)
         return Outputs(*RingAttention.apply([plan], which, memo, *inputs))  # type: ignore[no-untyped-call]
 
 
 def _agreed_plan(
-    inputs: Inputs, request: Request, cp: ContextParallel, tag: object, memo: Memo | None
+    calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object, memo: Memo | None
 ) -> tuple[Plan, CallId]:
-    """Return this rank's plan, and which call it is for: checked here, and compared with those of the other ranks."""
+    """Return this rank's plan, and which call it is for: checked here, and compared with those of the other ranks.
+
+    It is that of the first of `calls`; the others are checked beside it.
+    """
+    inputs, request = calls[0]
     recalled = {} if memo is None else {"kept by a checkpoint": memo.is_filled}
 
     def prepared() -> tuple[Plan, str]:
-        plan = make_plan(cp.rank_state, inputs, request, cp.plans)
+        plan, *_ = (make_plan(cp.rank_state, *call, cp.plans) for call in calls)
         if memo is not None and memo.is_filled:
             memo.check(plan)
             memo.rest = _plan_of_rest(memo.first_kept(plan), inputs, request, cp)

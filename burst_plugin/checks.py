@@ -12,20 +12,21 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any, SupportsFloat
 
 __all__ = [
+    "SUMMARY",
     "as_listed",
     "as_number",
     "as_positive",
     "as_whole",
     "check_one_of",
-    "check_seconds",
     "number",
-    "one_or_two",
     "shown",
     "unreadable",
     "whole_number",
     "whole_numbers",
 ]
 
+SUMMARY = " ... ["
+"""Begins the digest of what a text leaves out; ranks that compare such texts then look for the place that differs."""
 _MOST = 80  # characters of a value in a message
 
 
@@ -130,21 +131,3 @@ def check_one_of(option: str, value: object, valid: Collection[str]) -> None:
     """Raise ValueError, with those that are, if a value is not one of the valid names of an option."""
     if not isinstance(value, str) or value not in valid:
         raise ValueError(f"{option}={shown(value)} is not valid; use one of: {', '.join(valid)}")
-
-
-def check_seconds(option: str, value: object, without: str) -> None:
-    """Raise ValueError unless a value is a positive number of seconds, or infinity, for what there is `without`."""
-    found = math.inf if value == math.inf else as_number(value)
-    if found is None or not found > 0:
-        raise ValueError(
-            f"{option}={shown(value)} is not valid; use a positive number of seconds, or math.inf for {without}"
-        )
-
-
-def one_or_two(option: str, value: object, which: str) -> int | tuple[int, int]:
-    """Return one or two positive whole numbers, of two that are equal one. Raise ValueError for anything else."""
-    pair = value if isinstance(value, (tuple, list)) else (value, value)
-    found = tuple(filter(None, map(as_positive, pair)))
-    if not len(found) == len(pair) == 2:
-        raise ValueError(f"{option}={shown(value)} is not valid; use a positive number, or two: {which}")
-    return found[0] if found[0] == found[1] else (found[0], found[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,21 +19,25 @@ from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.comm.given_groups import as_group, levels_of, place_in
 from burst_plugin.profiling.recorder import Profile
+from burst_plugin.ring.head_groups import by_head_group
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
+from burst_plugin.schedule.rings import BY_NODE
 from burst_plugin.scores import Scores
+from burst_plugin.sequence.block_masks import block_tokens
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
-from burst_plugin.topology import Topology, node_id
+from burst_plugin.topology import Topology, node_id, node_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
 
 __all__ = ["ContextParallel"]
 
+_LOG = logging.getLogger(__name__)
 _NODE = "node: "
 
 
@@ -48,7 +53,8 @@ class ContextParallel(Session):
             there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
         strategy: all options together.
-        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`.
+        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`; also
+            `preset`, see `Strategy.preset`.
 
     Raises:
         ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this
@@ -77,11 +83,11 @@ class ContextParallel(Session):
         super().__init__(group, groups, *place_in(group), strategy)
         sizes = None if levels is None else [x if isinstance(x, int) else x.size() for x in levels]
         topology = self._find_topology(sizes)
-        self._planned = ""
-        if isinstance(strategy, MeasuredStrategy):
+        self.strategy, self._planned = strategy.on(topology), ""
+        if isinstance(self.strategy, MeasuredStrategy):
             from burst_plugin.planning.choice import planned  # which takes time to import
 
-            self.strategy, self._planned = planned(strategy, topology, logs=self._global_ranks[self.rank] == 0)
+            self.strategy, self._planned = planned(self.strategy, topology, logs=self._global_ranks[self.rank] == 0)
         self._begin(topology)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -117,7 +123,9 @@ class ContextParallel(Session):
         the backward pass if any tensor has `requires_grad`: there libraries plan and compile. On GPUs first passes of
         a kind do the same by themselves. Raises ValueError on every rank if any cannot do this.
         """
-        self._warm_up(Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens)))
+        whole = Inputs(q, k, v, **extras), Request(mask, scores, both_sides(tokens))
+        for call in by_head_group(*whole) or [whole]:
+            self._warm_up(*call)
 
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
@@ -180,6 +188,17 @@ class ContextParallel(Session):
         """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length."""
         tokens = as_tokens(tokens, or_length=True)
         return positions(self.rank_state.route_table.shards(tokens)[self.rank], device)
+
+    def blocks(self, tokens: Tokens | int, block: int) -> Tokens:
+        """Return the blocks of `block` tokens that ranks hold of a sequence, as `Tokens` of as many blocks.
+
+        With it `positions` gives the numbers of this rank's blocks, and `unshard` gathers from all ranks what each
+        knows of its own: their mean keys, and in the end which blocks of keys they selected, so that all ranks make
+        the same mask of it (`selected_blocks`). `tokens` may be a length. Raises ValueError if a block lies on
+        several ranks.
+        """
+        tokens = as_tokens(tokens, or_length=True)
+        return block_tokens(self.rank_state.route_table.shards(tokens), tokens.length, block)
 
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """Return the token layout for a sequence of `length` that balances computing and traffic under `mask`.
@@ -257,16 +276,40 @@ class ContextParallel(Session):
             return Topology.from_sizes(self.ranks, sizes, per_node if isinstance(per_node, int) else None)
         if self._consistency is None:
             return Topology(1, 1)
-        said = self._consistency.exchange(_NODE + node_id(), "looking for nodes")
+        said = self._consistency.exchange(f"{_NODE}{self.strategy.schedule} {node_id()}", "looking for nodes")
         if not all(text.startswith(_NODE) for text in said):
             raise ValueError(DISAGREE + "only some ask for nodes to be detected: give all the same ranks_per_node")
-        topology = Topology.from_node_ids(said)
+        schedules, ids = zip(*(text.removeprefix(_NODE).split(" ", 1) for text in said), strict=True)
+        topology = Topology.from_node_ids(ids)
         if topology is None:
-            if self.rank == 0:
-                warnings.warn(
-                    f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive "
-                    "runs, over the nodes: using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
-                    stacklevel=3,
-                )
-            return Topology(1, self.ranks)
+            return self._without_nodes(node_sizes(ids), [name for name in schedules if name in BY_NODE])
+        if self.rank == 0 and len(set(ids)) != topology.nodes:
+            _LOG.info("nodes of %s ranks count as %s", _listed(node_sizes(ids)), topology)
         return topology
+
+    def _without_nodes(self, sizes: Sequence[int], impossible: Sequence[str]) -> Topology:
+        """Return the topology of one flat ring over nodes of such sizes, or interleaved ones, of which rank 0 warns.
+
+        `impossible` are the schedules of any rank that need nodes of one size. Raises ValueError if there are some.
+        """
+        found = f"nodes have {_listed(sizes)} ranks" if sizes else "the ranks of a node are not side by side"
+        if impossible:
+            least = min(sizes, default=0)
+            other = f"a group with {least} ranks of each node" if least > 1 else "a group that is spread like that"
+            raise ValueError(
+                f"schedule={impossible[0]!r} needs nodes with equally many ranks of the context-parallel "
+                f"group, side by side, and here {found}: use schedule='auto', which is one flat ring then, {other}, "
+                "or say with ranks_per_node how many ranks count as a node"
+            )
+        if self.rank == 0:
+            warnings.warn(
+                f"the {self.ranks} ranks of the context-parallel group are not spread evenly, in consecutive runs, "
+                f"over the nodes ({found}): using one flat ring; pass ranks_per_node or hierarchy to say otherwise",
+                stacklevel=4,
+            )
+        return Topology(1, self.ranks)
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *first, last = map(str, sorted(set(sizes)))
+    return f"{', '.join(first)} and {last}" if first else last

@@ -17,12 +17,12 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 
 from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
 
-__all__ = ["Link", "Topology", "Traffic", "node_id"]
+__all__ = ["Link", "Topology", "Traffic", "node_id", "node_sizes"]
 
 
 class Link(str, Enum):
@@ -146,16 +146,22 @@ class Topology:
 
     @classmethod
     def from_node_ids(cls, ids: Sequence[str]) -> Topology | None:
-        """Return a topology from each rank's `node_id`; None if nodes have different sizes or are interleaved."""
-        runs = [1]
-        for before, here in pairwise(ids):
-            if here == before:
-                runs[-1] += 1
-            else:
-                runs.append(1)
-        if len(set(runs)) != 1 or len(set(ids)) != len(runs):
+        """Return a topology from each rank's `node_id`; None if no size divides all nodes, or nodes are interleaved.
+
+        Nodes of unlike size count as several of the largest size that divides them all: 4 and 2 ranks as 3 nodes of
+        2, so that 2 NICs are at work wherever blocks cross. With a size of 1 there is nothing left to tell apart.
+        """
+        sizes = node_sizes(ids)
+        size = math.gcd(*sizes)
+        if not sizes or (size == 1 and max(sizes) > 1):
             return None
-        return cls(len(runs), runs[0])
+        return cls(len(ids) // size, size)
+
+
+def node_sizes(ids: Sequence[str]) -> list[int]:
+    """Return how many ranks each node has, from each rank's `node_id`; none if nodes are interleaved."""
+    runs = [(node, len(list(ranks))) for node, ranks in groupby(ids)]
+    return [count for _, count in runs] if len(runs) == len(set(ids)) else []
 
 
 def _inner_size(ranks: int, hierarchy: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ANTICAUSAL",
+    "BOTH",
     "CAUSAL",
     "DIRECTIONS",
     "FULL",
@@ -36,6 +37,8 @@ Direction = Literal["forward", "backward"]
 SIDES: tuple[Side, Side] = ("q", "kv")
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 OTHER_SIDE: Mapping[Side, Side] = MappingProxyType({"q": "kv", "kv": "q"})
+BOTH = "both"
+"""What moves where one side does in some visits of a pass, and the other in the rest."""
 
 Rows = tuple[tuple[int, int], ...]
 """Row ranges (start, stop) of a block, ascending."""

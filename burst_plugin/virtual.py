@@ -8,7 +8,7 @@ To check on a laptop what a cluster will compute:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from burst_plugin.planning.choice import planned
 from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.autograd import RingAttention, by_rank
 from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import (
@@ -67,7 +68,7 @@ class VirtualRing:
             raise ValueError(
                 f"topology={shown(topology)} is not a Topology; write Topology(nodes=1, ranks_per_node=4)"
             )
-        strategy, _ = planned(Strategy.of(strategy), topology)
+        strategy, _ = planned(Strategy.of(strategy).on(topology), topology)
         seed = whole_number("VirtualRing(seed={})", seed, "use an integer", None)
         self.network = network or HostileNetwork(topology.ranks, seed)
         table = RouteTable(topology, strategy)
@@ -102,6 +103,21 @@ class VirtualRing:
         request = Request(mask, scores, tokens, lse=True)
         if whole.sink is not None:  # ranks' gradients add up
             whole = whole._replace(sink=whole.sink.to(torch.promote_types(whole.sink.dtype, torch.float32)))
+        calls = by_head_group(whole, request) or [(whole, request)]
+        outputs = []
+        for inputs, plans in [self._planned(*call, tokens) for call in calls]:  # all are, before any is run
+            self._number += 1
+            with unseen_by_selective_checkpoints():
+                flat = RingAttention.apply(plans, CallId(self._number), None, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
+            outputs.append(self._unsharded([Outputs(*each) for each in by_rank(flat, len(plans))], tokens[0]))
+        out, lse, _ = joined(outputs)
+        assert lse is not None, "it is asked for"
+        return out, lse
+
+    def _planned(
+        self, whole: Inputs, request: Request, tokens: tuple[Tokens, Tokens]
+    ) -> tuple[list[Inputs], list[Plan]]:
+        """Return what every rank is given, and its plan."""
         inputs = self._sharded(whole, *tokens)
         plans = [
             make_plan(rank_state, mine, request, known)
@@ -109,13 +125,13 @@ class VirtualRing:
         ]
         for plan in plans:
             plan.rank_state.note_call(plan.choices)
-        self._number += 1
-        with unseen_by_selective_checkpoints():
-            flat = RingAttention.apply(plans, CallId(self._number), None, *(x for each in inputs for x in each))  # type: ignore[no-untyped-call]
-        outputs = [Outputs(*each) for each in by_rank(flat, len(plans))]
-        layout = self.rank_states[0].route_table.layout(tokens[0])
-        out = layout.unshard([got.out for got in outputs], 1, tokens[0])
-        return out, layout.unshard([got.lse for got in outputs if got.lse is not None], 2, tokens[0])
+        return inputs, plans
+
+    def _unsharded(self, outputs: Sequence[Outputs], tokens: Tokens) -> Outputs:
+        """Return out and lse of all ranks as those of the whole sequence."""
+        layout = self.rank_states[0].route_table.layout(tokens)
+        lse = layout.unshard([each.lse for each in outputs if each.lse is not None], 2, tokens)
+        return Outputs(layout.unshard([each.out for each in outputs], 1, tokens), lse)
 
     def _sharded(self, inputs: Inputs, q_tokens: Tokens, kv_tokens: Tokens) -> list[Inputs]:
         """Return what every rank is given of whole tensors."""

@@ -26,7 +26,7 @@ FLOORS = (
     ("planning",),
     ("context",),
     ("attention", "batch"),
-    ("virtual",),
+    ("virtual", "inference"),
     ("__init__",),
     ("check",),
     ("frameworks",),

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention, context
 from burst_plugin.comm.torch_distributed import DistributedTransport
+from tests.support.exactness import train_step
 from tests.support.ranks import run_ranks
-from tests.support.reference import Problem, reference, relative
+from tests.support.reference import Problem, Result, errors, reference, relative
 
 
 @pytest.fixture
@@ -94,6 +95,42 @@ def test_nodes_are_detected_and_uneven_ones_told_of() -> None:
     outcomes = run_ranks(_detected, 4, "abab")
     assert [topology for topology, _ in outcomes] == [Topology(1, 4)] * 4
     assert [len(told) for _, told in outcomes] == [1, 0, 0, 0]
+
+
+def _on_unlike_nodes(rank: int, nodes: str, problem: Problem, truth: Result) -> tuple[Any, ...]:
+    """The topology of a ring on such nodes; that of two levels, or why there is none, asked for by all and by one.
+
+    And warnings, and the largest error.
+    """
+    context.node_id = lambda: nodes[rank]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cp = ContextParallel(dist.group.WORLD)
+    warned, levels = len([w for w in told if "not spread evenly" in str(w.message)]), []
+    for asks in (True, rank == 2):
+        try:
+            two = ContextParallel(dist.group.WORLD, schedule="two_level_ring" if asks else "auto")
+            levels.append(two.describe()["topology"])
+        except ValueError as error:
+            levels.append(str(error))
+    return cp.topology, levels, warned, max(errors(train_step(cp, problem), truth).values())
+
+
+def test_nodes_of_unlike_size_are_run_and_two_levels_of_them_refused_on_every_rank() -> None:
+    problem = Problem.draw(48, (4, 2))
+    truth = reference(problem, Causal())
+    found = run_ranks(_on_unlike_nodes, 8, "aaabbbbb", problem, truth)
+    for topology, levels, _, wrong in found:
+        assert topology == Topology(1, 8)
+        for refused in levels:
+            assert "schedule='two_level_ring' needs nodes with equally many ranks" in refused
+            assert "here nodes have 3 and 5 ranks: use schedule='auto', which is one flat ring then, " in refused
+            assert "a group with 3 ranks of each node, or say with ranks_per_node" in refused
+        assert wrong < 2e-6
+    assert [warned for _, _, warned, _ in found] == [1] + [0] * 7
+    for topology, levels, warned, wrong in run_ranks(_on_unlike_nodes, 6, "aaaabb", problem, truth):
+        assert (topology, levels, warned) == (Topology(3, 2), [str(Topology(3, 2))] * 2, 0)
+        assert wrong < 2e-6
 
 
 def _reset(rank: int) -> tuple[Any, Any]:

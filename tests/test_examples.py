@@ -58,6 +58,16 @@ def test_the_plain_pytorch_example_is_exact() -> None:
     assert "'schedule': 'two_level_ring'" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*command, "examples/kv_cache.py"], capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT
+    )
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    assert done.stdout.count("same tokens as one rank: True") == 4
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:

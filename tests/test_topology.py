@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from burst_plugin import Link, Topology
+from burst_plugin.topology import node_sizes
 
 
 def test_places_and_links() -> None:
@@ -63,9 +64,21 @@ def test_nodes_are_found_from_node_ids() -> None:
     assert Topology.from_node_ids(["a", "b", "c"]) == Topology(3, 1)
 
 
-@pytest.mark.parametrize("ids", ["aab", "abab", "aabba"], ids=["varlen", "interleaved", "split node"])
-def test_uneven_nodes_are_not_a_topology(ids: str) -> None:
+@pytest.mark.parametrize(
+    ("ids", "expected"), [("aaaabb", (3, 2)), ("aabbbbbb", (4, 2)), ("aaabbbbbb", (3, 3)), ("aaaabbbbbbcc", (6, 2))]
+)
+def test_nodes_of_unlike_size_count_as_several_of_one_size(ids: str, expected: tuple[int, int]) -> None:
+    assert Topology.from_node_ids(list(ids)) == Topology(*expected)
+
+
+@pytest.mark.parametrize("ids", ["aab", "aaabbbbb", "abab", "aabba"], ids=["2+1", "3+5", "interleaved", "split"])
+def test_nodes_that_no_size_divides_are_not_a_topology(ids: str) -> None:
     assert Topology.from_node_ids(list(ids)) is None
+
+
+def test_sizes_of_nodes() -> None:
+    assert node_sizes("aaabbbbb") == [3, 5]
+    assert node_sizes("aba") == []
 
 
 def test_empty_topology_is_refused() -> None:

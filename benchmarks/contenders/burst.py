@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from benchmarks.contenders.kernels import sleeping
 from benchmarks.contenders.protocol import Case, Contender, Session, Slept
-from burst_plugin import ContextParallel, Strategy, Tokens, Topology, burst_attention
+from burst_plugin import ContextParallel, Strategy, Tokens, burst_attention
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.ring.load_balance import choose_tokens
-from burst_plugin.ring.routes import RouteTable
-from burst_plugin.strategy import AUTO
+from burst_plugin.ring.load_balance import choose_tokens, imbalance
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.strategy import AUTO, presets
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,11 @@ class Burst(Contender):
     by_document: bool = False  # zigzag of every document on its own, not what `layout="auto"` makes of all
 
     def refuse(self, case: Case) -> str | None:
-        degree = self.strategy.ulysses_degree
-        sizes = Topology(case.nodes, case.ranks_per_node).ulysses_degrees
-        if degree not in sizes or degree not in case.shapes.ulysses_degrees:
+        try:
+            degree = self.strategy.on(case.topology).degree
+        except ValueError as error:
+            return str(error)
+        if degree not in case.shapes.ulysses_degrees:
             return f"no groups of {degree} ranks can share {case.q_heads} query and {case.kv_heads} key/value heads"
         if self.by_document and any(length % (2 * case.ranks) for length in case.documents):
             return f"ranks would hold unequal numbers of tokens: documents do not divide by {2 * case.ranks}"
@@ -41,19 +43,28 @@ class Burst(Contender):
         if not self.several:
             return ()
         most = case.ranks_per_node if case.documents else case.ranks  # documents are not for exchanges between nodes
-        degrees = [n for n in Topology(case.nodes, case.ranks_per_node).ulysses_degrees if 1 < n <= most]
+        degrees = [n for n in case.topology.ulysses_degrees if 1 < n <= most]
         options = {f"Ulysses of {n}": {"ulysses_degree": n} for n in degrees}
         if choose_moving_side(self.strategy, "backward", case.shapes) == "q":
             options["kv back"] = {"backward": "kv"}
         strategies = {name: replace(self.strategy, **each) for name, each in options.items()}  # type: ignore[arg-type]
         return tuple(replace(self, name=f"{self.name}, {name}", strategy=each) for name, each in strategies.items())
 
+    def configurations(self, case: Case) -> tuple[Contender, ...]:
+        able = super().configurations(case)
+        return tuple(replace(c, strategy=c.strategy.on(case.topology)) for c in able if isinstance(c, Burst))
+
     def tokens(self, case: Case, table: RouteTable) -> Tokens:
         """Return which tokens ranks hold."""
         length = case.ranks * case.seq
-        if case.documents and not self.by_document:
+        if case.documents and self.several:
             return choose_tokens(table, length, case.mask, alike=True)
-        return Tokens(length, case.cu_seqlens if case.documents else None)
+        return Tokens(length, case.cu_seqlens if self.by_document else None)
+
+    def imbalance(self, case: Case) -> float:
+        """Return the most over the mean of the ranks' work."""
+        table = RouteTable(case.topology, self.strategy)
+        return imbalance(table, Attending(*[self.tokens(case, table)] * 2, case.mask))
 
     def prepare(self, case: Case, slept: Slept | None) -> Session:
         kernel = AUTO if slept is None else sleeping(case, slept)
@@ -71,4 +82,5 @@ BURST = (
     Burst("burst, q travels", Strategy(forward="kv", backward="q")),
     Burst("burst, kv travels", Strategy(forward="kv", backward="kv")),
 )
+PRESETS = {name: Burst(f"preset {name}", Strategy.preset(name)) for name in presets.PRESETS}
 ZIGZAG_BY_DOCUMENT = Burst("zigzag by document", by_document=True)

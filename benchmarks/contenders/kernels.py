@@ -64,11 +64,6 @@ def typed(kernel: Kernel, found: Tensor, dtype: torch.dtype) -> Tensor:
     return found.to(dtype)
 
 
-def write(kernel: Kernel, found: Tensor, buffer: Tensor) -> None:
-    """Write a result of `kernel` to `buffer`; where compute is slept this costs as much as clearing it."""
-    buffer.zero_() if isinstance(kernel, SleepingKernel) else buffer.copy_(found)
-
-
 def tile(scale: float | None, causal: bool, head_dim: int, ends: tuple[Tensor, Tensor] | None = None) -> How:
     """Return a tile of full or causal attention; of sequences with these query and key `ends`, int32 [number + 1]."""
     how = How(CAUSAL if causal else FULL, Scores(scale=head_dim**-0.5 if scale is None else scale))
@@ -182,7 +177,7 @@ def _backward(module: StandIn, given: Given) -> None:
     how, q, k, v, *saved, dq, dk, dv = _read(given, *_QKV, "dout", "out", "softmax_lse", "dq", "dk", "dv")
     grads = backward(module.kernel, Queries(q, *saved), k, v, how)
     for buffer, grad in zip((dq, dk, dv), grads[:3], strict=True):
-        write(module.kernel, grad, buffer)
+        buffer.zero_() if isinstance(module.kernel, SleepingKernel) else buffer.copy_(grad)  # it costs as much
 
 
 class _Attention(torch.autograd.Function):

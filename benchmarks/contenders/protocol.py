@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, Documents, Full, Mask
+from burst_plugin import Causal, Documents, Full, Mask, Topology
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
 from tests.support.processes import launch
@@ -22,6 +22,7 @@ TRIALS = 7  # turns of each configuration of a contender by which the fastest is
 _HOPELESS = 1.3  # times the best after any turn, a configuration is not tried again
 _IMPORT_S = 120.0
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Able = Mapping[str, Sequence["Contender"]]  # configurations that can do a case, by contender
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,10 @@ class Case:
     batch: int = 1
     documents: tuple[int, ...] = ()
     sigma: float | None = None
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.nodes, self.ranks_per_node)
 
     @property
     def ranks(self) -> int:
@@ -75,7 +80,7 @@ class Session:
 
     rows: Tensor
     call: Attend
-    enter: Callable[[], None] | None = None  # makes its own what a library keeps per process, before either pass
+    enter: Callable[[], None] = lambda: None  # makes its own what a library keeps per process, before either pass
     close: Callable[[], None] = lambda: None  # collective
 
     def shard(self, whole: Tensor) -> Tensor:
@@ -92,12 +97,10 @@ class Session:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention of local rows [B, S, H, D] on the whole sequence; both passes are collective."""
-        enter = self.enter
-        if enter is not None:
-            enter()
+        self.enter()
         out = self.call(q, k, v)
-        if enter is not None and out.requires_grad:
-            out.register_hook(lambda _: enter())  # type: ignore[no-untyped-call]
+        if out.requires_grad:
+            out.register_hook(lambda _: self.enter())  # type: ignore[no-untyped-call]
         return out
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders.kernels import StandIn, install, kernel_for
-from benchmarks.contenders.protocol import Attend, Case, Contender, Session, Slept, import_problem, layout_rows
+from benchmarks.contenders.protocol import Case, Contender, Session, Slept, import_problem, layout_rows
 
 _FUNCTIONS = {"ring": "ring_flash_attn", "zigzag": "zigzag_ring_flash_attn", "llama3": "llama3_flash_attn"}
 _PREPARED = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "local_k_slice")
@@ -55,7 +55,9 @@ class RingFlashAttn(Contender):
         layout, by_document = "zigzag" if way == "zigzag" else "contiguous", self.packed in ("zigzag", "ring")
         rows = layout_rows(layout, case, by_document=by_document)
         enter = partial(setattr, stand_in, "kernel", kernel_for(case, slept))
-        return Session(rows, _of_one_row(attend) if self.packed else attend, enter)
+        if not self.packed:
+            return Session(rows, attend, enter)
+        return Session(rows, lambda *qkv: attend(*(x.squeeze(0) for x in qkv)).unsqueeze(0), enter)
 
     def _lengths(self, case: Case, package: ModuleType) -> dict[str, object]:
         """Return what its functions for packed documents are told of them."""
@@ -69,11 +71,6 @@ class RingFlashAttn(Contender):
 
 
 PACKED = tuple(RingFlashAttn(f"ring-flash-attn {function}", function) for function in ("zigzag", "ring", "llama3"))
-
-
-def _of_one_row(call: Attend) -> Attend:
-    """Return a function of [T, H, D] as one of [1, T, H, D]."""
-    return lambda q, k, v: call(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
 
 
 def refuse_ring(case: Case, ring_ranks: int, joined: int = 1) -> str | None:

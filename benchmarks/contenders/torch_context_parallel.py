@@ -55,8 +55,7 @@ class TorchContextParallel(Contender):
         enable()
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = layer(*(x.transpose(1, 2) for x in (q, k, v)))
-            return out.transpose(1, 2)
+            return layer(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
         def enter() -> None:
             stand_in.kernel = kernel
@@ -74,8 +73,7 @@ class _Attention(torch.nn.Module):
         self._causal = causal
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self._causal)[0]
-        return out
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, self._causal)[0]
 
 
 def _interface() -> tuple[Any, ...]:

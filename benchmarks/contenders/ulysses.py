@@ -78,8 +78,7 @@ def _replicating(case: Case, local: Attend, rows: Tensor) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out, _ = layer(module, *(x.transpose(1, 2) for x in (q, k, v)), None, position_ids=position_ids)
-        found: Tensor = out.unflatten(2, (case.q_heads, case.head_dim))
-        return found
+        return out.unflatten(2, (case.q_heads, case.head_dim))
 
     return attend
 

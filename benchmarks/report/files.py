@@ -202,7 +202,8 @@ class Recording:
             return load
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
         where = (commit(), date, machine(self.on_gpu), versions())
-        result = Result(self.benchmark, *where, asdict(load), load.busy, dict(self.settings), self.rows)
+        settings = {name: value for name, value in self.settings.items() if name != "out"}
+        result = Result(self.benchmark, *where, asdict(load), load.busy, settings, self.rows)
         text = json.dumps(asdict(result), indent=1, allow_nan=False)
         self._so_far.parent.mkdir(parents=True, exist_ok=True)
         self._so_far.write_text(text + "\n")

@@ -20,7 +20,7 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.profiling.cluster_profile import LinkRate
 from burst_plugin.topology import Link, Topology, Traffic
 
-__all__ = ["SLOW", "Edge", "Measured", "measure_links", "slow_edges"]
+__all__ = ["SLOW", "Edge", "Measured", "measure_links", "node_rates", "slow_edges"]
 
 SLOW = 0.5  # of the median rate of its kind, from which on a link counts as slow
 _SMALL, _MIDDLE = 1 << 10, 1 << 20  # bytes
@@ -65,6 +65,19 @@ def slow_edges(edges: Sequence[Edge]) -> list[Edge]:
     """Return the links that carry less than `SLOW` of the median of their kind, the slowest first."""
     usual = median(edge.bytes_per_s for edge in edges)
     return sorted((e for e in edges if e.bytes_per_s < SLOW * usual), key=lambda edge: edge.bytes_per_s)
+
+
+def node_rates(topology: Topology, edges: Sequence[Edge]) -> tuple[float, ...]:
+    """Return the rate of the slowest NIC of each node, from links between nodes, each by itself.
+
+    A link is as slow as the slower NIC at its ends, so that a NIC has the rate of the faster one of its links. Of two
+    nodes either may be the slow one, and both have its rate.
+    """
+    of_ranks = [0.0] * topology.ranks
+    for edge in edges:
+        for rank in (edge.src, edge.dst):
+            of_ranks[rank] = max(of_ranks[rank], edge.bytes_per_s)
+    return tuple(min(of_ranks[rank] for rank in topology.node_peers(first)) for first in topology.counterparts(0))
 
 
 def _peers(topology: Topology, rank: int, link: Link) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from burst_plugin.kernels import Kernel
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
 from burst_plugin.sequence.layout import Tokens, even_length
 from burst_plugin.sequence.masks import Causal, Documents, Mask
-from burst_plugin.types import SIDES
+from burst_plugin.types import BOTH, SIDES
 
 __all__ = ["check_rings"]
 
@@ -85,6 +85,7 @@ def rings(world: World, tokens: int) -> Iterator[Ring]:
     for per_node, (forward, backward) in product(nodes, product(SIDES, SIDES)):
         name = f"ring {ranks // per_node}x{per_node}, moves {forward}, {backward}"
         yield Ring(name, {"ranks_per_node": per_node, "forward": forward, "backward": backward}, tokens)
+    yield Ring("both sides move", {"forward": BOTH, "backward": BOTH}, tokens)
     for schedule in SCHEDULES:
         if schedule in SPARSE:
             long = tokens - 3 * (tokens // 8)

@@ -9,6 +9,7 @@ from typing import Any
 
 from burst_plugin.check.fast import links_of, rates_of
 from burst_plugin.check.findings import NOT_SHOWN, OK, Finding
+from burst_plugin.check.links import node_rates
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World
 from burst_plugin.planning.choice import choose
@@ -69,4 +70,6 @@ def measured(world: World, settings: Settings) -> ClusterProfile:
         strategy={},
         why="",
         runner_up="",
+        node_rates=() if inter is None else node_rates(topology, inter.edges),
+        rank_rates=rates.by_rank if world.device.type == "cuda" else (),  # ranks on CPUs compete for processors
     )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from burst_plugin.checks import SUMMARY
 from burst_plugin.comm.call_identity import by_rank
 from burst_plugin.comm.differences import differences
 from burst_plugin.comm.failure_watch import Board
@@ -261,9 +262,9 @@ def _decode(data: bytes) -> str:
     """Return the text, followed by its digest if it was cut, so that texts that differ behind the cut still do."""
     text, digest = data[:-_DIGEST_BYTES].rstrip(b"\0"), data[-_DIGEST_BYTES:]
     whole = blake2b(text, digest_size=_DIGEST_BYTES).digest() == digest
-    return text.decode(errors="replace") + ("" if whole else f" ... [{digest.hex()}]")
+    return text.decode(errors="replace") + ("" if whole else f"{SUMMARY}{digest.hex()}]")
 
 
 def _is_cut(text: str) -> bool:
-    """Return whether a text from `_decode` was too long."""
-    return len(text.encode()) > EXCHANGE_BYTES - _DIGEST_BYTES
+    """Return whether a text from `_decode` was too long, or has a value in it whose text is."""
+    return SUMMARY in text

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from burst_plugin.checks import SUMMARY
 from burst_plugin.comm.call_identity import by_rank
 
 __all__ = ["TensorValues", "differences"]
@@ -117,7 +118,7 @@ def _described(value: object, length: int) -> tuple[str, str, str, str]:
     """Return what ranks send of a value: its type, whether its text is cut, how many parts it has, and the text."""
     text = str(value)
     shown = text if len(text) <= _SHORT else f"{text[:_SHORT]} ..."
-    return type(value).__name__, "whole" if shown == text else "cut", str(length), shown
+    return type(value).__name__, "whole" if shown == text and SUMMARY not in text else "cut", str(length), shown
 
 
 def _digest(text: str) -> str:

@@ -66,8 +66,9 @@ class Block:
 
     context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
         `sp_size`, else all ranks.
-    strategy: all other keys; see `burst_plugin.Strategy`. With `profile`, the path of what `burst check` wrote, it is
-        planned around them, for sequences of `seq_length` tokens.
+    strategy: all other keys; see `burst_plugin.Strategy`. With `preset`, the name of a published system, its options,
+        over which others go. With `profile`, the path of what `burst check` wrote, it is planned around them, for
+        sequences of `seq_length` tokens.
     loss: which mean the losses of several rings become; see `loss_of`.
     """
 
@@ -87,7 +88,7 @@ class Block:
         given = config[BLOCK]
         if not isinstance(given, Mapping):
             raise ValueError(f'"{BLOCK}": got {given!r}, expected a block such as {{"enabled": true}}')
-        valid = (*_OWN_KEYS, *(field.name for field in fields(Strategy)))
+        valid = (*_OWN_KEYS, "preset", *(field.name for field in fields(Strategy)))
         unknown = [f'"{key}"{_nearest(key, valid)}' for key in given if key not in valid]
         if unknown:
             raise ValueError(f'"{BLOCK}": unknown key {", ".join(unknown)}; valid keys: {", ".join(valid)}')
@@ -110,7 +111,7 @@ class Block:
             elif sizes:
                 raise ValueError(f"seq_length={sizes['seq']!r} is what a profile is planned for: add one, or drop it")
             else:
-                strategy = Strategy(**options)
+                strategy = Strategy.of(None, **options)
         except ValueError as error:
             raise ValueError(f'"{BLOCK}": {error}') from error
         return cls(enabled, size, strategy, loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard, shifted
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.outputs import check_form_of_loss, for_reading_only, refuse_backward, summed_loss
+from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 
 __all__ = ["ModelHooks"]
@@ -61,7 +61,7 @@ class ModelHooks:
             return None
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
-            kwargs = _by_name(model, args, kwargs)
+            kwargs = by_name(model, args, kwargs)
             self._check_count(kwargs)
             if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
                 self._check_takes_shards(model)
@@ -73,7 +73,7 @@ class ModelHooks:
 
     def _cut(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole batch."""
-        kwargs = _by_name(model, args, kwargs)
+        kwargs = by_name(model, args, kwargs)
         if self._session.cp.ranks > 1 and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise ValueError(
                 f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on this "
@@ -208,13 +208,3 @@ class ModelHooks:
                 stacklevel=3,
             )
         self._has_warned = True
-
-
-def _by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by their names, without those that are None."""
-    signature = inspect.signature(model.forward)
-    given = dict(signature.bind(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return {name: value for name, value in given.items() if value is not None}

@@ -207,10 +207,14 @@ def _compute_loss(
 
 
 def _evaluate(adapter: Adapter, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap `prediction_step` of TRL's SFTTrainer, if it is there, before `Trainer.evaluation_loop`."""
-    trl = sys.modules.get("trl.trainer.sft_trainer")
-    if trl is not None and not hasattr(trl.SFTTrainer.prediction_step, "__wrapped__"):
-        wrap(trl.SFTTrainer, "prediction_step", partial(_predict, adapter))
+    """Wrap `prediction_step` of trainers that have their own, before `Trainer.evaluation_loop`."""
+    for module, name, around in (
+        ("trl.trainer.sft_trainer", "SFTTrainer", _predict),
+        ("transformers.trainer_seq2seq", "Seq2SeqTrainer", _generate),
+    ):
+        owner = getattr(sys.modules.get(module), name, None)
+        if owner is not None and not hasattr(owner.prediction_step, "__wrapped__"):
+            wrap(owner, "prediction_step", partial(around, adapter))
     return original(trainer, *args, **kwargs)
 
 
@@ -252,6 +256,32 @@ def _predict(
             "another loss, such as loss_type='nll' of SFTTrainer"
         )
     return mine, logits, None if prediction_loss_only else inputs.get("labels")
+
+
+def _generate(
+    adapter: Adapter,
+    original: Callable[..., Any],
+    trainer: Any,
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    prediction_loss_only: bool,
+    ignore_keys: Any = None,
+    **options: Any,
+) -> Any:
+    """Replace `prediction_step` of Seq2SeqTrainer: the ring generates for the batches of its ranks in turn."""
+    session, step = _of(adapter, trainer), partial(original, trainer, model)
+    on_ring = session is not None and session.cp.group is not None and "input_ids" in inputs
+    if session is None or not on_ring or prediction_loss_only or not trainer.args.predict_with_generate:
+        return step(inputs, prediction_loss_only, ignore_keys, **options)
+    from burst_plugin.huggingface.generation import ring_for_generation
+
+    loss, labels = None, inputs.get("labels")
+    if labels is not None:
+        loss = _predict(adapter, original, trainer, model, inputs, True)[0]
+    unlabelled = {name: x for name, x in inputs.items() if name != "labels"}
+    with ring_for_generation(session.cp):
+        found = [step(batch, False, ignore_keys, **options)[1] for batch in exchanged(unlabelled, session.cp)]
+    return loss, found[session.cp.rank], labels
 
 
 def _skip_first_batches(original: Callable[..., Any], dataloader: Any, num_batches: int = 0) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Collection
 from dataclasses import Field, fields
 from typing import Any
 
@@ -11,11 +12,6 @@ from burst_plugin.frameworks import all_frameworks
 from burst_plugin.strategy import AUTO, Strategy
 
 __all__ = ["flag_keywords", "table"]
-
-
-def whole_or_auto(text: str) -> int | str:
-    """Parse a whole number, or "auto"."""
-    return AUTO if text == AUTO else int(text)
 
 
 def number_or_word(text: str) -> float | str:
@@ -31,7 +27,6 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
     "int": {"type": int, "metavar": "N"},
     "float": {"type": float, "metavar": "X"},
     "float | str": {"type": number_or_word, "metavar": "{X,none,all}"},
-    "int | str": {"type": whole_or_auto, "metavar": f"{{N,{AUTO}}}"},
     "int | tuple[int, int]": {"type": int, "metavar": "N", "nargs": "+"},  # one for both passes, or one for each
 }
 
@@ -39,10 +34,20 @@ _BY_TYPE: dict[str, dict[str, Any]] = {
 def flag_keywords(option: Field[Any]) -> dict[str, Any]:
     """Return keyword arguments of `ArgumentParser.add_argument` for a field of `Strategy`."""
     choices = sorted(option.metadata["choices"], key=lambda choice: choice != AUTO)  # "auto" first
-    keywords = {"choices": choices} if choices else _BY_TYPE[str(option.type)]
+    words = option.metadata.get("words", ())
+    keywords = {"choices": choices} if choices else _whole_or(words) if words else _BY_TYPE[str(option.type)]
     default = [option.default] if "nargs" in keywords else option.default
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", option.metadata["help"])  # links are of no use on a terminal
     return {**keywords, "default": default, "help": text.replace("`", "").replace("%", "%%")}
+
+
+def _whole_or(words: Collection[str]) -> dict[str, Any]:
+    """Return the keyword arguments for a whole number or one of some words."""
+
+    def whole_or_word(text: str) -> int | str:
+        return text if text in words else int(text)
+
+    return {"type": whole_or_word, "metavar": f"{{N,{','.join(words)}}}"}
 
 
 def table() -> str:

@@ -1,17 +1,19 @@
-"""What adapters share: wrapping a framework's functions, and announcing a ring."""
+"""What adapters share: wrapping a framework's functions, arguments by name, and announcing a ring."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
 
-__all__ = ["announce", "wrap", "wrap_everywhere"]
+__all__ = ["announce", "by_name", "wrap", "wrap_everywhere"]
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,6 +36,16 @@ def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
         names = getattr(module, "__dict__", {})  # looking up an attribute may import things
         if names.get(name) is original:
             names[name] = wrapper
+
+
+def by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a forward by their names, without those that are None."""
+    signature = inspect.signature(model.forward)
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def announce(cp: ContextParallel) -> None:

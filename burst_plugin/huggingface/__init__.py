@@ -7,17 +7,26 @@ With DeepSpeed, `burst_plugin.deepspeed.install()` does all of it, for Trainer a
     labels = local.pop("shift_labels")
     logits = model(**local).logits  # of this rank's tokens, like labels: a loss has to be summed over ranks
 
+To generate on the ring, on every rank with the same whole tokens:
+
+    ids = model.eval().generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
+
 Importing this package imports no transformers; `prepare()` and `register()` do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["prepare", "register"]
+    from burst_plugin.huggingface.generation import ring_for_generation
+    from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
+    from burst_plugin.huggingface.ring_cache import RingCache
+
+__all__ = ["LogLikelihood", "RingCache", "log_likelihood", "prepare", "register", "ring_for_generation"]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -50,3 +59,18 @@ def register() -> str:
     from burst_plugin.huggingface.attention import register_attention
 
     return register_attention()
+
+
+_ELSEWHERE = {  # what imports transformers, once it is asked for
+    "LogLikelihood": "likelihood",
+    "RingCache": "ring_cache",
+    "log_likelihood": "likelihood",
+    "ring_for_generation": "generation",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what is imported when it is asked for."""
+    if name in _ELSEWHERE:
+        return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

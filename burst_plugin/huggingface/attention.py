@@ -14,7 +14,7 @@ from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.attention import burst_attention
 from burst_plugin.batch import SHARD_KEY, SequenceShard
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.huggingface.masks import MaskRecipe, mask_recipe, shard_of_forward
+from burst_plugin.huggingface.masks import MaskRecipe, cache_of_forward, mask_recipe, shard_of_forward
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Full, Keys, Mask, SlidingWindow
 
@@ -95,6 +95,8 @@ def forward(
     """
     shard = _shard(attention_mask, options)
     if shard is None:
+        if cache_of_forward() is not None:
+            return _cached(module, (query, key, value), attention_mask, options), None
         if module.training and torch.is_grad_enabled():
             raise ValueError(f"{type(module).__name__} {_missing_shard()}")
         return _whole(module, (query, key, value), attention_mask, options), None
@@ -130,6 +132,22 @@ def forward(
     sink = _sink(options, q)
     out = burst_attention(q, k, v, shard.cp, mask=mask, tokens=shard.tokens, scores=scores, sink=sink, tag=tag)
     return out, None
+
+
+def _cached(
+    module: torch.nn.Module, tensors: tuple[Tensor, Tensor, Tensor], recipe: Any, options: Mapping[str, Any]
+) -> Tensor:
+    """Attend to what the ranks of a `RingCache` hold, new tokens included."""
+    cache = cache_of_forward()
+    assert cache is not None
+    options = {name: value for name, value in options.items() if value is not cache}
+    problem = _problem(module, recipe, options)
+    if problem:
+        raise ValueError(problem)
+    q, k, v = (_cast(x).transpose(1, 2) for x in tensors)
+    mask = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
+    scores = Scores(scale=options.get("scaling"), softcap=options.get("softcap"))
+    return cache.attend(type(module).__name__, (q, k, v), mask, scores, _sink(options, q))
 
 
 def _shard(attention_mask: Any, options: Mapping[str, Any]) -> SequenceShard | None:

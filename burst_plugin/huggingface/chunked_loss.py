@@ -25,7 +25,7 @@ from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
 
-__all__ = ["begin_chunked_loss", "end_chunked_loss", "restore_head"]
+__all__ = ["ChunkedLoss", "begin_chunked_loss", "end_chunked_loss", "restore_head", "take_head"]
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
 _INSTEAD = "leave loss_chunk out, for whole logits"
@@ -36,12 +36,17 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     shard = kwargs.get(SHARD_KEY)
     chunk = 0 if shard is None else shard.cp.strategy.loss_chunk
     if chunk and kwargs.get("labels") is not None and model.training and torch.is_grad_enabled():
-        setattr(model, _STATE, _ChunkedLoss(model, chunk))
+        take_head(model, ChunkedLoss(model, chunk))
+
+
+def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:
+    """Have `loss` be what the next forward computes with the head."""
+    setattr(model, _STATE, loss)
 
 
 def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
     """Return what a forward returned, without logits. Raise ValueError if its loss was not computed in chunks."""
-    state: _ChunkedLoss | None = getattr(model, _STATE, None)
+    state: ChunkedLoss | None = getattr(model, _STATE, None)
     if state is None:
         return output
     name, loss = type(model).__name__, output.get("loss") if isinstance(output, ModelOutput) else None
@@ -56,12 +61,12 @@ def end_chunked_loss(model: PreTrainedModel, output: Any) -> Any:
 
 def restore_head(model: PreTrainedModel) -> None:
     """Undo what `begin_chunked_loss` did, also after a forward that failed."""
-    state: _ChunkedLoss | None = model.__dict__.pop(_STATE, None)
+    state: ChunkedLoss | None = model.__dict__.pop(_STATE, None)
     if state is not None:
         state.restore()
 
 
-class _ChunkedLoss:
+class ChunkedLoss:
     """The loss function of one forward, which has taken the head of the model. loss: what it returned."""
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
@@ -123,7 +128,7 @@ class _ChunkedLoss:
 
         def forward(hidden: Tensor) -> Tensor:
             chunked = Head(to_logits, chunk=self.chunk, parameters=head.parameters())
-            return linear_cross_entropy(hidden, chunked, labels, ignore_index=ignore_index)
+            return self.losses_of(hidden, chunked, labels, ignore_index)
 
         head.forward = forward
         try:
@@ -133,6 +138,10 @@ class _ChunkedLoss:
             del head.forward
             if own is not None:
                 head.forward = own
+
+    def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
+        """Return the loss of each label, 0 where there is none."""
+        return linear_cross_entropy(hidden, head, labels, ignore_index=ignore_index)
 
 
 def _check_own_loss(model: PreTrainedModel, chunk: int) -> None:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ from burst_plugin.batch import SequenceShard
 from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
 from burst_plugin.sequence.regions import Both
 
-__all__ = ["MaskRecipe", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
+if TYPE_CHECKING:
+    from burst_plugin.huggingface.ring_cache import RingCache
+
+__all__ = ["MaskRecipe", "cache_of_forward", "enter_forward", "leave_forward", "mask_recipe", "shard_of_forward"]
 
 _CAUSAL = "causal_mask_function"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
@@ -45,11 +48,12 @@ _KNOWN = frozenset(
 
 
 class _Forward(NamedTuple):
-    """A forward of `model` in progress. shard: what its batch is part of, None for a whole batch."""
+    """A forward of `model` in progress. shard: what its batch is part of, None for a whole batch, or with a cache."""
 
     model: torch.nn.Module
     shard: SequenceShard | None
     positions: Tensor | None
+    cache: RingCache | None
 
 
 _FORWARDS: ContextVar[tuple[_Forward, ...]] = ContextVar("burst_plugin_forwards", default=())  # innermost last
@@ -57,18 +61,29 @@ _REPORTED: set[str] = set()  # names of models that were reported, for their doc
 _LOG = logging.getLogger(__name__)
 
 
-def enter_forward(model: torch.nn.Module, shard: SequenceShard | None, positions: Tensor | None) -> None:
+def enter_forward(
+    model: torch.nn.Module,
+    shard: SequenceShard | None,
+    positions: Tensor | None,
+    cache: RingCache | None = None,
+) -> None:
     """Note that a model's forward begins. A part of a model that gets no shard has the batch of that model."""
     outer = _FORWARDS.get()
     if shard is None and outer and any(part is model for part in outer[-1].model.modules()):
-        shard, positions = outer[-1].shard, outer[-1].positions
-    _FORWARDS.set((*outer, _Forward(model, shard, positions)))
+        shard, positions, cache = outer[-1][1:]
+    _FORWARDS.set((*outer, _Forward(model, shard, positions, cache)))
 
 
 def shard_of_forward() -> SequenceShard | None:
     """Return the shard of the forward in progress."""
     forwards = _FORWARDS.get()
     return forwards[-1].shard if forwards else None
+
+
+def cache_of_forward() -> RingCache | None:
+    """Return the cache of the forward in progress, if ranks share its keys and values."""
+    forwards = _FORWARDS.get()
+    return forwards[-1].cache if forwards else None
 
 
 def leave_forward(model: torch.nn.Module) -> None:

@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 
 from burst_plugin.batch import SHARD_KEY, check_shard
 from burst_plugin.huggingface.attention import ATTN_IMPLEMENTATION, EXAMINED, register_attention
+from burst_plugin.huggingface.cached_forward import watch_turns
 from burst_plugin.huggingface.chunked_loss import begin_chunked_loss, end_chunked_loss, restore_head
 from burst_plugin.huggingface.chunked_modules import chunk_modules
+from burst_plugin.huggingface.generation import watch_generate
 from burst_plugin.huggingface.host_room import expect_on_host
 from burst_plugin.huggingface.masks import enter_forward, leave_forward
+from burst_plugin.huggingface.ring_cache import ring_cache_of
 
 __all__ = ["module_taking_batches", "prepare_model", "problems", "use_burst"]
 
@@ -41,6 +44,7 @@ def prepare_model(model: torch.nn.Module) -> None:
 def use_burst(model: torch.nn.Module) -> None:
     """Switch a model that has been examined, perhaps wrapped, to `attn_implementation="burst"`."""
     register_attention()
+    watch_generate()
     for pretrained in _outermost(module_taking_batches(model), _is_pretrained):
         if pretrained.config._attn_implementation != ATTN_IMPLEMENTATION:
             pretrained.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -55,6 +59,7 @@ def _watch(pretrained: PreTrainedModel) -> None:
     The hook before a forward comes after those that cut batches, however often a model gets another engine.
     """
     if _note_shard not in pretrained._forward_pre_hooks.values():
+        watch_turns(pretrained)
         pretrained.register_forward_pre_hook(_note_shard, with_kwargs=True)
         pretrained.register_forward_hook(_without_logits, prepend=True)  # before those that read what is returned
         pretrained.register_forward_hook(_check_calls, with_kwargs=True)
@@ -71,7 +76,7 @@ def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str,
     if shard is not None:
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
-    enter_forward(model, shard, kwargs.get("position_ids"))
+    enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
     begin_chunked_loss(model, kwargs)
 

@@ -39,6 +39,8 @@ from burst_plugin.megatron.even_microbatches import add_flag, follow_flag
 from burst_plugin.megatron.flag_checks import refuse_flags
 from burst_plugin.megatron.host_room import expect_on_host
 from burst_plugin.megatron.identity import follow_schedules
+from burst_plugin.megatron.inference import follow_inference, mend_server
+from burst_plugin.megatron.inference_checks import refuse_in_layer
 from burst_plugin.megatron.layouts import MEGATRONS_OWN, follow_layout
 from burst_plugin.megatron.loss_repairs import weigh_tokens_alike
 from burst_plugin.megatron.registry import Registry
@@ -100,6 +102,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report.append(follow_documents(adapter.registry))
     adapter.report.append(weigh_tokens_alike(lambda: adapter.registry.identity))
     adapter.report.append(follow_losses(adapter.registry))
+    adapter.report.append(follow_inference(adapter.registry))  # after what wraps a model's forward, too
     adapter.report.append(_extend_argument_parser())
     return adapter
 
@@ -144,7 +147,7 @@ def _choose_core_attention(
     original(layer, config, submodules, *args, **kwargs)
     chunk_mlp(layer, adapter.registry.asked())
     if any(isinstance(module, BurstCoreAttention) for module in layer.modules()):
-        layer.register_forward_pre_hook(_refuse_inference, with_kwargs=True)
+        layer.register_forward_pre_hook(refuse_in_layer, with_kwargs=True)
         if adapter.registry.asked().offload:
             layer.register_forward_pre_hook(partial(expect_on_host, adapter.registry), with_kwargs=True)
 
@@ -263,15 +266,6 @@ def _with_choice(attention: Any, registry: Registry) -> Any:
     return attention
 
 
-def _refuse_inference(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a key/value cache, with which a layer would attend to the local part of the sequence only."""
-    if kwargs.get("inference_context") is not None or kwargs.get("inference_params") is not None:
-        raise ValueError(
-            f"context_parallel_size={layer.config.context_parallel_size} with cp_comm_type='burst' is for training; "
-            "use context_parallel_size=1 for inference"
-        )
-
-
 def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Do what `initialize_model_parallel` does, then make the ring, if any, on every rank.
 
@@ -279,6 +273,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     """
     refuse_flags()
     follow_flag()
+    mend_server()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     adapter.registry.clear()  # in case earlier groups were destroyed in another way

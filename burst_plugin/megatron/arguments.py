@@ -11,6 +11,7 @@ from typing import Any
 
 from burst_plugin.frameworks.options import flag_keywords
 from burst_plugin.strategy import Strategy
+from burst_plugin.strategy.presets import PRESETS, with_preset
 
 __all__ = [
     "PACKS",
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 RESETS, PACKS = "reset_attention_mask", "dataloader_inter_document_masking"  # they keep documents apart
-_PROFILE = "burst_profile"
+_PROFILE, _PRESET, _GIVEN = "burst_profile", "burst_preset", "burst_flags_given"
 
 # Every option of `Strategy` is a flag, --burst-..., except these; with what takes its place.
 _WITHOUT_FLAG: Mapping[str, str] = MappingProxyType(
@@ -61,15 +62,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     for option in _OPTIONS:
         keywords = flag_keywords(option)
+        keywords["action"] = _Switch if "action" in keywords else _Value
         if option.name in _OVERRIDDEN_BY:
             keywords["help"] = f"unless {_OVERRIDDEN_BY[option.name]} is given: {keywords['help']}"
         group.add_argument(flag_of(_dest(option.name)), **keywords)
+    text = "a published system by its name, as options, over which other flags go (docs/systems.md)"
+    group.add_argument(flag_of(_PRESET), choices=list(PRESETS), help=text)
     text = (
         "what `burst check` wrote here: the ring is planned by it for the shapes of the model, around options whose "
-        "flags have other values than usual"
+        "flags are given"
     )
     group.add_argument(flag_of(_PROFILE), metavar="FILE", help=text)
     return parser
+
+
+class _Noted(argparse.Action):
+    """Notes among the arguments that a flag was given, which its value does not say if that is the usual one."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, _GIVEN, (*getattr(namespace, _GIVEN, ()), self.dest))
+        super().__call__(parser, namespace, values, option_string)
+
+
+class _Value(_Noted, argparse._StoreAction):
+    """A flag with a value."""
+
+
+class _Switch(_Noted, argparse.BooleanOptionalAction):
+    """A flag without."""
 
 
 def mend_help(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -133,7 +153,7 @@ def parsed_arguments() -> Any:
 
 def parsed_layout() -> str:
     """Return the layout that Megatron's parsed arguments ask for, or the usual one."""
-    return str(getattr(parsed_arguments(), _dest("layout"), Strategy.layout))
+    return str(with_preset(_given(parsed_arguments())).get("layout", Strategy.layout))
 
 
 def parsed_strategy() -> Strategy | None:
@@ -141,13 +161,19 @@ def parsed_strategy() -> Strategy | None:
     args = parsed_arguments()
     if args is None or not hasattr(args, _dest(_OPTIONS[0].name)):
         return None
-    given = {option.name: _without_list(getattr(args, _dest(option.name))) for option in _OPTIONS}
     profile = getattr(args, _PROFILE, None)
     if profile is None:
-        return Strategy(**given)
-    usual = {option.name: option.default for option in _OPTIONS}
-    given = {name: x for name, x in given.items() if x != usual[name]}
-    return Strategy.from_profile(profile, model=_attention_sizes(args), **given)
+        return Strategy.of(None, **_given(args))
+    return Strategy.from_profile(profile, model=_attention_sizes(args), **_given(args))
+
+
+def _given(args: Any) -> dict[str, Any]:
+    """Return the options of `Strategy`, and the preset, whose flags were given, or have other values than usual."""
+    noted = getattr(args, _GIVEN, ())
+    values = {each: _without_list(getattr(args, _dest(each.name), each.default)) for each in _OPTIONS}
+    given = {each.name: x for each, x in values.items() if _dest(each.name) in noted or x != each.default}
+    preset = getattr(args, _PRESET, None)
+    return given if preset is None else {**given, "preset": preset}
 
 
 def _attention_sizes(args: Any) -> dict[str, int]:

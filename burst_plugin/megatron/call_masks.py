@@ -51,7 +51,7 @@ class MaskReader:
         Raises ValueError for what does not fit together, naming what was got.
         """
         lengths = (q.shape[1], k.shape[1])
-        mask = self._mask_of_type(kind, lengths)
+        mask = self.of_type(kind, lengths)
         if is_packed(packed_seq_params):
             documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, lengths)
             return CallMask(documents & mask, attention_bias, tokens)
@@ -71,8 +71,8 @@ class MaskReader:
             raise ValueError(f"attn_mask_type={kind} needs an attention_mask, or packed_seq_params; got {got}")
         return CallMask(mask, attention_bias, None)
 
-    def _mask_of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
-        """Return what mask type and window allow."""
+    def of_type(self, kind: str, lengths: tuple[int, int]) -> Mask:
+        """Return what mask type and window allow, of as many queries and keys. Raises ValueError as `read`."""
         if kind not in masks.BY_TYPE:
             raise ValueError(
                 f"attn_mask_type={kind} is not supported; burst attention has: {', '.join(masks.BY_TYPE)}"

@@ -76,9 +76,9 @@ REFUSED: Mapping[str, Rule] = MappingProxyType(
         "external_cuda_graph": Rule(off, "switch CUDA graphs off"),
         "cuda_graph_impl": Rule(one_of("none"), "use cuda_graph_impl='none'"),
         "batch_invariant_mode": Rule(off, "switch batch_invariant_mode off"),
-        "flash_decode": Rule(off, "it is for inference; use context_parallel_size=1 there"),
-        "cache_mla_latents": Rule(off, "it is for inference; use context_parallel_size=1 there"),
-        "use_inference_optimized_layers": Rule(off, "it is for inference; use context_parallel_size=1 there"),
+        "flash_decode": Rule(off, "it is for inference on one rank; switch it off"),
+        "cache_mla_latents": Rule(off, "it is for inference on one rank; switch it off"),
+        "use_inference_optimized_layers": Rule(off, "it is for inference on one rank; switch it off"),
         "transformer_impl": Rule(
             one_of("local", "transformer_engine"), "use transformer_impl='local' or 'transformer_engine'"
         ),

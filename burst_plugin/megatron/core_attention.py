@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import blake2b
@@ -26,6 +26,7 @@ from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.packed import is_packed
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
+from burst_plugin.strategy.presets import presets_without_groups
 
 __all__ = ["BurstCoreAttention"]
 
@@ -70,6 +71,7 @@ class BurstCoreAttention(MegatronModule):
         self._add_softmax_offset(config)
         self._clips = getattr(config, "qk_clip", False) or getattr(config, "log_max_attention_logit", False)
         self.current_max_attn_logits: Tensor | None = None  # [heads/TP], read and cleared by Megatron's qk-clip
+        self.attend: Callable[..., Tensor] | None = None  # KVCache.attend for this layer, in a turn of inference
         if self._pg_collection is not None:  # of the script's own; others' rings are there since groups are
             registry.context(config, self._pg_collection)  # now, since messages of a pipeline are under way later
 
@@ -92,10 +94,10 @@ class BurstCoreAttention(MegatronModule):
                 "or install(Strategy(deterministic=True))"
             )
         for name in ("ulysses_degree", "mesh_degree"):
-            if (degree := getattr(strategy, name)) > 1 and is_hybrid(config):
+            if (degree := getattr(strategy, name)) != 1 and is_hybrid(config):
                 reasons.append(
                     f"{name}={degree} is not supported with hybrid_context_parallel, whose groups have any size: "
-                    "use 1"
+                    f"use 1, or one of these presets: {presets_without_groups()}"
                 )
         if reasons:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(reasons))
@@ -159,6 +161,8 @@ class BurstCoreAttention(MegatronModule):
         """
         self._refuse_unknown(options)
         kind = (attn_mask_type or self.attn_mask_type).name
+        if self.attend is not None:
+            return self._attend_cached(query, key, value, kind, attention_bias)
         cp = self._registry.context(self.config, self._pg_collection, packed_seq_params)
         packed = is_packed(packed_seq_params)
         if packed:
@@ -183,6 +187,18 @@ class BurstCoreAttention(MegatronModule):
             known = self.current_max_attn_logits
             self.current_max_attn_logits = largest if known is None else largest.maximum(known)
         return out.squeeze(0).flatten(1) if packed else out.transpose(0, 1).flatten(2)
+
+    def _attend_cached(self, query: Tensor, key: Tensor, value: Tensor, kind: str, bias: Tensor | None) -> Tensor:
+        """Return attention of new tokens [n, B, heads, dim] to these and to what is cached, [n, B, heads * Dv]."""
+        if kind != "causal" or bias is not None:
+            got = f"attn_mask_type={kind}" if kind != "causal" else "an attention_bias"
+            raise ValueError(f"inference on a ring is for causal attention without a bias, got {got}")
+        mask = self._masks.of_type(kind, (len(query), len(key)))
+        assert self.attend is not None
+        with torch.inference_mode(False), torch.no_grad():  # what is kept may be written to outside, too
+            q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+            out = self.attend(q, k, v, mask, self._scores_now(), self._sink(q))
+        return out.transpose(0, 1).flatten(2)
 
     def _tag(self, cp: ContextParallel, packed_seq_params: Any) -> tuple[object, ...]:
         """Return what ranks compare to tell that they are in the same call."""

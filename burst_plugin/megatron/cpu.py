@@ -16,8 +16,8 @@ The scripts of a Megatron-LM checkout, which need a little more, run unmodified 
         --no-persist-layer-norm --no-masked-softmax-fusion --no-rope-fusion --num-workers 0 \\
         --context-parallel-size 4 --cp-comm-type burst ...
 
-Importing this module changes nothing. `enable()` cannot be undone within the process. Threads that the program starts
-itself see the tensor functions unchanged, because torch keeps its function modes per thread.
+Importing this module changes nothing. `enable()` cannot be undone within the process. It holds for threads that are
+started later, as a server does for requests.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,11 @@ def enable(*, force: bool = False) -> list[str]:
     lines += replace_cuda()
     _keep_redirecting_in_backward()
     contextlib.ExitStack().enter_context(_CudaToCpu())  # for good: nothing closes the stack
+    wrap(threading.Thread, "run", _redirected)  # torch keeps its function modes per thread
     lines.append("tensors: device cuda means cpu; cuda(), pin_memory(), record_stream() do nothing")
     lines.append("tensors: type() answers torch.cuda.*")
+    vars(torch)["Generator"] = _Generator
+    lines.append("generators: those of device cuda are the CPU's")
     lines.append(_keep_messages())
     setattr(torch.cuda, _REPORT, lines)
     return list(lines)
@@ -130,6 +134,25 @@ def _on_cpu(value: Any, *, index: bool) -> Any:
     if index and isinstance(value, int) and not isinstance(value, bool):
         return _CPU
     return value
+
+
+def _redirected(original: Any, thread: threading.Thread) -> None:
+    with _CudaToCpu():
+        original(thread)
+
+
+class _AnyGenerator(type):
+    """Takes all of torch's generators for instances, as if their class had not been replaced."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """Replaces `torch.Generator`, which Megatron's text generation samples by: function modes do not see classes."""
+
+    def __new__(cls, device: Any = _CPU) -> Any:
+        return torch._C.Generator(device=_on_cpu(device, index=True))
 
 
 def _keep_redirecting_in_backward() -> None:

@@ -17,8 +17,13 @@ import typing_extensions
 __all__ = ["is_checkout", "prepare_training_scripts"]
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
-# Functions that compile or warm up CUDA code, by module; here they do nothing. Not every release has all of them.
-_UNNEEDED = {"megatron.legacy.fused_kernels": "load", "megatron.training.initialize": "_warmup_jit_function"}
+# Functions that compile or warm up CUDA code, or insist on it, by module; here they do nothing. Not every release has
+# all of them.
+_UNNEEDED = {
+    "megatron.legacy.fused_kernels": "load",
+    "megatron.training.initialize": "_warmup_jit_function",
+    "megatron.core.inference.communication_utils": "_is_cuda",
+}
 
 
 def is_checkout(directory: Path) -> bool:

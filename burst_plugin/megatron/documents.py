@@ -214,8 +214,8 @@ def _keep_what_is_read(registry: Any, original: Any, *args: Any, **kwargs: Any) 
 
 
 def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a `GPTModel` with the bounds of this microbatch as its attention mask."""
-    if not resets_attention_mask():
+    """Run a `GPTModel` with the bounds of this microbatch as its attention mask; a prompt is one document."""
+    if not resets_attention_mask() or registry.turn is not None:
         return original(model, *args, **kwargs)
     given = inspect.signature(original).bind(model, *args, **kwargs)
     if given.arguments.get("packed_seq_params") is None:

@@ -118,7 +118,17 @@ class _Cuts:
         return _cut(pos_emb, seq_dim, tokens, cp_group)
 
     def kept_rotary_embedding(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents."""
+        """Return the rotary embedding of a whole sequence, of which Megatron keeps the latest; cut by documents.
+
+        At inference it is that of the new tokens, of which rows of a batch have the same.
+        """
+        turn = self._registry.turn
+        if turn is not None:
+            start, stop = turn.starts[0], turn.stops[0]
+            found = original(embedding, stop - start, start, True)  # as for packed documents: not cut
+            table, *rest = found if isinstance(found, tuple) else (found,)
+            table = table[turn.index[0].to(table.device)]
+            return (table, *rest) if rest else table
         found = original(embedding, *args, **kwargs)
         if not self._follow_documents() or self._registry.identity.moment is None:  # YaRN makes one with the model
             return found
@@ -177,6 +187,8 @@ class _Cuts:
         """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
         given = inspect.signature(original).bind(model, *args, **kwargs).arguments
         held, group = given.get("position_ids"), _group(given)
+        if self._registry.turn is not None:
+            return original(model, *args, **kwargs)
         if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
             self._has_looked = True
             if self._are_of_zigzag(held[0], given.get("packed_seq_params"), group):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.run_options import strategy_options
 from burst_plugin.planning.setting import RECOMPUTE, Code, Setting
 from burst_plugin.planning.training_plan import Space
 from burst_plugin.strategy import Strategy
+from burst_plugin.topology import Topology
 
 __all__ = ["files", "setting_of", "space", "usage"]
 
@@ -65,7 +66,7 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
         raise ValueError(
             f"{tensor} x {context} x {pipeline} (TP x CP x PP) does not divide {gpus} GPUs; give --gpus a multiple"
         )
-    inner = min(context, max(1, per_node // tensor))
+    inner = int(value("--hierarchical-context-parallel-sizes", str(min(context, max(1, per_node // tensor)))))
     granularity = value("--recompute-granularity", "none")
     return Setting(
         tokens=int(value("--seq-length", "0")),
@@ -74,7 +75,7 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
         context=context,
         pipeline=pipeline,
         data=gpus // (tensor * context * pipeline),
-        inner=int(value("--hierarchical-context-parallel-sizes", str(inner))),
+        inner=inner,
         batch=int(value("--global-batch-size")),
         recompute="mlp" if granularity == "selective" else granularity,
         keep=Strategy(keep_attention=_share(value("--burst-keep-attention", "none"))).kept_share,
@@ -82,9 +83,18 @@ def setting_of(text: str, gpus: int, per_node: int) -> Setting:
         mlp_chunk=int(value("--burst-mlp-chunk", "0")),
         offload="--burst-offload" in words,
         offload_optimizer="--optimizer-cpu-offload" in words,
-        ulysses=int(value("--burst-ulysses-degree")),
+        ulysses=_ulysses_degree(value, Topology(-(-context // inner), inner)),
         parts=int(value("--burst-parts")),
     )
+
+
+def _ulysses_degree(value: Callable[[str, str], str], topology: Topology) -> int:
+    """Return the degree that the flags ask for, itself or by a preset; other options of it change no memory."""
+    degree, preset = value("--burst-ulysses-degree", ""), value("--burst-preset", "")
+    options: dict[str, object] = {"preset": preset} if preset else {}
+    if degree:
+        options["ulysses_degree"] = int(degree) if degree.isdigit() else degree
+    return Strategy.of(None, **options).on(topology).degree
 
 
 def _share(text: str) -> float | str:

@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -28,6 +28,9 @@ from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO, Strategy
 
+if TYPE_CHECKING:
+    from burst_plugin.inference import Turn
+
 __all__ = ["Registry"]
 
 _KNOWN = 64  # packed batches, of all that a pipeline has under way
@@ -45,6 +48,7 @@ class Registry:
         self.tensor_cache = TensorCache()
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
+        self.turn: Turn | None = None  # of inference, while a model computes it
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()

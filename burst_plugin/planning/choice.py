@@ -13,7 +13,7 @@ from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
 from burst_plugin.strategy import PLANNED, MeasuredStrategy, Strategy
 from burst_plugin.topology import Topology
 
-__all__ = ["Choice", "choose", "planned"]
+__all__ = ["Choice", "choose", "planned", "strategy_in_words"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Choice(NamedTuple):
         return _options(self.strategy)
 
     def __str__(self) -> str:
-        return f"{_short(self.strategy)}: {self.why}; runner-up: {self.runner_up}"
+        return f"{strategy_in_words(self.strategy)}: {self.why}; runner-up: {self.runner_up}"
 
 
 def planned(strategy: Strategy, topology: Topology, *, logs: bool = False) -> tuple[Strategy, str]:
@@ -69,7 +69,7 @@ def choose(
     best, *others = plans(topology, shapes, visit_s, measured_links(profile, topology), fixed=fixed)
     # Plans may have other names and be the same: of one ring rank, or one rank per node, schedules do not differ.
     other = next((each for each in others if (each.forward, each.backward) != (best.forward, best.backward)), None)
-    runner_up = "none" if other is None else f"{_short(other.strategy)}, {_behind(best, other)}"
+    runner_up = "none" if other is None else f"{strategy_in_words(other.strategy)}, {_behind(best, other)}"
     return Choice(best.strategy, _in_words(best), runner_up)
 
 
@@ -92,7 +92,8 @@ def _options(strategy: Strategy) -> dict[str, Any]:
     return {"schedule": strategy.schedule, **{k: list(v) if isinstance(v, tuple) else v for k, v in said.items()}}
 
 
-def _short(strategy: Strategy) -> str:
+def strategy_in_words(strategy: Strategy) -> str:
+    """Return a strategy as it is written, with what it says besides defaults and always with its schedule."""
     options = ", ".join(f"{name}={value!r}" for name, value in _options(strategy).items())
     return f"Strategy({options})"
 

@@ -1,43 +1,46 @@
 """What ranks of a group send each other before and after a ring, for the planner: heads, or blocks of a mesh.
 
-Nothing hides it: for all operands before the ring, and all results after it.
+What an exchange of heads makes of blocks, what is sent, and how long that takes. Nothing hides it: it is for all
+operands before the ring, and all results after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes, hop_bytes_by_traffic
-from burst_plugin.planning.simulator import Links
+from burst_plugin.planning.links import Links
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
 from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 
-__all__ = ["exchange_buffer_bytes", "exchange_seconds", "exchanged_bytes", "in_ring", "links_of_ring"]
+__all__ = ["exchange_buffer_bytes", "exchange_seconds", "exchanged_bytes", "groupings", "in_ring"]
 
 
-def in_ring(shapes: Shapes, strategy: Strategy) -> Shapes:
-    """Return the shapes of a block that goes around: where heads are exchanged, all tokens of a Ulysses group."""
-    degree = strategy.ulysses_degree
+def groupings(topology: Topology, shapes: Shapes, mesh_degree: int = 1) -> list[Strategy]:
+    """Return between how many ranks heads can be exchanged; 1 is no exchange. With a `mesh_degree` there is none."""
+    sizes = topology.ulysses_degrees
+    if mesh_degree > 1:
+        return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []
+    possible = set(shapes.ulysses_degrees)
+    return [Strategy(ulysses_degree=degree) for degree in sizes if degree in possible]
+
+
+def in_ring(shapes: Shapes, degree: int) -> Shapes:
+    """Return the shapes in the ring, after ranks have exchanged heads: blocks of all tokens of a Ulysses group."""
     return shapes.of_ulysses_group(degree)._replace(q_len=degree * shapes.q_len, kv_len=degree * shapes.kv_len)
 
 
-def links_of_ring(strategy: Strategy, topology: Topology, links: Links) -> Links:
-    """Return the links of one of the rings: each rank of a group has its own, and they share a node's NIC."""
-    if links.nic == "rank":
-        return links
-    rings = min(strategy.group_size, topology.ranks_per_node)
-    return replace(links, inter_bytes_per_s=links.inter_bytes_per_s / rings)
+def exchange_seconds(group_size: int, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
+    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group.
 
-
-def exchange_seconds(strategy: Strategy, topology: Topology, nbytes: int, links: Links) -> dict[Link, float]:
-    """Return how long each link is busy with what groups send: `nbytes` for each other rank of the group."""
-    inside = min(strategy.group_size, topology.ranks_per_node)
+    Between nodes that is the slowest one, since every rank has messages for all others, and of all others.
+    """
+    inside = min(group_size, topology.ranks_per_node)
     ranks_per_nic = topology.ranks_per_node if links.nic == "node" else 1
     return {
         Link.INTRA: nbytes * (inside - 1) / links.intra_bytes_per_s,
-        Link.INTER: nbytes * (strategy.group_size - inside) / links.inter_bytes_per_s * ranks_per_nic,
+        Link.INTER: nbytes * (group_size - inside) / min(links.nic_rates(topology)) * ranks_per_nic,
     }
 
 
@@ -49,7 +52,7 @@ def exchanged_bytes(shapes: Shapes, strategy: Strategy, direction: Direction, mo
     """
     if strategy.mesh_degree > 1:
         return hop_bytes(shapes, direction, OTHER_SIDE[moving])
-    degree = strategy.ulysses_degree
+    degree = strategy.degree
     share = shapes.of_ulysses_group(degree)
     dims = share.batch * (share.qk_dim + share.v_dim)
     q_numel, kv_numel = dims * share.q_len * share.q_heads, dims * share.kv_len * share.kv_heads

@@ -15,25 +15,27 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from burst_plugin.compute.shapes import Shapes, hop_bytes
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.planning.bound import least_seconds
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
 from burst_plugin.planning.exchange import (
     exchange_buffer_bytes,
     exchange_seconds,
     exchanged_bytes,
+    groupings,
     in_ring,
-    links_of_ring,
 )
+from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.price import Price, price, price_by_name
-from burst_plugin.planning.simulator import Links, Load
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology
-from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
+from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
+    "MOST_UNEVEN",
     "Links",
     "Load",
     "Plan",
@@ -50,6 +52,7 @@ __all__ = [
 
 _PARTS = (1, 2, 4)
 MOST_SIMULATED = 72  # ranks of a node that are simulated separately; more of them take minutes
+MOST_UNEVEN = 128  # ranks where some are unlike, so that all are simulated, which takes about a minute
 _NEGLIGIBLE = 1.01  # how many times as much as the other side the default moving side may cost
 
 
@@ -83,14 +86,13 @@ def pass_price(
     what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
     with the latency of one message.
     """
-    groups, ring = topology.of_ulysses_groups(strategy.group_size), in_ring(shapes, strategy)
+    size, ring = strategy.group_size, in_ring(shapes, strategy.degree)
+    groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
     moving = choose_moving_side(strategy, direction, ring, groups.ranks)
-    load = Load.of(ring, direction, moving, strategy.group_size * visit_s)
-    parts = strategy.parts_of(direction)
-    ring_links = links_of_ring(strategy, topology, links)
-    ring_price = price_by_name(strategy.schedule_for(groups), groups, parts, load, ring_links)
-    nbytes = exchanged_bytes(shapes, strategy, direction, moving)
-    exchange_s = exchange_seconds(strategy, topology, nbytes, links)
+    load = Load.of(ring, direction, moving, size * visit_s)
+    rings = links.of_rings(topology, size)  # one for each rank of a group
+    ring_price = Price.of_last([price_by_name(strategy.schedule_for(groups), groups, parts, load, x) for x in rings])
+    exchange_s = exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
     return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
@@ -110,10 +112,19 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has; raises ValueError if none can have them. Only
-    with a `mesh_degree` among them are blocks gathered in groups, and no heads are exchanged then.
+    and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
+    gathered in groups, and no heads are exchanged then.
+
+    Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
+    uneven ones of more than `MOST_UNEVEN` ranks.
     """
     fixed = fixed or {}
+    links.check(topology)
+    if not links.is_even and topology.ranks > MOST_UNEVEN:
+        raise ValueError(
+            f"the {topology.ranks} ranks of an uneven cluster would be simulated one by one, which takes too long: "
+            f"at most {MOST_UNEVEN} are; describe a part of the cluster, with the nodes and ranks that differ"
+        )
     settings = _settings(topology, shapes, fixed)
     total = sum(len(set(of_pass)) for _, pairs in settings for of_pass in zip(*pairs, strict=True))
     done, candidates = 0, []
@@ -135,9 +146,8 @@ def plans(
     least_s = least_seconds(topology, shapes, visit_s, links, fixed.get("mesh_degree", 1))
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
-        degree = plan.strategy.ulysses_degree
         groups = topology.of_ulysses_groups(plan.strategy.group_size)
-        is_unusual = plan.strategy.schedule != default_schedule_name(groups)
+        degree, is_unusual = plan.strategy.degree, plan.strategy.schedule != default_schedule_name(groups)
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
@@ -151,8 +161,8 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
     found = []
     plain = Strategy(ranks_per_node=topology.ranks_per_node)
     plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
-    for name, grouped in product(SCHEDULES, _groupings(topology, shapes, fixed.get("mesh_degree", 1))):
-        degree = grouped.ulysses_degree
+    for name, grouped in product(SCHEDULES, groupings(topology, shapes, fixed.get("mesh_degree", 1))):
+        degree = grouped.degree
         kv_heads = shapes.of_ulysses_group(degree).kv_heads
         several = [n for n in _PARTS if kv_heads % n == 0]
         pairs = list(product(several, several))
@@ -177,58 +187,6 @@ def left_out(topology: Topology) -> list[str]:
     return [name for name in SCHEDULES if sample_ranks(name, topology) > MOST_SIMULATED]
 
 
-def _groupings(topology: Topology, shapes: Shapes, mesh_degree: int) -> list[Strategy]:
-    """Return between how many ranks heads can be exchanged; 1 is no exchange. With a `mesh_degree` there is none."""
-    sizes = topology.ulysses_degrees
-    if mesh_degree > 1:
-        return [Strategy(mesh_degree=mesh_degree)] if mesh_degree in sizes else []
-    possible = set(shapes.ulysses_degrees)
-    return [Strategy(ulysses_degree=degree) for degree in sizes if degree in possible]
-
-
-def least_seconds(
-    topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links, mesh_degree: int = 1
-) -> float:
-    """Return the bound: seconds of a forward and a backward pass together that no plan beats.
-
-    For one pass, a degree of the exchange of heads, or a `mesh_degree`, and a moving side it is the longest of
-
-    - computing, spread evenly over all ranks;
-    - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
-    - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
-
-    The last two include what groups send. The bound is, for either pass, the shortest over all degrees
-    and sides.
-    """
-    return sum(
-        min(
-            _least_seconds_of_pass(topology, grouped, each_s, links, _sent_bytes(shapes, grouped, direction, side))
-            for grouped, side in product(_groupings(topology, shapes, mesh_degree), SIDES)
-        )
-        for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
-    )
-
-
-def _sent_bytes(shapes: Shapes, grouped: Strategy, direction: Direction, moving: Side) -> tuple[int, int]:
-    """Return the bytes of a block with its partial results, and those for each other rank of a group."""
-    block_bytes = hop_bytes(in_ring(shapes, grouped), direction, moving)
-    return block_bytes, exchanged_bytes(shapes, grouped, direction, moving)
-
-
-def _least_seconds_of_pass(
-    topology: Topology, grouped: Strategy, visit_s: float, links: Links, sent_bytes: tuple[int, int]
-) -> float:
-    """Return the bound of one pass with such messages; see `least_seconds`."""
-    degree, width = grouped.group_size, topology.ranks_per_node
-    groups = topology.of_ulysses_groups(degree)
-    block_bytes, exchanged_bytes = sent_bytes
-    inter_bytes_per_s = links.inter_bytes_per_s / (width if links.nic == "node" else 1)  # for each rank
-    inter_bytes = block_bytes * (groups.nodes - 1) + exchanged_bytes * max(0, degree - width)
-    all_bytes = block_bytes * (groups.ranks - 1) + exchanged_bytes * (degree - 1)
-    all_bytes_per_s = links.intra_bytes_per_s + (inter_bytes_per_s if topology.nodes > 1 else 0)
-    return max(topology.ranks * visit_s, inter_bytes / inter_bytes_per_s, all_bytes / all_bytes_per_s)
-
-
 class _Choice(NamedTuple):
     """The price of a pass, its moving side, and the option by which that side moves."""
 
@@ -248,7 +206,7 @@ def _best_moving_side(
 ) -> _Choice:
     """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
     ring_ranks = topology.ranks // strategy.group_size
-    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy), ring_ranks)
+    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.degree), ring_ranks)
     other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
@@ -269,7 +227,7 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
     exchange of heads has some to send and to receive, which are not.
     """
-    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy)
+    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy.degree)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
         load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)

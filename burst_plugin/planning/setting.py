@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from burst_plugin.planning.simulator import Links
+from burst_plugin.planning.links import Links
 from burst_plugin.topology import Topology
 
 __all__ = ["RECOMPUTE", "Cluster", "Code", "Setting"]

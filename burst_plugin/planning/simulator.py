@@ -17,65 +17,14 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
+from burst_plugin.planning.links import Links, Load
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.types import Direction, Side
 
-__all__ = ["Links", "Load", "Period", "Run", "bytes_by_link", "simulate"]
+__all__ = ["Period", "Run", "seconds_by_link", "simulate"]
 
 _ROUNDING = 1e-10  # shares of a message, or of a time, that differ by less than that are the same
 _LONGEST_PERIOD = 6  # nodes
-
-
-@dataclass(frozen=True)
-class Links:
-    """Rates per direction: of every rank inside its node, and of every NIC between nodes; `nic` is "rank" or "node".
-
-    Raises ValueError for rates of 0, latencies below 0, numbers that are not finite, and another `nic`.
-    """
-
-    intra_bytes_per_s: float
-    inter_bytes_per_s: float
-    nic: str = "rank"
-    intra_latency_s: float = 0.0
-    inter_latency_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        for link in ("intra", "inter"):
-            rate, latency_s = getattr(self, f"{link}_bytes_per_s"), getattr(self, f"{link}_latency_s")
-            if not 0 < rate < math.inf:
-                raise ValueError(f"Links({link}_bytes_per_s={rate}) is not valid; use a positive, finite rate")
-            if not 0 <= latency_s < math.inf:
-                raise ValueError(f"Links({link}_latency_s={latency_s}) is not valid; use finite seconds, 0 or more")
-        if self.nic not in ("rank", "node"):
-            raise ValueError(f'Links(nic={self.nic!r}) is not valid; use "rank" or "node"')
-
-    def bytes_per_s(self, link: Link) -> float:
-        """Return the rate of a link."""
-        return self.intra_bytes_per_s if link is Link.INTRA else self.inter_bytes_per_s
-
-    def latency_s(self, link: Link) -> float:
-        """Return the latency of a link."""
-        return self.intra_latency_s if link is Link.INTRA else self.inter_latency_s
-
-
-@dataclass(frozen=True)
-class Load:
-    """The work of one pass: bytes per block and hop, and seconds of computing per visit of a whole block."""
-
-    gather_bytes: float
-    reduce_bytes: float
-    visit_s: float
-
-    @classmethod
-    def of(cls, shapes: Shapes, direction: Direction, moving: Side, visit_s: float) -> Load:
-        """Return the load of a "forward" or "backward" pass with the moving side "q" or "kv"."""
-        return cls(*hop_bytes_by_traffic(shapes, direction, moving), visit_s)
-
-    def bytes_of(self, traffic: Traffic) -> float:
-        """Return the bytes of a hop."""
-        return self.gather_bytes if traffic is Traffic.GATHER else self.reduce_bytes
 
 
 class Period(NamedTuple):
@@ -101,12 +50,14 @@ def simulate(schedule: Schedule, load: Load, links: Links) -> Run:
     return _Simulation(schedule, load, links).run()
 
 
-def bytes_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
-    """Return by link the most bytes that any NIC sends."""
+def seconds_by_link(schedule: Schedule, load: Load, links: Links) -> dict[Link, float]:
+    """Return by link the most seconds that any NIC sends."""
     topology, drawn = schedule.topology, len(schedule.visits)
     sent: dict[Link, dict[int, float]] = {link: defaultdict(float) for link in Link}
     for t in schedule.transfers:
-        sent[t.link][_nic_of(topology, links, t.link, t.src % drawn)] += load.bytes_of(t.traffic) / schedule.parts
+        src = t.src % drawn
+        seconds = load.bytes_of(t.traffic) / schedule.parts / links.bytes_per_s(t.link, topology.node(src))
+        sent[t.link][_nic_of(topology, links, t.link, src)] += seconds
     return {
         link: _ranks_sharing_nic(schedule, links, link) * max(by_nic.values(), default=0.0)
         for link, by_nic in sent.items()
@@ -133,7 +84,6 @@ class _Message:
     ends: tuple[int, ...]
     stream: int
     nics: tuple[int, int]
-    full_bytes_per_s: float
     latency_s: float
     nbytes: float
     left_bytes: float
@@ -147,11 +97,13 @@ class _Simulation:
 
     def __init__(self, schedule: Schedule, load: Load, links: Links) -> None:
         self._ranks = range(len(schedule.visits))
-        self._work_s = [[share * load.visit_s for share in schedule.work(rank)] for rank in self._ranks]
+        visits_s = [load.visit_s / links.speed(rank) for rank in self._ranks]
+        self._work_s = [[share * visits_s[rank] for share in schedule.work(rank)] for rank in self._ranks]
         self._steps = max([len(schedule.visits[0]), *(t.due + 1 for t in schedule.transfers)])
         self._issued: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._awaited: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        for message in _messages(schedule, load, links):
+        messages, self._bytes_per_s = _messages(schedule, load, links)
+        for message in messages:
             for rank in message.ends:
                 self._issued[rank, message.issue].append(message)
                 self._awaited[rank, message.due].append(message)
@@ -171,7 +123,7 @@ class _Simulation:
             if self._search.is_wanted(self._at):
                 self._search.note(self._state(now, self._search.next_step))
             moving = [queue[0] for queue in self._streams.values()]
-            rates = _rates(moving)
+            rates = _rates(moving, self._bytes_per_s)
             events = [m.left_bytes / rate for m, rate in zip(moving, rates, strict=True)]
             events += [end_s - now for end_s in self._busy_until_s.values()]
             events += [m.arrival_s - now for m in self._sent]
@@ -241,33 +193,40 @@ class _Simulation:
         return _State(now, places, shares, ends_s)
 
 
-def _messages(schedule: Schedule, load: Load, links: Links) -> list[_Message]:
-    """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them."""
+def _messages(schedule: Schedule, load: Load, links: Links) -> tuple[list[_Message], list[float]]:
+    """Return the transfers as messages between the ranks that are drawn, in the order in which steps post them.
+
+    And the bytes per second of every NIC, by its number.
+    """
     topology, drawn = schedule.topology, len(schedule.visits)
     nodes, width = topology.nodes, topology.ranks_per_node
-    numbers: dict[Hashable, int] = {}
+    streams: dict[Hashable, int] = {}
+    nics: dict[Hashable, int] = {}
+    bytes_per_s = list[float]()
     nbytes = {traffic: max(load.bytes_of(traffic) / schedule.parts, 1.0) for traffic in Traffic}
-    rates = {link: links.bytes_per_s(link) / _ranks_sharing_nic(schedule, links, link) for link in Link}
+
+    def nic(way: str, link: Link, rank: int) -> int:
+        number = nics.setdefault((way, link, _nic_of(topology, links, link, rank)), len(nics))
+        if number == len(bytes_per_s):
+            rate = links.bytes_per_s(link, topology.node(rank))
+            bytes_per_s.append(rate / _ranks_sharing_nic(schedule, links, link))
+        return number
+
     messages = []
     for t in sorted(schedule.transfers, key=lambda t: (t.due, t.traffic)):
         src, dst = t.src % drawn, t.dst % drawn
         distance = (t.dst // width - t.src // width) % nodes, (t.dst - t.src) % width
-        out = "out", t.link, _nic_of(topology, links, t.link, src)
-        into = "in", t.link, _nic_of(topology, links, t.link, dst)
-        stream, *nics = (
-            numbers.setdefault(key, len(numbers)) for key in ((t.traffic, t.link, src, distance), out, into)
-        )
-        ends = (src,) if src == dst else (src, dst)
-        size = nbytes[t.traffic]
-        rate, latency_s = rates[t.link], links.latency_s(t.link)
-        messages.append(_Message(t.issue, t.due, ends, stream, (nics[0], nics[1]), rate, latency_s, size, size))
-    return messages
+        stream = streams.setdefault((t.traffic, t.link, src, distance), len(streams))
+        ends, size = (src,) if src == dst else (src, dst), nbytes[t.traffic]
+        both = nic("out", t.link, src), nic("in", t.link, dst)
+        messages.append(_Message(t.issue, t.due, ends, stream, both, links.latency_s(t.link), size, size))
+    return messages, bytes_per_s
 
 
-def _rates(moving: list[_Message]) -> list[float]:
+def _rates(moving: list[_Message], bytes_per_s: list[float]) -> list[float]:
     """Return bytes per second of each message: the even share of the NIC at either end, whichever is less."""
     users = Counter(nic for message in moving for nic in message.nics)
-    return [m.full_bytes_per_s / max(users[m.nics[0]], users[m.nics[1]]) for m in moving]
+    return [min(bytes_per_s[nic] / users[nic] for nic in m.nics) for m in moving]
 
 
 class _State(NamedTuple):

@@ -24,6 +24,7 @@ VERSION = 1
 _FORMAT = "burst profile"
 _AGAIN = "run burst check again"
 _MASKS = ("causal", "full")
+_OPTIONAL = ("node_rates", "rank_rates")
 _Field = TypeVar("_Field")
 
 
@@ -78,6 +79,8 @@ class ClusterProfile:
     nic: "rank" if each rank has a NIC, "node" if the ranks of a node share one; `inter` is the rate of a NIC.
     kernel, dtype, rates: the kernel that was timed, on which type, and its rates, smallest tiles first.
     strategy: options of `Strategy` by name. why, runner_up: sentences for people.
+    node_rates: bytes per second of the slowest NIC of each node by itself; rank_rates: FLOP per second of the kernel
+    forward on each rank; empty where that was not measured. `inter` and `rates` are those of the slowest.
     """
 
     nodes: int
@@ -94,6 +97,8 @@ class ClusterProfile:
     strategy: Mapping[str, Any]
     why: str
     runner_up: str
+    node_rates: tuple[float, ...] = ()
+    rank_rates: tuple[float, ...] = ()
 
     @property
     def topology(self) -> Topology:
@@ -109,7 +114,8 @@ class ClusterProfile:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what the file holds."""
-        return {"format": _FORMAT, "version": VERSION, **asdict(self)}
+        held = {name: value for name, value in asdict(self).items() if value or name not in _OPTIONAL}
+        return {"format": _FORMAT, "version": VERSION, **held}
 
     @classmethod
     def read(cls, source: str | os.PathLike[str] | Mapping[str, Any] | ClusterProfile) -> ClusterProfile:
@@ -195,7 +201,15 @@ class _Reader:
             strategy=self._mapping(top, "strategy"),
             why=self._text(top, "why"),
             runner_up=self._text(top, "runner_up"),
+            node_rates=self._numbers("node_rates", nodes),
+            rank_rates=self._numbers("rank_rates", nodes * per_node),
         )
+
+    def _numbers(self, name: str, count: int) -> tuple[float, ...]:
+        found = self._all.get(name, ())
+        if not isinstance(found, Sequence) or len(found) not in (0, count):
+            raise self._damaged(name, shown(found), f"a list of {count} numbers, or no such entry")
+        return tuple(self._number({"": each}, "", f"{name}[{number}]") for number, each in enumerate(found))
 
     def _link(self, name: str, is_there: bool) -> LinkRate | None:
         if not is_there:
@@ -258,4 +272,4 @@ class _Reader:
 
 
 def _path(inside: str, name: str) -> str:
-    return f"{inside}.{name}" if inside else name
+    return f"{inside}.{name}" if inside and name else inside or name

@@ -11,7 +11,7 @@ class Event(NamedTuple):
     """One thing that a rank did; times are `time.perf_counter()` seconds."""
 
     kind: str  # "pass"; within it "kernel" and "move", and within that "post" and "wait"
-    direction: str  # "forward", "backward", "exchange" of heads, or "comparison" of what ranks are about to do
+    direction: str  # "forward", "backward", "exchange" of heads, "merge" at inference, or "comparison" of ranks
     step: int
     link: str  # of posts and waits: "intra" or "inter"
     start_s: float

@@ -7,6 +7,7 @@ and accumulates on either side is in `compute.passes`; which side moves is data.
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -38,13 +39,13 @@ def run_pass(
     is the same on every rank.
     """
     own = {side: pass_plan.accumulators(side, parts) for side in SIDES}
-    ring = plan.ring_pass(pass_plan, parts, own[pass_plan.moving], which)
-    for visit in ring.visits():
-        if visit is not None:
-            with ring.traced(visit):
-                _work(pass_plan, parts[visit.part], visit, own)
+    rings = plan.ring_passes(pass_plan, parts, own, which)
+    for visits in zip_longest(*(ring.steps() for ring in rings)):  # of the ring, or one of each half
+        for half, ring, visit in zip(pass_plan.halves, rings, visits, strict=True):
+            if visit is not None:
+                with ring.traced(visit):
+                    _work(half, parts[visit.part], visit, own)
         yield
-    yield from ring.final_reduce_hops()
     q, kv = (own[side].finished(pass_plan.rounded[side]) for side in SIDES)
     return q, kv
 

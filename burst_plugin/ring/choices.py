@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -12,6 +12,7 @@ from burst_plugin.comm.buffers import Packing
 from burst_plugin.compute.shapes import Shapes, hop_bytes
 from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import Case, Kernel, choose_kernel, switches
+from burst_plugin.ring.head_groups import why_uncut
 from burst_plugin.ring.pass_plan import KernelTiles, PassPlan
 from burst_plugin.ring.plan import Extras, Plan
 from burst_plugin.ring.rank_state import RankState
@@ -20,9 +21,10 @@ from burst_plugin.ring.routes import Attending
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
-from burst_plugin.types import DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
+from burst_plugin.strategy.presets import presets_with
+from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
-__all__ = ["make_plan"]
+__all__ = ["features_of", "is_deterministic", "kernel_for", "make_plan"]
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
@@ -34,10 +36,12 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
     Raises ValueError, before any communication.
     """
     check_kinds(inputs, request)
+    if request.mask.head_groups is not None:  # others were cut before: see `by_head_group`
+        raise ValueError(why_uncut(inputs, request))
     request = scaled(request)
     scores = request.scores
     seedless = request if scores.seed == 0 else request._replace(scores=replace(scores, seed=0))
-    deterministic = _deterministic(rank_state.strategy)
+    deterministic = is_deterministic(rank_state.strategy)
     key = (
         seedless,
         deterministic,
@@ -55,11 +59,13 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 
 def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
     strategy, device = rank_state.strategy, inputs.q.device
+    if request.forward is not None:
+        strategy = replace(strategy, forward=request.forward)
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
-    features = _features(shapes, scores, deterministic, extras)
-    kernel = _kernel(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
+    features = features_of(shapes, scores, deterministic, extras)
+    kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
     moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
@@ -68,12 +74,19 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
         "forward": {"q": not extras.sink, "kv": True},
         "backward": {"q": True, "kv": ranks_per_kv_head == 1},
     }
-    if strategy.mesh_degree > 1:
+    if strategy.mesh_degree > 1:  # one side moves
         for direction in DIRECTIONS:
-            rounded[direction][OTHER_SIDE[moving[direction]]] = False
+            rounded[direction][OTHER_SIDE[moving[direction][0]]] = False
+    same = partial(
+        PassPlan,
+        rank_state=rank_state,
+        attending=attending,
+        kernel_tiles=kernel_tiles,
+        device=device,
+        packing=packing,
+    )
     forward, backward = (
-        PassPlan(each, moving[each], rank_state, attending, kernel_tiles, rounded[each], device, packing)
-        for each in DIRECTIONS
+        _pass_plan(partial(same, direction=each, rounded=rounded[each]), moving[each]) for each in DIRECTIONS
     )
     return Plan(
         rank_state=rank_state,
@@ -94,6 +107,13 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     )
 
 
+def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
+    """Return the plan of a pass in which this side moves; where two do, that of the first half, with the other."""
+    first, *others = moving
+    other = make(moving=others[0], halved=True) if others else None
+    return make(moving=first, halved=bool(others), other=other)
+
+
 def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Shapes, Attending, int]:
     """Return shapes in the ring, which tokens attend to which, and how many ranks share a key/value head.
 
@@ -106,7 +126,7 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
     tokens, longest = _tokens(rank_state, local, request)
     _check_heads(strategy, local)
     _check_mask(request, local.batch)
-    degree = strategy.ulysses_degree
+    degree = strategy.degree
     shapes = local.of_ulysses_group(degree)._replace(q_len=longest["q"], kv_len=longest["kv"])
     _check_parts(strategy, shapes)
     attending = Attending(tokens["q"], tokens["kv"], request.mask)
@@ -136,10 +156,11 @@ def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dic
 
 def _check_heads(strategy: Strategy, local: Shapes) -> None:
     """Raise ValueError unless a Ulysses group can share the heads between its ranks."""
-    if strategy.ulysses_degree not in local.ulysses_degrees:
+    if strategy.degree not in local.ulysses_degrees:
         raise ValueError(
-            f"ulysses_degree={strategy.ulysses_degree} ranks cannot share the {local.q_heads} query heads and "
-            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}"
+            f"ulysses_degree={strategy.degree} ranks cannot share the {local.q_heads} query heads and "
+            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}, or a preset for "
+            f"any number of heads: {presets_with(ulysses_degree=1)}"
         )
 
 
@@ -183,7 +204,7 @@ def _new_tiles(rank_state: RankState, attending: Attending) -> bool:
     return not attending.mask.is_fixed or len(rank_state.lengths) > _FEW_LENGTHS
 
 
-def _kernel(
+def kernel_for(
     strategy: Strategy, device: torch.device, shapes: Shapes, features: frozenset[str], *, new_tiles: bool
 ) -> Kernel:
     """Return the kernel that was asked for, or the fastest that can do this."""
@@ -191,7 +212,7 @@ def _kernel(
     return choose_kernel(strategy.kernel, Case(device.type, shapes.dtype, *heads, *dims, features, new_tiles))
 
 
-def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
+def features_of(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extras) -> frozenset[str]:
     """Return what a kernel must be able to do, by its name in `kernels.FEATURES`."""
     wanted = {
         "head dims": shapes.qk_dim != shapes.v_dim,
@@ -204,7 +225,7 @@ def _features(shapes: Shapes, scores: Scores, deterministic: bool, extras: Extra
     return frozenset(name for name, needed in wanted.items() if needed)
 
 
-def _deterministic(strategy: Strategy) -> bool:
+def is_deterministic(strategy: Strategy) -> bool:
     """Return whether the strategy asks for it, or PyTorch's switch for the process."""
     switch = (
         torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -212,25 +233,40 @@ def _deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _moving_sides(strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int) -> Mapping[Direction, Side]:
-    """Return by direction which side moves. A bias belongs to the queries, which stay where it is."""
-    if not extras.bias:
-        return {direction: choose_moving_side(strategy, direction, shapes, ring_ranks) for direction in DIRECTIONS}
+def _moving_sides(
+    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int
+) -> Mapping[Direction, tuple[Side, ...]]:
+    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
+    moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
-        if getattr(strategy, direction) == "q":
+        asked = getattr(strategy, direction)
+        if extras.bias and asked in ("q", BOTH):
             raise ValueError(
-                f"{direction}='q' cannot be had with a bias: its rows belong to the queries, which would have to "
-                f"take all of them along; use {direction}='kv' or 'auto'"
+                f"{direction}={asked!r} cannot be had with a bias: its rows belong to the queries, which would have "
+                f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
+                f"move: {presets_with(forward='kv', backward='kv')}"
             )
-    return dict.fromkeys(DIRECTIONS, "kv")
+        if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
+            moving[direction] = ("kv",)
+        elif asked == BOTH:
+            moving[direction] = ("kv", "q")
+        else:
+            moving[direction] = (choose_moving_side(strategy, direction, shapes, ring_ranks),)
+    return moving
 
 
 def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes, ring_ranks: int = 1) -> Side:
     """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal).
 
-    With a `mesh_degree` blocks of the other side are gathered, and count as well: see `mesh`.
+    With a `mesh_degree` blocks of the other side are gathered, and count as well: see `mesh`. Raises ValueError for
+    "both", of which there is no price.
     """
     asked = strategy.forward if direction == "forward" else strategy.backward
+    if asked == BOTH:
+        raise ValueError(
+            f"{direction}='both' cannot be planned: it has no price. Use 'q', 'kv' or 'auto'; or run it without a "
+            "plan, as Strategy(schedule=..., parts=..., ...)"
+        )
     if asked != AUTO:
         return "q" if asked == "q" else "kv"
     gathered = strategy.mesh_degree - 1

@@ -1,11 +1,10 @@
 """Run a rank's part of a schedule over a transport. Knows operands and partial results, and nothing of attention.
 
     ring = RingPass(send_recv, transport, parts, own)
-    for visit in ring.visits():           # waits, posts, then hands over the block that is here now
+    for visit in ring.steps():    # waits, posts, then hands over the block that is here now, if any
         with ring.traced(visit):
-            ...                           # read visit.operands, add to visit.accumulator
-        yield                             # one step done: lets ranks in one process take turns
-    yield from ring.final_reduce_hops()   # then the results of the rank's own block are complete
+            ...                   # read visit.operands, add to visit.accumulator
+        yield                     # one step done: lets ranks in one process take turns
 
 At every step: wait for what is due, post what is issued, work. What step t+1 needs is under way during the
 work of step t, and what crosses between nodes during a whole inner ring.
@@ -27,7 +26,7 @@ from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
 from burst_plugin.compute.rows import take_rows
-from burst_plugin.profiling.recorder import Profile
+from burst_plugin.profiling.recorder import PassLog
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
 from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
@@ -125,7 +124,7 @@ class RingPass:
         own: Sequence[Accumulator],
         *,
         label: Tensor | None = None,
-        profile: Profile | None = None,
+        log: PassLog | None = None,
     ) -> None:
         self._send_recv, self._schedule = send_recv, send_recv.schedule
         self._parts, self._own = parts, own
@@ -134,7 +133,7 @@ class RingPass:
         self._step = 0
         self._on_gpu = self._device.type == "cuda"
         self._unnamed: AbstractContextManager[None] = nullcontext()
-        self._log = None if profile is None else profile.begin_pass(self._direction, self._device)
+        self._log = log
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, Tensors] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
@@ -160,6 +159,11 @@ class RingPass:
             owner, part = self._schedule.owner(block), self._schedule.part(block)
             accumulator = partial(self._accumulator_of, block)
             yield Visit(owner, part, work.is_tail, is_own, operands, accumulator, self._under_way())
+
+    def steps(self) -> Iterator[Visit | None]:
+        """Take all steps: yield what `visits` yields, and None at the final reduce hops."""
+        yield from self.visits()
+        yield from self.final_reduce_hops()
 
     def _under_way(self) -> UnderWay:
         """Return what is under way during the work of this step, where that takes something from kernels."""

@@ -24,7 +24,7 @@ from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.regions import work_by_token
-from burst_plugin.types import SIDES, Side
+from burst_plugin.types import BOTH, SIDES, Side
 
 if TYPE_CHECKING:
     from burst_plugin.ring.document_costs import DocumentCosts
@@ -49,7 +49,10 @@ def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[i
 
 def imbalance(table: RouteTable, attending: Attending) -> float:
     """Return the most over the mean of the ranks' work, whichever side moves; 1 is even, as is no work at all."""
-    return max(_uneven(work_by_rank(table, attending, local)) for local in SIDES)
+    shares = [] if table.moving == {BOTH} else [work_by_rank(table, attending, local) for local in SIDES]
+    if BOTH in table.moving:
+        shares.append(table.work_in_halves(attending))
+    return max(map(_uneven, shares))
 
 
 def choose_tokens(table: RouteTable, length: int, mask: Mask, alike: bool = False) -> Tokens:

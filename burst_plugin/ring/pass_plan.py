@@ -1,4 +1,8 @@
-"""What a rank of the ring does in one direction of a call: its visits with their tiles, and its messages."""
+"""What a rank of the ring does in one direction of a call: its visits with their tiles, and its messages.
+
+Where both sides move, in different visits, the pass has two halves, each with a plan of its own: its schedule has the
+visits in which its side moves. They are run together, step by step, and what they give is accumulated together.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,8 @@ class PassPlan:
     moving: the side whose blocks go around.
     rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
     packing: how tensors travel.
+    halved: whether this is a half of the pass, and the other side moves in the other one.
+    other: the other half, if this is the first.
     """
 
     direction: Direction
@@ -74,6 +80,18 @@ class PassPlan:
     rounded: Mapping[Side, bool]
     device: torch.device
     packing: Callable[[tuple[Spec, ...]], Packing]
+    halved: bool = False
+    other: PassPlan | None = None
+
+    @property
+    def halves(self) -> tuple[PassPlan, ...]:
+        """Both halves, or all of it if one side moves in all visits."""
+        return (self,) if self.other is None else (self, self.other)
+
+    @property
+    def moving_sides(self) -> str:
+        """Which side moves, or which two, for people to read."""
+        return " and ".join(half.moving for half in self.halves)
 
     @property
     def parts(self) -> int:
@@ -84,8 +102,10 @@ class PassPlan:
     def route(self) -> Route:
         """The visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
-        table, rank, place = self.rank_state.route_table, self.rank_state.ring_rank, self.rank_state.mesh_group.place
-        return table.route(rank, self.attending, self.moving, bool(results), self.parts, place)
+        state, place = self.rank_state, self.rank_state.mesh_group.place
+        return state.route_table.route(
+            state.ring_rank, self.attending, self.moving, bool(results), self.parts, place, self.halved
+        )
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
@@ -142,4 +162,4 @@ class PassPlan:
         """By side and rank of the ring, tokens of its block."""
         state = self.rank_state
         runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
-        return {side: [token_count(held) for held in ranks] for side, ranks in runs.items()}
+        return {side: [*map(token_count, held)] for side, held in runs.items()}

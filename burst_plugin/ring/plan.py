@@ -85,9 +85,9 @@ class Plan:
     packing: Callable[[tuple[Spec, ...]], Packing]
 
     @property
-    def passes(self) -> tuple[PassPlan, PassPlan]:
-        """Both passes."""
-        return self.forward, self.backward
+    def passes(self) -> tuple[PassPlan, ...]:
+        """Both passes, or the halves of each."""
+        return (*self.forward.halves, *self.backward.halves)
 
     @property
     def is_rehearsed(self) -> bool:
@@ -98,13 +98,13 @@ class Plan:
     @property
     def heads(self) -> int:
         """Query heads of all ranks of a Ulysses group together, those that q had before they were exchanged."""
-        return self.shapes.q_heads * self.rank_state.strategy.ulysses_degree
+        return self.shapes.q_heads * self.rank_state.strategy.degree
 
     @cached_property
     def choices(self) -> dict[str, str]:
         """What was chosen, for people to read."""
         schedules = dict.fromkeys(each.route.schedule.name for each in self.passes)
-        moving: dict[str, str] = {each.direction: each.moving for each in self.passes}
+        moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     @cached_property
@@ -115,8 +115,9 @@ class Plan:
     @property
     def sends_row_factor(self) -> bool:
         """Whether queries travel backward, with a factor per row in place of out (`online_softmax.row_factor`)."""
-        around = self.backward.moving == "q" and self.rank_state.route_table.ring_ranks > 1
-        in_group = self.backward.moving == "kv" and self.rank_state.mesh_group.degree > 1
+        state = self.rank_state
+        around = state.route_table.ring_ranks > 1 and any(half.moving == "q" for half in self.backward.halves)
+        in_group = self.backward.moving == "kv" and state.mesh_group.degree > 1
         return (around or in_group) and not self.shapes.sends_out
 
     @cached_property
@@ -131,7 +132,7 @@ class Plan:
             "key tokens": self.attending.kv,
             "with": self.extras.listed,
             **({"return_lse": self.lse} if degree > 1 else {}),  # then it is exchanged
-            **{f"{each.direction} moving": each.moving for each in self.passes},
+            **{f"{each.direction} moving": each.moving_sides for each in (self.forward, self.backward)},
             "kernel in use": self.kernel.name,
             "mask": self.attending.mask,
             "scores": self.scores,
@@ -185,21 +186,20 @@ class Plan:
             found.append((how, own_bias, q_part, kv_part))
         return found
 
-    def ring_pass(
-        self, pass_plan: PassPlan, parts: Sequence[Part], own: BlockAccumulators, which: CallId
-    ) -> RingPass:
-        """Return the ring of a pass; results of the moving side accumulate in `own` at the end."""
-        state = self.rank_state
-        state.expected_bytes.update(pass_plan.send_recv.sent_bytes)
-        state.progress.ring_pass = ring_pass = RingPass(
-            pass_plan.send_recv,
-            state.transport,
-            parts,
-            own.parts,
-            label=self.label(pass_plan.direction, which),
-            profile=state.profile,
-        )
-        return ring_pass
+    def ring_passes(
+        self, pass_plan: PassPlan, parts: Sequence[Part], own: Mapping[Side, BlockAccumulators], which: CallId
+    ) -> list[RingPass]:
+        """Return the ring of a pass, or of each half; results of its moving side accumulate in `own` at the end."""
+        state, direction = self.rank_state, pass_plan.direction
+        label = self.label(direction, which)
+        log = None if state.profile is None else state.profile.begin_pass(direction, self.device)
+        rings = []
+        for half in pass_plan.halves:
+            state.expected_bytes.update(half.send_recv.sent_bytes)
+            accumulators = own[half.moving].parts
+            rings.append(RingPass(half.send_recv, state.transport, parts, accumulators, label=label, log=log))
+        state.progress.ring_pass = rings[0]
+        return rings
 
     @property
     def q_runs(self) -> tuple[Run, ...]:

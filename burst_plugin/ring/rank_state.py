@@ -65,7 +65,7 @@ class RankState:
     @cached_property
     def ulysses_group(self) -> UlyssesGroup:
         """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
-        return self._group(self.strategy.ulysses_degree)
+        return self._group(self.strategy.degree)
 
     @cached_property
     def mesh_group(self) -> UlyssesGroup:

@@ -64,7 +64,7 @@ class Outputs(NamedTuple):
 class Request(NamedTuple):
     """What is asked for besides tensors, see `burst_attention`. `tokens` are those of the queries and of the keys.
 
-    `scale` is one given beside `scores`; see `scaled`.
+    `scale` is one given beside `scores`; see `scaled`. `forward` takes the place of the strategy's, if it is given.
     """
 
     mask: Mask = Causal()
@@ -73,6 +73,7 @@ class Request(NamedTuple):
     max_logits: bool = False
     lse: bool = False
     scale: float | None = None
+    forward: str | None = None
 
 
 def both_sides(tokens: Tokens | tuple[Tokens, Tokens] | None) -> tuple[Tokens | None, Tokens | None]:

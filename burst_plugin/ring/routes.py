@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from burst_plugin.ring.ulysses_groups import GroupBlock, group_block
 from burst_plugin.schedule.rings import SCHEDULES, SPARSE
-from burst_plugin.schedule.schedule import RankSchedule, Schedule
+from burst_plugin.schedule.schedule import RankSchedule, Required, Schedule
 from burst_plugin.sequence.layout import LAYOUTS, Layout, Run, Tokens, cut_runs, in_chunks, shortened, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
+from burst_plugin.sequence.turns import ROUND_ROBIN, RoundRobin
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import OTHER_SIDE, SIDES, Side
@@ -110,9 +111,9 @@ class RouteTable:
         self._ring_topology = topology.of_ulysses_groups(strategy.group_size, option)
         self._pairs: dict[tuple[Attending, Side, int], Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
-        self._schedules: dict[tuple[Attending, str, bool, int], Schedule] = {}
-        self._dense: dict[bool, Schedule] = {}
-        self._routes: dict[tuple[int, Attending, str, bool, int, int], Route] = {}
+        self._schedules: dict[tuple[Attending, str, bool, int, int, bool], Schedule] = {}
+        self._dense: dict[tuple[bool, int], Schedule] = {}
+        self._routes: dict[tuple[int, Attending, str, bool, int, int, bool], Route] = {}
 
     @property
     def cp_ranks(self) -> int:
@@ -130,12 +131,19 @@ class RouteTable:
         return self._ring_topology
 
     @property
+    def moving(self) -> frozenset[str]:
+        """What is asked to move, in either direction."""
+        return frozenset((self._strategy.forward, self._strategy.backward))
+
+    @property
     def schedule_name(self) -> str:
         """The name of the schedule, for masks that leave most of the work."""
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
         """Return the layout of these tokens. Raise ValueError if nothing says which, or if it is for other ranks."""
+        if isinstance(tokens, RoundRobin):
+            return ROUND_ROBIN
         if tokens.holders is not None:
             ranks = len(set(tokens.holders))
             if ranks != self.cp_ranks:
@@ -188,23 +196,32 @@ class RouteTable:
         return self._pairs[key]
 
     def route(
-        self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1, place: int = 0
+        self,
+        ring_rank: int,
+        attending: Attending,
+        moving: Side,
+        reduces: bool,
+        parts: int = 1,
+        place: int = 0,
+        halved: bool = False,
     ) -> Route:
-        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`."""
+        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`.
+
+        `place`: which ring of a mesh. `halved`: of the half of the visits in which this side travels where both do
+        (`_half`).
+        """
         pairs = self.pairs(attending, moving, place)
-        key = (ring_rank, attending, moving, reduces, parts, place)
+        key = (ring_rank, attending, moving, reduces, parts, place, halved)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces, place).in_parts(parts).of_rank(ring_rank)
+            schedule = self._schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
             runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), moving: {}}
             tiles = {}
             for owner in owners:
-                rows, block = (
-                    rows_of.get(owner),
-                    pairs.runs[moving][owner],
-                )  # part 0 of a block has its owner's number
+                rows = rows_of.get(owner)  # part 0 of a block has its owner's number
+                block = pairs.runs[moving][owner]
                 runs[moving][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
                     tiles[owner] = pairs.of_visit(moving, owner, ring_rank)
@@ -213,11 +230,12 @@ class RouteTable:
             self._routes[key] = Route(schedule, tiles, runs)
         return self._routes[key]
 
-    def dense(self, reduces: bool) -> Schedule:
+    def dense(self, reduces: bool, parts: int = 1) -> Schedule:
         """Return the schedule in which every rank visits every block."""
-        if reduces not in self._dense:
-            self._dense[reduces] = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
-        return self._dense[reduces]
+        if (reduces, parts) not in self._dense:
+            whole = SCHEDULES[self.schedule_name](self._ring_topology, reduces, None)
+            self._dense[reduces, parts] = whole.in_parts(parts)
+        return self._dense[reduces, parts]
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
@@ -232,20 +250,56 @@ class RouteTable:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
         return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
 
-    def _schedule(self, attending: Attending, moving: Side, reduces: bool, place: int = 0) -> Schedule:
+    def work_in_halves(self, attending: Attending) -> list[int]:
+        """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""
+        pairs, work = self.pairs(attending), [0] * self.ring_ranks
+        for moving in SIDES:
+            for rank, owners in enumerate(_half(pairs.required(moving), moving, self.ring_ranks)):
+                tiles = [tile for owner in owners for tile in pairs.of_visit(moving, owner, rank)]
+                work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
+        return work
+
+    def _schedule(
+        self,
+        attending: Attending,
+        moving: Side,
+        reduces: bool,
+        parts: int = 1,
+        place: int = 0,
+        halved: bool = False,
+    ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending, moving, place), (attending, moving, reduces, place)
-        required = pairs.required(moving)
+        pairs, key = self.pairs(attending, moving, place), (attending, moving, reduces, parts, place, halved)
+        required: Required | None = pairs.required(moving)
+        if halved:
+            required = _half(required, moving, self.ring_ranks)
         if required is None:
-            return self.dense(reduces)
+            return self.dense(reduces, parts)
         if key not in self._schedules:
             lengths = [token_count(held) for held in pairs.runs[moving]]
             names = [self.schedule_name, *SPARSE] if self._strategy.schedule == AUTO else [self.schedule_name]
             candidates = [
-                SCHEDULES[name](self._ring_topology, reduces, required)
+                SCHEDULES[name](self._ring_topology, reduces, required).in_parts(parts)
                 if name in SPARSE
-                else self.dense(reduces).pruned(required)
+                else self.dense(reduces, parts).pruned(required)
                 for name in names
             ]
             self._schedules[key] = min(candidates, key=lambda schedule: schedule.most_rows_moved(lengths))
         return self._schedules[key]
+
+
+def _half(required: Required | None, moving: Side, ranks: int) -> Required:
+    """Return what is required in the visits in which side `moving` travels where both do.
+
+    The keys and values of a rank go half way round the ring; the queries of ranks beyond that come to it instead.
+    (DistFlashAttn, arXiv 2310.03294, section 3.2: of consecutive tokens under a causal mask, ranks whose queries have
+    few keys before them take over those of ranks that have many.)
+    """
+    if required is None:
+        required = [dict.fromkeys(range(ranks))] * ranks
+
+    def travels(rank: int, owner: int) -> bool:
+        distance = (rank - owner) % ranks
+        return 2 * distance <= ranks if moving == "kv" else 0 < 2 * distance < ranks
+
+    return [{owner: rows for owner, rows in owners.items() if travels(r, owner)} for r, owners in enumerate(required)]

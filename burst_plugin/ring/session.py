@@ -242,14 +242,14 @@ class Session:
 
     # ---------------------------------------------------------------------------------------------------- comparing
 
-    def agree(self, signature: Mapping[str, object], problem: str = "") -> int:
+    def agree(self, signature: Mapping[str, object], problem: str = "", of: str = "a batch") -> int:
         """Compare what all ranks are about to do, and return how many agreements there have been; collective.
 
         Raises ValueError on every rank if any has a `problem`, or if they differ in `signature`, what has to be equal
         by name, or in their options.
         """
         number = self._next_comparison()
-        self.rank_state.compare(f"comparison {number}, of a batch", signature, problem)
+        self.rank_state.compare(f"comparison {number}, of {of}", signature, problem)
         return number
 
     def meet(self, at: str) -> None:

@@ -28,26 +28,37 @@ docs/architecture.md says what else there is to know.
     node 1   rank 2  2/ |*0   1 | 3  /2   the final reduce hop, inside the node
              rank 3  3/ |*1   0 | 2  /3
 
+`tasp`, 3 ranks in 2 parts (3, 4, 5 are the second parts of blocks 0, 1, 2), is a flat ring whose parts go around
+different rings, 0 1 2 and 0 2 1:
+
+               step   0   1   2   3   4   5
+    node 0   rank 0   0   3   2   4   1   5       gather: the parts visited at steps 2 and 3 leave together before
+             rank 1   1   4   0   5   2   3       step 0, from ranks 2 and 1 to rank 0
+             rank 2   2   5   1   3   0   4       reduce: both together, after both visits
+
 `direct` is in `schedule.direct`.
 
 Wherever partial results cross nodes, the work on a rank's own block has a tail like that; inside one node the final
 hop is short, and one tile is faster than two.
 
 Sources: RingAttention (arXiv 2310.01889); the two-level ring of BurstAttention (2403.09347, section 3.1)
-and LoongTrain's double ring (2406.18485, section 4.4).
+and LoongTrain's double ring (2406.18485, section 4.4); TASP (2509.26541).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Protocol
 
 from burst_plugin.schedule.direct import direct
+from burst_plugin.schedule.disjoint_rings import disjoint_ring
 from burst_plugin.schedule.schedule import Required, Schedule, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 
 __all__ = [
+    "BY_NODE",
     "SCHEDULES",
     "SPARSE",
     "Draw",
@@ -56,6 +67,7 @@ __all__ = [
     "flat_ring",
     "sample",
     "sample_ranks",
+    "tasp",
     "two_level_ring",
 ]
 
@@ -83,6 +95,21 @@ def flat_ring(
         phases=tuple(range(ranks)),
     )
     return schedule.with_tail(Link.INTER).pruned(required)
+
+
+def tasp(
+    topology: Topology, reduces: bool = True, required: Required | None = None, drawn: int | None = None
+) -> Schedule:
+    """Return a flat ring; in parts, several rings at once that share no link: part p goes around ring p.
+
+    For nodes in which every rank has a link to every other one. All links carry traffic where there are as many
+    parts as rings, `ranks - 1` in one node (4 and 6 ranks: `ranks - 2`); with more parts, rings are used again. Over
+    several nodes each of `ranks_per_node` rings crosses over other NICs; see `schedule.disjoint_rings`. Every part
+    has as many hops as in a flat ring, and buffers of its own.
+    """
+    ring = flat_ring(topology, reduces, None, drawn)
+    each_step = tuple(range(len(ring.visits[0])))  # the tail too, so that parts are sent on behind the tails of all
+    return replace(ring, name="tasp", phases=each_step, ring_of_part=disjoint_ring).pruned(required)
 
 
 def two_level_ring(
@@ -192,12 +219,14 @@ class Draw(Protocol):
         """Return the schedule; with `drawn`, only visits and blocks of so many first ranks, see `sample`."""
 
 
-_EVERY_SCHEDULE = (flat_ring, two_level_ring, direct)
+_EVERY_SCHEDULE = (flat_ring, two_level_ring, direct, tasp)
 SCHEDULES: Mapping[str, Draw] = MappingProxyType({schedule.__name__: schedule for schedule in _EVERY_SCHEDULE})
 # Drawn from what is required, and may send less than the default where a mask leaves little; others are only pruned.
 SPARSE = (direct.__name__,)
+# Drawn from nodes with equally many ranks: where there are none they would be another schedule without saying so.
+BY_NODE = (two_level_ring.__name__,)
 # Ranks at the ends of a node use other links than those between them; in other schedules all ranks do the same.
-_DIFFERS_IN_NODE = (flat_ring.__name__,)
+_DIFFERS_IN_NODE = (flat_ring.__name__, tasp.__name__)
 
 
 def sample(name: str, topology: Topology, reduces: bool) -> Schedule:

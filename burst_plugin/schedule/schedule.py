@@ -5,7 +5,8 @@ block: it works on that block and its own local side. Operands are sent ahead of
 follow one step behind and end at the owner (*reduce*).
 
 A block has the number of its owner. Cut into `parts`, by heads, part p of the block of rank r has the number
-`r + p * ranks` and takes the same way as the whole block, one part behind the other (`Schedule.in_parts`).
+`r + p * ranks` and takes the same way as the whole block, one part behind the other, or ways of their own, all at
+once (`Schedule.in_parts`).
 
 A rank's work on its own block may be split: the *tail* is left for the last step, while the final reduce hops bring
 partial results from other ranks (`Schedule.with_tail`).
@@ -13,19 +14,20 @@ partial results from other ranks (`Schedule.with_tail`).
 Time: a transfer with `issue=s, due=d` is posted before the work of step s and waited for before the work of step d,
 so that it overlaps with steps s .. d-1. What a rank computes at step s can be sent from step s+1 on.
 
-`schedule.validation` checks a schedule, `schedule.drawing` draws one.
+`schedule.parts` cuts a schedule into parts, `schedule.validation` checks it, `schedule.drawing` draws it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import product
 from typing import NamedTuple
 
 from burst_plugin.schedule.drawing import draw
+from burst_plugin.schedule.parts import in_parts
 from burst_plugin.schedule.validation import ScheduleError, validate
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import Rows
@@ -105,6 +107,8 @@ class Schedule:
         next group: an inner ring, or a single step.
     parts: into how many parts blocks are cut.
     tail_share: the share of the work on its own block that every rank leaves for the last step; 0 if there is none.
+    ring_of_part: if parts take different ways: the ranks in the order of a part's ring, by which each takes the place
+        of the one with the number of its position; ranks of a node stay on it.
     """
 
     name: str
@@ -117,6 +121,7 @@ class Schedule:
     phases: tuple[int, ...] = (0,)
     parts: int = 1
     tail_share: float = 0.0
+    ring_of_part: Callable[[Topology, int], Sequence[int]] | None = None
 
     @property
     def ranks(self) -> int:
@@ -214,59 +219,24 @@ class Schedule:
         return replace(self, visits=visits, tail_share=0.5 if final_link is Link.INTER else 0.25)
 
     def in_parts(self, parts: int) -> Schedule:
-        """Return the schedule for blocks cut into `parts`; in every phase all visits of one part precede the next's.
-
-        Two parts, and a phase of two visits (`a'`: the second part of block a):
-
-            steps of the whole    | 0       1       | 2       3       |
-            visits                | a       b       | c       d       |
-            in two parts          | a   b   a'  b'  | c   d   c'  d'  |
-
-        Steps are shorter by the same factor. What crosses between nodes is sent part by part, so that links are never
-        idle where they are the bottleneck, and what arrives last is worked on in 1 / parts of the time.
-        """
-        if parts == 1:
-            return self
-        visit_steps = len(self.visits[0])
-        last = max([visit_steps, *(t.due for t in self.transfers)]) + 1
-        places = []  # by step: the first step of its phase in parts, the phase's length, the step's place in it
-        for start, stop in pairwise([*self.phases, visit_steps, last + 1]):
-            places += [(parts * start, stop - start, step - start) for step in range(start, stop)]
-
-        def new_step(step: int, part: int) -> int:
-            start, length, offset = places[step]
-            return start + part * length + offset
-
-        def moved(t: Transfer, part: int, behind: int) -> Transfer:
-            """Return the transfer of one part; partial results, `behind` 1, leave and arrive after a step's work."""
-            issue, due = (new_step(step - behind, part) + behind for step in (t.issue, t.due))
-            return t._replace(block=self.block(t.block, part), issue=issue, due=due)
-
-        visits: list[list[int | None]] = [[None] * (parts * visit_steps) for _ in self.visits]
-        for of_parts, whole in zip(visits, self.visits, strict=True):
-            for step, block in enumerate(whole):
-                for part in range(parts):
-                    of_parts[new_step(step, part)] = None if block is None else self.block(block, part)
-        return replace(
-            self,
-            parts=parts,
-            phases=tuple(new_step(start, 0) for start in self.phases),
-            visits=tuple(map(tuple, visits)),
-            gather=tuple(moved(t, part, 0) for t in self.gather for part in range(parts)),
-            reduce=tuple(moved(t, part, 1) for t in self.reduce for part in range(parts)),
-        )
+        """Return the schedule for blocks cut into `parts`; see `schedule.parts`."""
+        return in_parts(self, parts)
 
     def pruned(self, required: Required | None) -> Schedule:
-        """Return the schedule without visits that are not required, and without transfers that only served those."""
+        """Return the schedule without visits that are not required, and without transfers that only served those.
+
+        A schedule is cut into parts first: in the rings of its parts different visits and transfers may be left.
+        """
         if required is None:
             return self
         visits = tuple(
-            tuple(block if block in required[rank] else None for block in visits)
+            tuple(None if block is None or self.owner(block) not in required[rank] else block for block in visits)
             for rank, visits in enumerate(self.visits)
         )
         used_gather, used_reduce = set[int](), set[int]()  # numbers of transfers
-        for rank, owners in enumerate(required):
-            for block in owners:  # back along the hops from the owner, and on along those to it, to known ones
+        for (rank, owners), part in product(enumerate(required), range(self.parts)):
+            for block in (self.block(owner, part) for owner in owners):
+                # back along the hops from the owner, and on along those to it, to known ones
                 number = self._arriving.get((rank, block))
                 while number is not None and number not in used_gather:
                     used_gather.add(number)
@@ -277,7 +247,7 @@ class Schedule:
                     number = self._leaving.get((self.reduce[number].dst, block))
         gather = tuple(self.gather[number] for number in sorted(used_gather))
         reduce = tuple(self.reduce[number] for number in sorted(used_reduce))
-        return replace(self, visits=visits, gather=gather, reduce=reduce)
+        return replace(self, visits=visits, gather=gather, reduce=reduce, ring_of_part=None)
 
     @cached_property
     def _arriving(self) -> dict[tuple[int, int], int]:
@@ -296,7 +266,7 @@ class Schedule:
         """
         moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
-            rows = lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows)
+            rows = lengths[self.owner(t.block)] if t.rows is None else sum(stop - start for start, stop in t.rows)
             moved["out", t.src, t.link] += rows
             moved["in", t.dst, t.link] += rows
         most = dict.fromkeys(Link, 0)

@@ -1,20 +1,29 @@
-"""Masks that list what may be attended to: keys, blocks, or a mask for every batch row."""
+"""Masks that list what may be attended to: keys, or a mask for every batch row or group of heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from burst_plugin.checks import as_listed, as_whole, shown, unreadable, whole_number, whole_numbers
+from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
 from burst_plugin.sequence.regions import Mask, Region
 
-__all__ = ["BlockMask", "Keys", "PerRow", "key_padding"]
+__all__ = [
+    "Keys",
+    "PerHeadGroup",
+    "PerRow",
+    "QueriesBefore",
+    "check_flags",
+    "flag_rows",
+    "key_padding",
+    "true_ranges",
+]
 
-_FLAGS = "give rows of True and False, one per block of queries, or BlockMask.of(tensor, block)"
+_TRUE = re.compile(b"\1+")
 
 
 @dataclass(frozen=True)
@@ -67,59 +76,41 @@ class QueriesBefore(Mask):
 
 
 @dataclass(frozen=True)
-class BlockMask(Mask):
-    """Any mask made of square blocks: `allowed[i][j]` says whether block i of queries attends to block j of keys.
+class _Several(Mask):
+    """Masks of which each is for a part of a call; what may be asked of all of them together."""
 
-    `BlockMask.of(tensor, block)` makes one from a bool tensor [query blocks, key blocks]. The last may be short.
-    """
+    masks: tuple[Mask, ...]
 
-    block: int
-    allowed: tuple[tuple[bool, ...], ...]
-    compares_positions = False
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Bounds of the documents of all masks, if they are the same."""
+        found = {mask.documents for mask in self.masks}
+        return found.pop() if len(found) == 1 else None
 
-    def __post_init__(self) -> None:
-        rows = getattr(self.allowed, "tolist", lambda: self.allowed)()
-        allowed = tuple(_flags(row) for row in as_listed("BlockMask(allowed={})", rows, _FLAGS))
-        block, lengths = as_whole(self.block), sorted({len(row) for row in allowed})
-        if block is None or block < 1 or len(lengths) != 1:
-            raise ValueError(
-                f"BlockMask needs block >= 1, got {shown(self.block)}, and rows of one length, got {lengths}"
-            )
-        object.__setattr__(self, "block", block)
-        object.__setattr__(self, "allowed", allowed)
+    @property
+    def compares_positions(self) -> bool:
+        """Whether any mask does."""
+        return any(mask.compares_positions for mask in self.masks)
 
-    @classmethod
-    def of(cls, allowed: Tensor, block: int) -> BlockMask:
-        """Return the mask of a bool tensor [query blocks, key blocks]. Raise ValueError for another shape or type."""
-        _check_flags("a block mask is a bool tensor [query blocks, key blocks]", allowed)
-        return cls(block, tuple(tuple(row) for row in allowed.tolist()))
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether any mask does."""
+        return any(mask.looks_ahead for mask in self.masks)
 
-    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return one region per range of allowed blocks, for as many equal rows as follow each other."""
-        size = (-(-q_len // self.block), -(-kv_len // self.block))
-        if (len(self.allowed), len(self.allowed[0])) != size:
-            raise ValueError(
-                f"BlockMask of {len(self.allowed)} x {len(self.allowed[0])} blocks of {self.block} does not fit "
-                f"{q_len} queries and {kv_len} keys, which are {size[0]} x {size[1]}"
-            )
-        regions, q_start = [], 0
-        for row, same_rows in groupby(self.allowed):
-            q_stop = min(q_start + self.block * len(list(same_rows)), q_len)
-            regions += [Region(q_start, q_stop, *keys) for keys in _true_ranges(row, self.block, kv_len)]
-            q_start = q_stop
-        return tuple(regions)
+    @property
+    def shifts(self) -> bool:
+        """Whether any mask does."""
+        return any(mask.shifts for mask in self.masks)
 
 
 @dataclass(frozen=True)
-class PerRow(Mask):
+class PerRow(_Several):
     """A mask of its own for every batch row."""
-
-    masks: tuple[Mask, ...]
 
     def __post_init__(self) -> None:
         expected = "give a list of masks, one for every batch row"
         masks = as_listed("PerRow(masks={})", self.masks, expected)
-        odd = [mask for mask in masks if not isinstance(mask, Mask) or mask.rows is not None]
+        odd = [m for m in masks if not isinstance(m, Mask) or m.rows is not None or m.head_groups is not None]
         if odd or not masks:
             held = f"holds {shown(odd[0])}, which is no mask of one row" if odd else "holds none"
             raise ValueError(f"PerRow(masks=...) {held}; {expected}")
@@ -130,34 +121,58 @@ class PerRow(Mask):
         """Number of masks."""
         return len(self.masks)
 
-    @property
-    def documents(self) -> tuple[int, ...] | None:
-        """Bounds of the documents of all rows, if they are the same."""
-        found = {mask.documents for mask in self.masks}
-        return found.pop() if len(found) == 1 else None
-
     def of_row(self, row: int) -> Mask:
         """Return the mask of that row."""
         return self.masks[row]
 
-    @property
-    def compares_positions(self) -> bool:
-        """Whether any row's mask does."""
-        return any(mask.compares_positions for mask in self.masks)
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether any row's mask does."""
-        return any(mask.looks_ahead for mask in self.masks)
-
-    @property
-    def shifts(self) -> bool:
-        """Whether any row's mask does."""
-        return any(mask.shifts for mask in self.masks)
-
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
         """Raise ValueError: rows have different regions."""
         raise ValueError("PerRow has regions row by row; ask of_row(row)")
+
+
+@dataclass(frozen=True)
+class PerHeadGroup(_Several):
+    """A mask of its own for every group of heads: of G masks the first is for the first 1 / G of the query heads.
+
+    Query heads that share keys and values are next to each other, so that with as many masks as key/value heads each
+    mask is for all that share one. Attention has a ring pass for each group.
+    """
+
+    def __post_init__(self) -> None:
+        expected = "give a list of masks, one for every group of heads, each for all batch rows or a PerRow"
+        masks = as_listed("PerHeadGroup(masks={})", self.masks, expected)
+        odd = [mask for mask in masks if not isinstance(mask, Mask) or mask.head_groups is not None]
+        if odd or not masks:
+            held = f"holds {shown(odd[0])}, which is no mask of one group" if odd else "holds none"
+            raise ValueError(f"PerHeadGroup(masks=...) {held}; {expected}")
+        object.__setattr__(self, "masks", masks)
+        if len({mask.rows for mask in self.masks} - {None}) > 1:
+            raise ValueError(f"PerHeadGroup(masks=...) holds masks of unequal numbers of batch rows; {expected}")
+
+    @property
+    def head_groups(self) -> int | None:
+        """Number of masks."""
+        return len(self.masks)
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return the mask of that group."""
+        return self.masks[group]
+
+    @property
+    def rows(self) -> int | None:
+        """Batch size that any mask is made for."""
+        return next((mask.rows for mask in self.masks if mask.rows is not None), None)
+
+    def of_row(self, row: int) -> Mask:
+        """Return the masks of that row."""
+        return PerHeadGroup(tuple(mask.of_row(row) for mask in self.masks))
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Raise ValueError: groups have different regions."""
+        raise ValueError(
+            "a mask per group of heads cuts no sequence, since all heads have the same tokens; let the tokens suit a "
+            "mask that all heads share, such as Causal()"
+        )
 
 
 def key_padding(valid: Tensor) -> PerRow:
@@ -165,21 +180,24 @@ def key_padding(valid: Tensor) -> PerRow:
 
     Raises ValueError for another shape or type.
     """
-    _check_flags("key padding is a bool tensor [batch, keys]", valid)
-    return PerRow(tuple(Keys(tuple(_true_ranges(row, 1, len(row))), len(row)) for row in valid.tolist()))
+    check_flags("key padding is a bool tensor [batch, keys]", valid)
+    return PerRow(tuple(Keys(tuple(true_ranges(row)), len(row)) for row in flag_rows(valid)))
 
 
-def _true_ranges(flags: Sequence[bool], unit: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield index ranges (start, stop) of what is true, `unit` tokens per flag."""
-    start = 0
-    for flag, same in groupby(flags):
-        stop = min(start + unit * len(list(same)), length)
-        if flag:
-            yield start, stop
-        start = stop
+def flag_rows(flags: Tensor) -> list[bytes]:
+    """Return the rows of a bool tensor [rows, columns] as bytes, 1 for True; it is read at once."""
+    data = bytearray(max(1, flags.numel()))
+    torch.frombuffer(data, dtype=torch.bool, count=-1)[: flags.numel()].copy_(flags.reshape(-1))
+    columns = flags.shape[1]
+    return [bytes(data[row * columns : (row + 1) * columns]) for row in range(flags.shape[0])]
 
 
-def _check_flags(expected: str, flags: object) -> None:
+def true_ranges(flags: bytes) -> Iterator[tuple[int, int]]:
+    """Yield index ranges (start, stop) of what is 1."""
+    return (found.span() for found in _TRUE.finditer(flags))
+
+
+def check_flags(expected: str, flags: object) -> None:
     """Raise ValueError unless `flags` is a bool tensor of two dimensions with values that can be read."""
     if not isinstance(flags, Tensor):
         raise ValueError(f"{expected}, got {shown(flags)}; make it one with torch.tensor(..., dtype=torch.bool)")
@@ -198,13 +216,3 @@ def _pairs(ranges: object) -> tuple[tuple[int, int], ...]:
         if len(pair) != 2:
             raise ValueError(f"Keys with a span of {shown(pair)} is not valid; {expected}")
     return tuple((start, stop) for start, stop in pairs)
-
-
-def _flags(row: object) -> tuple[bool, ...]:
-    """Return a row of a block mask. Raise ValueError for anything but True and False, or 1 and 0."""
-    flags = as_listed("BlockMask(allowed=...) with a row of {}", row, _FLAGS)
-    if not set(map(type, flags)) <= {bool}:
-        odd = [flag for flag in flags if flag not in (0, 1)]
-        if odd:
-            raise ValueError(f"BlockMask(allowed=...) holds {shown(odd[0])}; {_FLAGS}")
-    return tuple(map(bool, flags))

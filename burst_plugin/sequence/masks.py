@@ -2,7 +2,7 @@
 
 Masks combine with `&`: `SlidingWindow(4095) & Documents((0, 700, 8192)) & key_padding(valid)`. A new mask is a frozen
 dataclass that returns its regions (`burst_plugin.sequence.regions`); nothing else refers to it. Those that list keys,
-blocks or batch rows are in `sequence.listed_masks`.
+batch rows or groups of heads are in `sequence.listed_masks`, those made of blocks in `sequence.block_masks`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import pairwise
 
 from burst_plugin.checks import whole_number, whole_numbers
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
-from burst_plugin.sequence.listed_masks import BlockMask, Keys, PerRow, key_padding
+from burst_plugin.sequence.listed_masks import Keys, PerHeadGroup, PerRow, key_padding
 from burst_plugin.sequence.regions import Mask, Region
 
 __all__ = [
-    "BlockMask",
     "Causal",
     "CausalBottomRight",
     "Documents",
     "Full",
     "Keys",
     "Mask",
+    "PerHeadGroup",
     "PerRow",
     "PrefixLM",
     "SlidingWindow",

@@ -5,12 +5,13 @@ A mask is a few disjoint *regions*: rectangles of query and key positions, each 
     lower <= key position - query position <= upper        None: no bound
 
 What a rank computes follows from the regions and the positions that it holds, see `sequence.tiles`. The masks
-themselves are in `sequence.masks` and `sequence.listed_masks`.
+themselves are in `sequence.masks`, `sequence.listed_masks` and `sequence.block_masks`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -40,8 +41,8 @@ class Region(NamedTuple):
             min(self.q_stop, other.q_stop),
             max(self.k_start, other.k_start),
             min(self.k_stop, other.k_stop),
-            max((x for x in (self.lower, other.lower) if x is not None), default=None),
-            min((x for x in (self.upper, other.upper) if x is not None), default=None),
+            _narrower(max, self.lower, other.lower),
+            _narrower(min, self.upper, other.upper),
         )
 
     def keys_of(self, first: int, last: int) -> tuple[int, int]:
@@ -63,6 +64,13 @@ class Region(NamedTuple):
         return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
 
+def _narrower(choose: Callable[[int, int], int], one: int | None, other: int | None) -> int | None:
+    """Return the bound that leaves less, of two that may be None."""
+    if one is None or other is None:
+        return other if one is None else one
+    return choose(one, other)
+
+
 class Mask(ABC):
     """Which queries may attend to which keys. Subclasses are frozen dataclasses: masks are compared and cached.
 
@@ -81,6 +89,15 @@ class Mask(ABC):
 
     def of_row(self, row: int) -> Mask:
         """Return the mask of one batch row."""
+        return self
+
+    @property
+    def head_groups(self) -> int | None:
+        """Number of groups of heads that it is made for; None if it is the same for every head."""
+        return None
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return the mask of one group of heads."""
         return self
 
     @property
@@ -131,6 +148,11 @@ class Both(Mask):
             raise ValueError(
                 f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"
             )
+        if len({mask.head_groups for mask in parts} - {None}) > 1:
+            raise ValueError(
+                f"masks for {self.one.head_groups} and {self.other.head_groups} groups of heads do not combine; make "
+                "both of as many"
+            )
         if any(mask.shifts for mask in parts) and self.compares_positions:
             raise ValueError(
                 "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
@@ -150,6 +172,17 @@ class Both(Mask):
     def of_row(self, row: int) -> Mask:
         """Return both masks of that row."""
         return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def head_groups(self) -> int | None:
+        """Number of groups of heads that either mask is made for."""
+        return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return both masks of that group."""
+        if self.head_groups is None:
+            return self
+        return Both(self.one.of_head_group(group), self.other.of_head_group(group))
 
     @property
     def compares_positions(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from burst_plugin.sequence.layout import Run, token_count
+from burst_plugin.sequence.regions import Region
 from burst_plugin.sequence.tiles import Regions, RunIndex, key_rows
 from burst_plugin.types import Rows, merged
 
@@ -66,20 +67,46 @@ class _Meetings:
     def _met(self, held: Sequence[Run]) -> Iterator[tuple[int, tuple[int, int]]]:
         """Yield (owner, row range of its block) wherever one of these runs meets one of the block's."""
         for run in held:
-            for regions in self._regions:
-                for region in regions.at(run.start, run.last):
-                    first, last = max(run.start, region.q_start), min(run.last, region.q_stop - 1)
-                    numbers = self._index.at(*region.keys_of(first, last))
-                    self._left -= len(numbers)
-                    if self._left < 0:
-                        raise _TooManyError
-                    ends = {*numbers[:1], *numbers[-1:]}
-                    for number in numbers:
-                        other, owner, offset = self._runs[number]
-                        is_whole = run.stride == 1 and number not in ends  # inside of what is attended to
-                        start, stop = (0, other.length) if is_whole else key_rows(region, run, other)
-                        if start < stop:
-                            yield owner, (offset + start, offset + stop)
+            yield from self._met_at_once(run) if run.stride == 1 else self._met_by_region(run)
+
+    def _met_at_once(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield the same for consecutive queries: the keys of all regions together, of which none is left out."""
+        found = []
+        for region, first, last in self._regions_at(run):
+            low, high = region.keys_of(first, last)
+            if low <= high:
+                found.append((low, high + 1))
+        self._count(len(found))
+        for low, stop in merged(found):
+            numbers = self._index.at(low, stop - 1)
+            self._count(len(numbers) - 1)  # the first one was
+            for number in numbers:
+                other, owner, offset = self._runs[number]
+                start, end = max(low - other.start, 0), min(stop - other.start, other.length)
+                if start < end:
+                    yield owner, (offset + start, offset + end)
+
+    def _met_by_region(self, run: Run) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield the same for queries with gaps between them, which may leave keys out."""
+        for region, first, last in self._regions_at(run):
+            numbers = self._index.at(*region.keys_of(first, last))
+            self._count(len(numbers))
+            for number in numbers:
+                other, owner, offset = self._runs[number]
+                start, stop = key_rows(region, run, other)
+                if start < stop:
+                    yield owner, (offset + start, offset + stop)
+
+    def _regions_at(self, run: Run) -> Iterator[tuple[Region, int, int]]:
+        """Yield the regions that a run meets, with the first and the last of its positions in each."""
+        for regions in self._regions:
+            for region in regions.at(run.start, run.last):
+                yield region, max(run.start, region.q_start), min(run.last, region.q_stop - 1)
+
+    def _count(self, meetings: int) -> None:
+        self._left -= meetings
+        if self._left < 0:
+            raise _TooManyError
 
     def are_most(self, required: Mapping[int, Rows]) -> bool:
         """Return whether these are most rows of every block."""

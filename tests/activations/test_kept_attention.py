@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from burst_plugin import ContextParallel, Documents, Scores, SlidingWindow, Strategy, burst_attention
+from burst_plugin import ContextParallel, Documents, PerHeadGroup, Scores, SlidingWindow, Strategy, burst_attention
 from burst_plugin.activations.kept_attention import follow_checkpoint_function
 from burst_plugin.sequence.masks import Causal, Mask
 from tests.support.ranks import run_ranks
@@ -106,6 +106,7 @@ STRATEGIES = {
     "striped, q moves": Strategy(keep_attention="all", layout="striped", backward="q", forward="q"),
     "two levels": Strategy(keep_attention="all", ranks_per_node=2, parts=2),
     "direct": Strategy(keep_attention="all", schedule="direct"),
+    "both": Strategy(keep_attention="all", forward="both", backward="both", layout="contiguous"),
 }
 
 
@@ -143,8 +144,9 @@ def test_a_share_of_the_sequence_is_kept(layout: str, share: float) -> None:
         (SlidingWindow(9), {}),
         (Documents((0, 5, 33, 64)) & Causal(), {"scores": Scores(softcap=5.0)}),
         (Causal(), {"scores": Scores(dropout=0.25, seed=7)}),
+        (PerHeadGroup((SlidingWindow(9), SlidingWindow(20))) & Causal(), {}),
     ],
-    ids=["window", "documents, softcap", "dropout"],
+    ids=["window", "documents, softcap", "dropout", "groups of heads"],
 )
 def test_whatever_attention_is_asked_for(mask: Mask, attention: dict[str, Any], share: float | str) -> None:
     strategy = Strategy(keep_attention=share, kernel="reference")

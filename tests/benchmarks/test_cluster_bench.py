@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from benchmarks import RefusedError, cluster
 from benchmarks.cluster import case_of, lines, rows_of, verdicts
 from benchmarks.contenders import Case, Slept
-from benchmarks.contenders.burst import BURST, ZIGZAG_BY_DOCUMENT, Burst
+from benchmarks.contenders.burst import BURST, PRESETS, ZIGZAG_BY_DOCUMENT, Burst
 from benchmarks.contenders.ring_flash_attn import RingFlashAttn
 from benchmarks.documents import least_nic_bytes
 from benchmarks.report import files
@@ -284,6 +284,54 @@ def test_an_interrupted_run_keeps_what_it_has_measured(monkeypatch: pytest.Monke
     assert cluster.run(asked) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"cluster.json"}
     assert [row["rate_mbit"] for row in load(out).rows] == [100.0] * 3 + [200.0] * 3
+
+
+def test_presets_run_beside_the_automatic_choice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
+    seen: list[str] = []
+    monkeypatch.setattr(
+        cluster, "measure", lambda case, rate, chosen, asked: seen.extend(c.name for c in chosen) or []
+    )
+    asked = ("--topologies", "2x4", "--heads", "6/6", "--rates", "100", "--contenders", "burst")
+    for names, expected in ((("usp", "ring"), ["ring", "usp"]), (("all",), list(PRESETS))):
+        seen.clear()
+        assert cluster.run(options(*asked, "--out", str(tmp_path / "out.json"), "--presets", *names)) == 0
+        assert seen == ["burst", *(f"preset {name}" for name in expected)]
+    six = case_of("2x4", "6/6", None, options())
+    refused = {name for name, each in PRESETS.items() if each.reason(six)}
+    assert refused == {"ulysses", "usp"}
+    assert "no groups of 4 ranks can share 6 query" in PRESETS["usp"].reason(six)["refused"]
+    assert "does not divide 2x3" in PRESETS["loongtrain"].reason(replace(six, ranks_per_node=3))["refused"]
+    (usp,) = PRESETS["usp"].configurations(replace(six, q_heads=16, kv_heads=16))
+    assert isinstance(usp, Burst)
+    assert usp.strategy == Strategy.preset("usp", ulysses_degree=4)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({}, "not behind"),
+        ({"time_s": 2.0, "nic_bytes": 12e6}, "behind by bytes, 502 ms"),
+        ({"time_s": 2.0, "nic_bytes": 7e6, "imbalance": 1.5}, "behind by balance, 500 ms"),
+        ({"time_s": 2.0, "nic_bytes": 12e6, "imbalance": 1.5}, "behind by bytes, 502 ms"),
+        ({"time_s": 2.0, "nic_bytes": 6.1e6, "imbalance": 1.02}, "behind by steps"),
+    ],
+)
+def test_it_is_said_what_a_preset_loses_by(more: dict[str, float], said: str) -> None:
+    usual = BASE | {"direction": "both", "time_s": 1.0, "nic_bytes": 6e6, "imbalance": 1.0, "compute_s": 1.0}
+    passes = [usual | {"contender": "preset ring", "direction": direction} for direction in DIRECTIONS]
+    of_ours = [usual | {"direction": direction} for direction in DIRECTIONS]
+    first, line = lines([*of_ours, usual, *passes, usual | {"contender": "preset ring"} | more])
+    assert line.endswith(f", {said}")
+    assert "behind" not in first
+
+
+def test_contiguous_tokens_leave_ranks_unequal_work_on_one_document() -> None:
+    case = case_of("2x2", "16/4", 1.0, options("--documents", "1000000", "--seq", "64"))
+    found = {name: PRESETS[name].imbalance(case) for name in ("ring", "zigzag_ring", "striped")}
+    assert found["ring"] == pytest.approx(7 / 4, rel=0.01)
+    assert found["zigzag_ring"] == pytest.approx(1.0)
+    assert found["striped"] == pytest.approx(1.0, rel=0.02)
 
 
 class Loads:

@@ -8,9 +8,10 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from burst_plugin import Topology
 from burst_plugin.check.fast import fast, of_thread_blocks
 from burst_plugin.check.findings import FAILED, OK, Finding
-from burst_plugin.check.links import Edge, slow_edges
+from burst_plugin.check.links import Edge, node_rates, slow_edges
 from burst_plugin.check.settings import Settings
 from burst_plugin.check.world import World, joined
 from burst_plugin.comm.torch_distributed import DistributedTransport
@@ -54,6 +55,13 @@ def test_links_are_slow_by_the_median_of_their_kind() -> None:
     edges = [Edge(0, 1, 10.0), Edge(1, 2, 4.0), Edge(2, 3, 9.0), Edge(3, 0, 4.9), Edge(0, 2, 11.0)]
     assert slow_edges(edges) == [Edge(1, 2, 4.0)]
     assert slow_edges([Edge(0, 1, 1.0), Edge(1, 0, 10.0)]) == [Edge(0, 1, 1.0)]
+
+
+def test_a_nic_has_the_rate_of_its_faster_link() -> None:
+    """Node 1 of 3 has slow NICs, of which that of rank 3 is slower: links of either way are."""
+    rates = {0: 10.0, 1: 9.0, 2: 4.0, 3: 2.0, 4: 11.0, 5: 12.0}
+    edges = [Edge(src, (src + 2) % 6, min(rates[src], rates[(src + 2) % 6])) for src in range(6)]
+    assert node_rates(Topology(3, 2), edges) == (9.0, 2.0, 9.0)
 
 
 def _thread_blocks(rank: int) -> tuple[Finding, list[int]]:

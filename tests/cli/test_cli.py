@@ -120,6 +120,27 @@ def test_plan_says_what_suits_a_cluster() -> None:
     assert busy.stderr == "", "no bar where there is no terminal"
 
 
+def test_plan_says_what_an_uneven_cluster_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = (*PLAN, "--ranks-per-node", "2", "--heads", "32/8", "--inter-gb-s", "45")
+    assert main([*asked, "--slow-rank", "3=0.8"]) == 0
+    shown = capsys.readouterr().out
+    assert "Uneven: 25 % slower than if all were alike, " in shown
+    assert "rank 3 has 80% of the speed. What suits an even cluster, Strategy(schedule='two_level_ring'), " in shown
+    assert main([*asked, "--node-gb-s", "1=0.5", "--slow-rank", "3=0.8", "0=0.9"]) == 0
+    said = "node 1 has NICs of 0.5 GB/s, rank 0 has 90% of the speed, rank 3 has 80% of the speed. What suits"
+    assert said in capsys.readouterr().out
+    assert main([*asked, "--slow-rank", "4=0.8"]) == 1
+    assert "rank 4 is none of 2x2 (nodes x ranks per node), whose ranks have " in capsys.readouterr().err
+    assert main([*asked, "--node-gb-s", "1=3", "--node-gb-s", "1=4"]) == 1
+    assert "--node-gb-s names 1 more than once; give each number one value" in capsys.readouterr().err
+    for wrong in ("3", "3=", "=0.8", "-1=0.8", "3=0", "3=1.5", "3=nan", "x=0.8"):
+        with pytest.raises(SystemExit):
+            main([*asked, f"--slow-rank={wrong}"])
+        assert (
+            f"got {wrong!r}, expected a rank's number, = and its share of the usual speed" in capsys.readouterr().err
+        )
+
+
 ROW = re.compile(r"^(\w+) +(\d+) +(\d+|\(\d, \d\)) +(\w+, \w+) +([\d.]+) +([\d.]+) +([\d.]+)x$", re.MULTILINE)
 
 
@@ -129,7 +150,7 @@ def test_plan_compares_all_rows_with_one_bound(inter: str, capsys: pytest.Captur
     shown = capsys.readouterr().out
     bound = float(re.findall(r"over ([\d.]+) ms, the same for all rows", shown)[0])
     rows = ROW.findall(shown)
-    assert {name for name, *_ in rows} == {"flat_ring", "two_level_ring", "direct"}
+    assert {name for name, *_ in rows} == {"flat_ring", "two_level_ring", "direct", "tasp"}
     for *_, forward, backward, ratio in rows:
         assert (float(forward) + float(backward)) / bound == pytest.approx(float(ratio), rel=2e-3, abs=0.006)
     ratios = [float(row[-1]) for row in rows]
@@ -144,7 +165,7 @@ def test_plan_has_the_rows_of_a_small_cluster_on_4096_ranks(capsys: pytest.Captu
         asked = (*PLAN, "--ranks-per-node", "8", "--heads", "32/8", "--inter-gb-s", "40", "--nodes", nodes)
         assert main([*asked, "--seq", seq]) == 0
         rows[nodes] = {(name, degree) for name, degree, *_ in ROW.findall(capsys.readouterr().out)}
-    alone = {(name, "1") for name in ("flat_ring", "two_level_ring", "direct")}
+    alone = {(name, "1") for name in ("flat_ring", "two_level_ring", "direct", "tasp")}
     assert alone < rows["512"]
     assert {degree for _, degree in rows["8"]} == {degree for _, degree in rows["512"]}
 

@@ -11,6 +11,7 @@ import pytest
 from burst_plugin.cli import main
 from burst_plugin.deepspeed.config import BLOCK, Block, conflicts
 from burst_plugin.frameworks import FRAMEWORKS
+from burst_plugin.megatron.planning import setting_of
 
 NODE = ("plan", "--model", "llama3_8b", "--gpus", "8", "--gpu-gib", "80")
 
@@ -169,3 +170,17 @@ def test_a_command_line_is_priced_as_it_is(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "none").write_text("--context-parallel-size")
     assert "--context-parallel-size has no value" in refused(capsys, *NODE, "--flags", str(tmp_path / "none"))
     assert "cannot be read; use --seq" in refused(capsys, *NODE, "--framework", "deepspeed", "--flags", flags)
+
+
+def test_flags_may_name_a_preset() -> None:
+    flags = "--seq-length 65536 --context-parallel-size 16 "
+    for words, degree in (
+        ("--burst-preset usp", 8),
+        ("--burst-preset usp --burst-ulysses-degree 2", 2),
+        ("--burst-ulysses-degree all", 16),
+        ("--burst-preset ring", 1),
+        ("", 1),
+    ):
+        assert setting_of(flags + words, 16, 8).ulysses == degree
+    with pytest.raises(ValueError, match="preset='usb' is not valid"):
+        setting_of(flags + "--burst-preset usb", 16, 8)

@@ -113,7 +113,7 @@ SPANS = tuple((8 * n, 8 * n + 5) for n in range(300))
         ),
         (
             [BlockMask(8, ALLOWED), BlockMask(8, (*ALLOWED[:7], ODD_ROW, *ALLOWED[8:]))],
-            "mask: BlockMask.allowed at entry 7 differs at entry 90: rank 0: True; rank 1: False",
+            "mask: BlockMask.allowed at entry 7 differs at entry 90: rank 0: 1; rank 1: 0",
         ),
         (
             [Documents(STARTS), SlidingWindow(3)],

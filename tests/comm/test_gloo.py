@@ -273,12 +273,14 @@ def _sent_bytes(rank: int, strategy: Strategy, heads: tuple[int, int]) -> tuple[
 
 
 @pytest.mark.parametrize("backward", ["q", "kv"])
-@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring"])
+@pytest.mark.parametrize("schedule", ["flat_ring", "two_level_ring", "tasp"])
 def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: str) -> None:
     ranks, per_node = 4, 2
-    strategy = Strategy(schedule=schedule, backward=backward, ranks_per_node=per_node)
+    parts = 2 if schedule == "tasp" else 1
+    strategy = Strategy(schedule=schedule, backward=backward, ranks_per_node=per_node, parts=parts)
     outcomes = run_ranks(_sent_bytes, ranks, strategy, (4, 2))
     rows, q, kv, lse = 2 * (64 // ranks), 4 * 16 * 4, 2 * 16 * 4, 4 * 4  # per row of a block, bytes of float32
+    q, kv, lse = q // parts, kv // parts, lse // parts
     label = 16
     forward_hop = label + rows * 2 * kv
     backward_hop = {
@@ -286,7 +288,7 @@ def test_bytes_on_the_wire_are_those_of_the_schedule(schedule: str, backward: st
         "q": (label + rows * (2 * q + 2 * lse), label + rows * q),
     }[backward]
     for rank, (sent, traffic, _) in enumerate(outcomes):
-        plan = SCHEDULES[schedule](Topology(2, per_node), True, None).hops(rank)
+        plan = SCHEDULES[schedule](Topology(2, per_node), True, None).in_parts(parts).hops(rank)
         expected = {
             link.value: {
                 "gather": plan[link][burst_plugin.Traffic.GATHER] * (forward_hop + backward_hop[0]),
@@ -358,9 +360,9 @@ def test_posts_come_before_the_kernel_that_hides_them_and_waits_after_it() -> No
 def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
     """One rank's call differs from the others'."""
     options = {"tokens": 16, "heads": 4, "dtype": torch.float32, "scale": None, "ranks_per_node": 2, "kernel": "auto"}
-    options["mask"] = Causal()
-    options.update(changes.get(rank, {}))
-    cp = ContextParallel(dist.group.WORLD, ranks_per_node=options["ranks_per_node"], kernel=options["kernel"])
+    options |= {"mask": Causal(), "forward": "kv", **changes.get(rank, {})}
+    strategy = Strategy(**{name: options[name] for name in ("ranks_per_node", "kernel", "forward")})
+    cp = ContextParallel(dist.group.WORLD, strategy=strategy)
     moved = Counter[int]()
 
     def counted(original: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
@@ -389,6 +391,7 @@ def _attend_with(rank: int, changes: dict[int, dict[str, Any]]) -> None:
         ({1: {"mask": Full()}}, "rank 1: mask=Full(); rank 0, 2, 3: mask=Causal()"),
         ({0: {"ranks_per_node": 4}}, "rank 0: topology=1x4"),
         ({0: {"kernel": "reference"}}, "rank 0: kernel in use=reference, kernel=reference"),
+        ({1: {"forward": "both"}}, "rank 1: forward moving=kv and q"),
         ({0: {"ranks_per_node": "auto"}, 2: {"ranks_per_node": "auto"}}, "only some ask for nodes to be detected"),
         ({2: {"tokens": 15}}, "rank 2: query tokens=Tokens(length=60)"),
     ],

@@ -65,7 +65,7 @@ def test_megatrons_flags_are_all_options_but_those_that_say_what_takes_their_pla
         assert (f"--burst-{option.name.replace('_', '-')}" in written(option.name)) == (
             f"burst_{option.name}" in given
         )
-    assert len(given) == len(fields(Strategy)) - 4 + len(["burst_profile"])
+    assert len(given) == len(fields(Strategy)) - 4 + len(["burst_preset", "burst_profile"])
 
 
 def test_an_option_that_is_added_is_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:

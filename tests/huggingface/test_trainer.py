@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 import burst_plugin.deepspeed as burst
 from burst_plugin.deepspeed.adapter import Adapter
 from burst_plugin.deepspeed.trainer import install_trainer
+from burst_plugin.huggingface import RingCache
 from tests.support.deepspeed_run import Run, draw, llama, worst
 from tests.support.families import families
 from tests.support.ranks import RankError, run_ranks
@@ -72,6 +73,27 @@ def test_training_evaluation_and_generation_equal_one_rank(tmp_path: Path, ranks
     """Uneven labels, accumulation, clipping; with ZeRO 3 the model is read under zero.Init."""
     setup = save_model(Setup(run, str(tmp_path), rows=64))
     check(run_ranks(_train, ranks, [setup], True, timeout_s=120.0), _reference(setup, ranks))
+
+
+def _generating(args: TrainingArguments, **given: Any) -> Seq2SeqTrainer:
+    args.predict_with_generate, args.generation_config = True, None
+    args.generation_max_length, args.generation_num_beams = 38, None
+    return Seq2SeqTrainer(args=args, **given)
+
+
+def _train_and_count(rank: int, setup: Setup) -> tuple[Outcome, int]:
+    """What a run comes to, and how often layers attended to a cache on the ring."""
+    calls, attend = [], RingCache.attend
+    RingCache.attend = lambda *args: calls.append(1) or attend(*args)  # type: ignore[assignment]
+    return _train(rank, [setup], True), len(calls)
+
+
+def test_words_are_generated_on_the_ring_to_evaluate(tmp_path: Path) -> None:
+    run = Run(cp=2, stage=2, model=families()["qwen3"])
+    setup = save_model(Setup(run, str(tmp_path), trainer=_generating, max_steps=1))
+    found = run_ranks(_train_and_count, 2, setup, timeout_s=120.0)
+    check([outcome for outcome, _ in found], _reference(setup, 2))
+    assert [calls for _, calls in found] == [4 * 6 * 2] * 2  # rows, tokens after 32, layers
 
 
 def test_accelerate_need_not_be_told_how_many_rings_there_are(tmp_path: Path) -> None:

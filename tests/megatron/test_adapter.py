@@ -200,9 +200,9 @@ def _forward_with(rank: int, kind: str) -> list[str]:
         ("packed", "packed_seq_params.qkv_format=None is not supported; use 'thd', or 'sbhd'"),
         (
             "inference",
-            "context_parallel_size=2 with cp_comm_type='burst' is for training; use context_parallel_size=1",
+            "inference with context_parallel_size=2 and cp_comm_type='burst' is for GPTModel",
         ),
-        ("inference params", "is for training; use context_parallel_size=1"),
+        ("inference params", "use context_parallel_size=1 for other models"),
     ],
 )
 def test_what_a_forward_cannot_honour_is_refused(kind: str, message: str) -> None:

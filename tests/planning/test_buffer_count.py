@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, two_level_ring
+from burst_plugin import Causal, Full, Mask, Strategy, Topology, VirtualRing, direct, flat_ring, tasp, two_level_ring
 from burst_plugin.comm.copies import CopyNetwork
 from burst_plugin.planning.buffer_count import CountingPool, Held, as_many_buffers, most_held
 from burst_plugin.schedule.rings import SCHEDULES
@@ -37,6 +37,9 @@ def test_no_more_is_documented_than_is_needed() -> None:
     assert most_held(two_level_ring(Topology(4, 4), reduces=False)) == Held(4, 0)
     assert most_held(two_level_ring(Topology(4, 4))) == Held(5, 6)
     assert most_held(direct(Topology(1, 4))) == Held(3, 3)
+    for topology in (Topology(1, 8), Topology(2, 4)):  # 4 parts of 2 and 3 blocks
+        assert most_held(tasp(topology, reduces=False).in_parts(4)) == Held(8, 0)
+        assert most_held(tasp(topology).in_parts(4)) == Held(8, 12)
     assert most_held(direct(Topology(4, 4), reduces=False)) == Held(5, 0)
     assert most_held(direct(Topology(4, 4))) == Held(5, 6)
 

@@ -22,7 +22,7 @@ from burst_plugin import (
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.kernels import FEATURES, KERNELS, Case, Kernel, TorchCpuKernel
 from burst_plugin.ring import choices
-from burst_plugin.ring.choices import _features
+from burst_plugin.ring.choices import features_of
 from burst_plugin.ring.plan import Extras
 from tests.support.reference import Problem, Result, errors, reference, relative
 
@@ -49,11 +49,11 @@ def test_lengths_that_vary_bring_tiles_of_new_shapes(monkeypatch: pytest.MonkeyP
 
 def test_everything_that_a_kernel_may_lack_is_asked_of_it() -> None:
     everything = Scores(softcap=1.0, alibi_slopes=SLOPES, dropout=0.1)
-    assert _features(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
+    assert features_of(SHAPES._replace(v_dim=4), everything, True, Extras(bias=True)) == set(FEATURES) - {
         "windows",
         "varlen",
     }
-    assert _features(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
+    assert features_of(SHAPES, Scores(), False, Extras(sink=True)) == frozenset()
 
 
 def test_asking_for_determinism_later_is_heard(request: pytest.FixtureRequest) -> None:

@@ -114,7 +114,7 @@ def _max_logits(rank: int, forward: str) -> torch.Tensor:
     return largest
 
 
-@pytest.mark.parametrize("forward", ["q", "kv"])
+@pytest.mark.parametrize("forward", ["q", "kv", "both"])
 def test_the_largest_score_of_every_head(forward: str) -> None:
     q, k = Problem.draw(16, (4, 2))[:2]
     scores = torch.einsum("bihd,bjhd->hbij", q, k.repeat_interleave(2, 2)) * 0.5

@@ -45,6 +45,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (NCCL, {"topology": Topology(1, 4), "backward": "kv", "parts": 2, "ulysses_degree": 2}),
     (NCCL, {"topology": Topology(3, 2), "backward": "q"}),
     (NCCL, {"forward": "q", "backward": "q"}),
+    (NCCL, {"topology": Topology(1, 4), "forward": "both", "backward": "both", "layout": "contiguous"}),
+    (COPIES, {"forward": "both", "backward": "both", "layout": "contiguous", "schedule": "direct"}),
     (NCCL, {"mask": SlidingWindow(40), "backward": "kv"}),
     (NCCL, {"mask": DOCUMENTS, "schedule": "direct", "backward": "q"}),
     (NCCL, {"keeps": 1.0, "backward": "kv"}),

@@ -43,6 +43,7 @@ from burst_plugin.ring.request import Inputs, Request
 from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import UlyssesGroup, group_block
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
+from burst_plugin.strategy.presets import presets_with
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference, reference_lse, relative
 
@@ -319,7 +320,7 @@ def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
         assert outcome.error is not None
         assert outcome.error.rstrip().splitlines()[-1] == (
             "ValueError: ulysses_degree=2 ranks cannot share the 3 query heads and 3 key/value heads that are here; "
-            "use one of [1, 3]"
+            f"use one of [1, 3], or a preset for any number of heads: {presets_with(ulysses_degree=1)}"
         )
 
 

@@ -32,9 +32,16 @@ def test_every_schedule_is_exact_in_parts(name: str, nodes: int, ranks_per_node:
     for reduces in (True, False):
         whole = SCHEDULES[name](Topology(nodes, ranks_per_node), reduces)
         cut = whole.in_parts(parts).validate()
-        for rank in range(whole.ranks):
-            for link, sent in whole.hops(rank).items():
-                assert cut.hops(rank)[link] == {traffic: parts * hops for traffic, hops in sent.items()}
+        hops = [[each.hops(rank) for rank in range(whole.ranks)] for each in (whole, cut)]
+        if name == "tasp":  # whose parts go around different rings
+            hops = [[_total(of_ranks)] for of_ranks in hops]
+        for of_whole, of_cut in zip(*hops, strict=True):
+            for link, sent in of_whole.items():
+                assert of_cut[link] == {traffic: parts * count for traffic, count in sent.items()}
+
+
+def _total(hops: list[dict[Link, dict[Traffic, int]]]) -> dict[Link, dict[Traffic, int]]:
+    return {link: {kind: sum(of_rank[link][kind] for of_rank in hops) for kind in Traffic} for link in Link}
 
 
 def test_parts_follow_each_other_in_every_phase() -> None:
@@ -110,9 +117,10 @@ def test_the_final_reduce_hop_overlaps_with_the_tail(name: str, topology: Topolo
     schedule = SCHEDULES[name](topology).in_parts(parts)
     last = len(schedule.visits[0]) - 1
     late = [t for t in schedule.reduce if t.due > last]
-    assert {t.issue for t in late} == {last}
+    together = name == "tasp"  # all parts leave when the first tail begins
+    assert {t.issue for t in late} == {last - (parts - 1) * together}
     assert [t.dst for t in late] == [t.block % topology.ranks for t in late]
-    slow = name == "flat_ring" or name == "direct" or topology.ranks_per_node == 1
+    slow = name != "two_level_ring" or topology.ranks_per_node == 1
     for rank in range(topology.ranks):
         tails, work = schedule.tail_visits(rank), schedule.work(rank)
         assert schedule.visits[rank][last] == rank + (parts - 1) * topology.ranks

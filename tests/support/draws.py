@@ -15,6 +15,7 @@ from burst_plugin import (
     Full,
     Keys,
     Mask,
+    PerHeadGroup,
     PerRow,
     PrefixLM,
     Scores,
@@ -179,7 +180,7 @@ def options(
     draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
 ) -> Strategy:
     """Draw a strategy; few are refused."""
-    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto"])
+    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto", "both"])
     fitting = [n for n in topology.ulysses_degrees if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
     rings_of_groups = [n for n in fitting if 1 < n < topology.ranks]
     gathers = draw(st.sampled_from([False, False, True]))  # blocks, in place of an exchange of heads
@@ -212,6 +213,9 @@ def calls(draw: st.DrawFn) -> Drawn:
     dtype = draw(st.sampled_from(DTYPES))
     bias = draw(st.sampled_from([None, None, None, None, (1, 1), (2, heads[0])]))
     mask = draw(masks(*lengths, least=in_pieces))
+    groups = draw(st.sampled_from([1, 1, 1, 1, 2])) if kv_heads % 2 == 0 else 1
+    if groups > 1:
+        mask = PerHeadGroup((mask, draw(masks(*lengths, least=in_pieces))))
     scores = PLAIN
     if draw(st.booleans()):
         slopes = tuple(0.1 * n for n in range(heads[0]))
@@ -220,13 +224,13 @@ def calls(draw: st.DrawFn) -> Drawn:
             scale=draw(st.sampled_from([None, 0.7])),
             softcap=draw(st.sampled_from([None, 2.0])),
             alibi_slopes=draw(st.sampled_from([None, None if refused else slopes])),
-            dropout=draw(st.sampled_from([0.0, 0.3])),
+            dropout=draw(st.sampled_from([0.0, 0.3])) if groups == 1 else 0.0,
             seed=draw(st.sampled_from([0, 5, 1 << 40])),
         )
     kernels = runnable(dtype) if scores == PLAIN and bias is None else []
     return Drawn(
         topology,
-        draw(options(topology, heads, kernels, bias is not None, in_pieces)),
+        draw(options(topology, (heads[0] // groups, heads[1] // groups), kernels, bias is not None, in_pieces)),
         lengths,
         heads,
         draw(st.sampled_from([(4, 4), (8, 8), (6, 3), (3, 5), (1, 1)])),

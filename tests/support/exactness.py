@@ -53,12 +53,16 @@ _LIMIT_S = 240.0
 RINGS: Sequence[tuple[int, dict[str, Any]]] = (
     (2, {"ranks_per_node": 2}),
     (2, {"ranks_per_node": 1, "layout": "striped"}),
+    (2, {"schedule": "tasp", "parts": 2}),
     (4, {"ranks_per_node": 2}),
     (4, {"ranks_per_node": 2, "schedule": "flat_ring", "layout": "contiguous"}),
     (4, {"ranks_per_node": 1}),
     (4, {}),
+    (4, {"ranks_per_node": 4, "schedule": "tasp", "parts": 2}),
     (8, {"ranks_per_node": 4}),
+    (8, {"ranks_per_node": 4, "schedule": "tasp", "parts": 2, "layout": "striped"}),
     (8, {"ranks_per_node": 2, "layout": "striped"}),
+    (8, {"ranks_per_node": 4, "forward": "both", "schedule": "direct", "layout": "contiguous"}),
 )
 """Ranks, and options of `Strategy`."""
 

@@ -78,7 +78,8 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.counts:
             return out
-        new = [x for x in tree_leaves(out) if isinstance(x, Tensor) and self._is_new(x)]
+        made = (out,) if isinstance(out, Tensor) else tree_leaves(out)
+        new = [x for x in made if isinstance(x, Tensor) and self._is_new(x)]
         if new:
             given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for x in new:
@@ -90,8 +91,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _is_new(self, x: Tensor) -> bool:
         """Return whether a tensor that counts has a storage that was not noted yet."""
-        # A meta tensor's storage has a size and no memory.
-        counts = x.device.type != "meta" and self._device in (None, x.device.type)
+        # A meta tensor's storage has a size and no memory, so it counts only where it stands for another's.
+        counts = x.device.type == self._device or (self._device is None and x.device.type != "meta")
         return counts and x.untyped_storage()._cdata not in self._alive
 
     def _note(self, x: Tensor, given: set[int]) -> None:

@@ -6,19 +6,20 @@
     activation_bytes(shape, setting, prepare=cut_mlps_into_chunks)     # with a feature switched on
 
 The model is a Llama of transformers with these sizes, or a Qwen3 if queries and keys are normalized, in bfloat16, on
-one rank, on PyTorch's fake tensors, so that no length is too long. Attention is a stand-in that saves and returns
+one rank, on PyTorch's device "meta", so that no length is too long. Attention is a stand-in that saves and returns
 what a ring of one rank does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
@@ -29,6 +30,10 @@ __all__ = ["Prepare", "activation_bytes", "measured_code", "transformers_config"
 Prepare = Callable[[Any, Setting], None]
 """Switches a feature of `setting` on in a model."""
 _NAME = "planned_stand_in"
+_AUTOCAST = {  # which knows no "meta"
+    "is_autocast_enabled": lambda *_: False,
+    "autocast": lambda *_, **__: nullcontext(),
+}
 
 
 def measured_code() -> Code:
@@ -42,14 +47,14 @@ def _nothing(model: Any, setting: Setting) -> None:
 
 def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _nothing) -> LiveBytes:
     """Run a step and return what was alive: all that was made in it, but for gradients that are there before."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.device("meta"), mock.patch.multiple(torch, **_AUTOCAST):
         model = _model(shape, setting)
         prepare(model, setting)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         ids = torch.zeros(1, setting.tokens, dtype=torch.long)
         positions = torch.arange(setting.tokens)[None]
-        with LiveBytes() as live:
+        with LiveBytes(device="meta") as live:
             model(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.backward()
     return live
 

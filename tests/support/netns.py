@@ -23,7 +23,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -71,6 +71,7 @@ class EmulatedCluster:
         nic: "rank" if each rank has a NIC of its own, "node" if the ranks of a node share one.
         latency_ms: delay of what one `nic` sends to another, milliseconds.
         intra_mbit: what each `nvl` carries per direction; None leaves it unshaped.
+        node_mbit: what each `nic` of single nodes carries instead of `rate_mbit`, by node.
 
     Raises:
         ValueError: for impossible sizes, rates, latencies or kinds of NIC.
@@ -83,6 +84,7 @@ class EmulatedCluster:
     nic: str = "rank"
     latency_ms: float = 0.0
     intra_mbit: float | None = None
+    node_mbit: Mapping[int, float] = field(default_factory=dict)
     _files: dict[str, int] = field(default_factory=dict, init=False)  # open files by what they hold
     _bridge: int | None = field(default=None, init=False)  # the process that delays frames
 
@@ -93,6 +95,9 @@ class EmulatedCluster:
         for name, rate, device in (("rate_mbit", self.rate_mbit, "nic"), ("intra_mbit", self.intra_mbit, "nvl")):
             if rate is not None and not rate > 0:
                 raise ValueError(f"{name} is {rate}; expected more than 0, or None for an unshaped {device}")
+        for node, rate in self.node_mbit.items():
+            if not (0 <= node < self.nodes and rate > 0):
+                raise ValueError(f"node_mbit is {self.node_mbit}; expected nodes below {self.nodes}, rates above 0")
         if self.intra_mbit is not None and self.nic == "node":
             raise ValueError(
                 f'intra_mbit is {self.intra_mbit} with nic "node", whose ranks have no nvl; expected None'
@@ -237,7 +242,9 @@ class EmulatedCluster:
         ]
         own = ["link set lo up", *_up("nic"), f"addr add {address}/16 dev nic", *between, *routes]
         yield from _batch(f"ip -n {host}", own)
-        for device, rate_mbit in (("nic", self.rate_mbit), ("nvl", self.intra_mbit)):
+        node = number if self.nic == "node" else number // self.ranks_per_node
+        nic_mbit = self.node_mbit.get(node, self.rate_mbit)
+        for device, rate_mbit in (("nic", nic_mbit), ("nvl", self.intra_mbit)):
             if rate_mbit is not None:
                 shape = f"root tbf rate {rate_mbit * 1e6:.0f}bit {_BURST}"
                 yield f"tc -n {host} qdisc replace dev {device} {shape}"

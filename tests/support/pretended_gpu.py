@@ -44,6 +44,7 @@ _VIEWS = {  # of which most calls are, and which need not be looked up with all 
     *(_ATEN.slice.Tensor, _ATEN.alias.default, _ATEN.detach.default, _ATEN.view.default, _ATEN.transpose.int),
     *(_ATEN.t.default, _ATEN.unsqueeze.default, _ATEN._unsafe_view.default),
 }
+_IN_PLACE = {_ATEN.add_.Tensor, _ATEN.copy_.default, _ATEN.mul_.Tensor, _ATEN.zero_.default}
 _OF_VALUES = (torch.tensor, torch.as_tensor)
 _make_subclass, _empty = torch.Tensor._make_subclass, torch.empty
 _attention_backward = TorchFlashKernel._run_backward
@@ -136,6 +137,12 @@ class _Operators(FakeTensorMode):
         if func in _VIEWS and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, func(*args, **kwargs), args[0].fake_device)
+        if func in _IN_PLACE and isinstance(args[0], FakeTensor):
+            return args[0]
+        if func is _ATEN.mm.default or func is _ATEN.mm.dtype:
+            a, b, dtype = args if len(args) == 3 else (*args, args[0].dtype)
+            with in_kernel_invocation_manager(self):
+                return FakeTensor(self, a.new_empty(a.shape[0], b.shape[1], dtype=dtype), a.fake_device)
         return super().dispatch(func, types, args, kwargs)
 
 

@@ -19,6 +19,7 @@ from burst_plugin import (
     Full,
     Keys,
     Mask,
+    PerHeadGroup,
     PerRow,
     PrefixLM,
     Scores,
@@ -112,10 +113,22 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
     elif isinstance(mask, Keys):
         pairs = everything & torch.tensor([any(a <= n < b for a, b in mask.spans) for n in range(kv_len)])
     elif isinstance(mask, BlockMask):
-        pairs = torch.tensor(mask.allowed)[i // mask.block, j // mask.block]
+        pairs = torch.tensor([list(map(bool, row)) for row in mask.allowed])[i // mask.block, j // mask.block]
     else:
         raise TypeError(mask)
     return pairs.expand(batch, q_len, kv_len)
+
+
+def painted_by_head(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
+    """Return which pairs attend, bool [B, 1 or heads, Sq, Sk]."""
+    if mask.head_groups is None:
+        return painted(mask, batch, q_len, kv_len).unsqueeze(1)
+    if isinstance(mask, Both):
+        one, other = (painted_by_head(each, batch, heads, q_len, kv_len) for each in (mask.one, mask.other))
+        return one & other
+    assert isinstance(mask, PerHeadGroup)
+    groups = [painted(each, batch, q_len, kv_len) for each in mask.masks]
+    return torch.stack([groups[head * len(groups) // heads] for head in range(heads)], 1)
 
 
 def _document(starts: tuple[int, ...], lengths: tuple[int, ...] | None) -> Tensor:
@@ -164,7 +177,7 @@ def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
         logits = logits - torch.tensor(scores.alibi_slopes, dtype=torch.float64).view(-1, 1, 1) * apart
     if bias is not None:
         logits = logits + bias
-    logits = logits.masked_fill(~painted(mask, batch, q_len, kv_len).unsqueeze(1), -torch.inf)
+    logits = logits.masked_fill(~painted_by_head(mask, batch, logits.shape[1], q_len, kv_len), -torch.inf)
     if sink is not None:
         logits = torch.cat([logits, sink.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
     return logits

@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.checks import as_number, check_one_of, check_seconds, one_or_two, shown, whole_number
+from burst_plugin.checks import check_one_of, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
+from burst_plugin.strategy.presets import presets_without_groups, with_preset
+from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, check_kernel, kept_share, validated
 from burst_plugin.topology import Topology
-from burst_plugin.types import DIRECTIONS, SIDES, Direction
+from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.cluster_profile import ClusterProfile, Model
 
 __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
-AUTO = "auto"
 PLANNED = ("schedule", "ulysses_degree", "mesh_degree", "parts", "forward", "backward")  # by measured links
-_COUNTS = {  # what they count, and what there is without
-    "mlp_chunk": ("tokens", "all at once"),
-    "head_chunk": ("query heads", "all at once"),
-    "loss_chunk": ("tokens", "whole logits"),
-    "max_ctas": ("thread blocks, a power of two", "NCCL's own choice"),
-}
 
 
-def _about(text: str, choices: Collection[str] = (), *, compared: bool = True) -> dict[str, Any]:
+def _about(
+    text: str, choices: Collection[str] = (), *, words: Collection[str] = (), compared: bool = True
+) -> dict[str, Any]:
     """Return the metadata of a field, which flags, keys and docs/options.md are made from.
 
     text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
-    not names. compared: whether it must be the same on all ranks.
+    not names. words: what is valid besides numbers. compared: whether it must be the same on all ranks.
     """
-    return {"help": text, "choices": tuple(choices), "compared": compared}
+    return {"help": text, "choices": tuple(choices), "words": tuple(words), "compared": compared}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +42,9 @@ class Strategy:
 
     The fields are described one by one below, and in docs/options.md. Besides:
 
-    - forward, backward: queries that move are "pass-Q" in forward passes (arXiv 2411.01783) and BurstAttention in
-      backward passes (2403.09347); keys and values that move are "pass-KV", ring attention (2310.01889).
-    - kernel: also an object of your own, such as `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by
-      name.
+    - forward, backward: moving queries are "pass-Q" forward (arXiv 2411.01783), BurstAttention backward (2403.09347);
+      keys and values are "pass-KV", ring attention (2310.01889); both is DistFlashAttn's schedule (2310.03294).
+    - kernel: also an object of your own, as `burst_plugin.kernels.Kernel` describes. Ranks compare them by name.
     - check: backward passes are compared if their forward passes were. On CPUs every message also carries a label of
       its call. "sparse" is refused on CPUs.
     - deterministic: `torch.use_deterministic_algorithms(True)` has the same effect. The ring itself is always
@@ -77,17 +72,17 @@ class Strategy:
     forward: str = field(
         default="kv",
         metadata=_about(
-            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention); `auto` takes '
-            "the one with fewer bytes",
-            (*SIDES, AUTO),
+            'the side that moves in forward passes: `q` ("pass-Q"), `kv` ("pass-KV", ring attention), or '
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     backward: str = field(
         default=AUTO,
         metadata=_about(
-            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention); `auto` takes the "
-            "one with fewer bytes",
-            (*SIDES, AUTO),
+            "the side that moves in backward passes: `q` (BurstAttention), `kv` (ring attention), or "
+            "[`both`](internals.md#both-sides-may-move); `auto` takes the one with fewer bytes",
+            (*SIDES, BOTH, AUTO),
         ),
     )
     kernel: str | Kernel = field(
@@ -100,7 +95,8 @@ class Strategy:
         default=AUTO,
         metadata=_about(
             "how many context-parallel ranks a node has; `auto`: what the hierarchy of groups says if there is one, "
-            "else ranks ask each other for their node"
+            "else ranks ask each other for their node",
+            words=(AUTO,),
         ),
     )
     parts: int | tuple[int, int] = field(
@@ -110,19 +106,20 @@ class Strategy:
             "two numbers: forward, backward. Must divide the number of a rank's key/value heads"
         ),
     )
-    ulysses_degree: int = field(
+    ulysses_degree: int | str = field(
         default=1,
         metadata=_about(
             "how many neighbouring ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
-            "ring. Must divide the number of a rank's query heads; and divide that of its key/value heads, or be a "
-            "multiple of it"
+            "ring; `node`: those of a node, `all`: all of the ring. Must divide the number of a rank's query heads; "
+            "and divide that of its key/value heads, or be a multiple of it",
+            words=(OF_NODE, ALL_RANKS),
         ),
     )
     mesh_degree: int = field(
         default=1,
         metadata=_about(
-            "how many neighbouring ranks [gather each other's blocks](internals.md#both-sides-may-move) of the side "
-            "that stays, so that their rings are so many times shorter: Mesh-Attention. Not with a `ulysses_degree`"
+            "how many neighbouring ranks [gather each other's blocks](internals.md#blocks-may-be-gathered) of the "
+            "side that stays, so that rings are shorter: Mesh-Attention. Not with a `ulysses_degree`, nor with `both`"
         ),
     )
     max_ctas: int = field(
@@ -195,64 +192,71 @@ class Strategy:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.kernel, type):
-            name = self.kernel.__name__
-            raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
+        check_kernel(self.kernel)
         for each in fields(self):
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
                 check_one_of(each.name, getattr(self, each.name), each.metadata["choices"])
-        for name in ("deterministic", "offload", "abort"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} is not valid; use True or False")
-        check_seconds("late_after", self.late_after, "no such line")
-        if math.isnan(self.kept_share):
-            raise ValueError(
-                f"keep_attention={shown(self.keep_attention)} is not valid; use 'none', 'all', or a share of the "
-                "sequence from 0 to 1, such as 0.5"
-            )
-        self._normalize_numbers()
+        for name, value in validated(vars(self)).items():
+            object.__setattr__(self, name, value)
 
     @property
     def kept_share(self) -> float:
         """The share of the sequence whose attention is kept across activation checkpoints."""
-        kept = self.keep_attention
-        share = {"none": 0.0, "all": 1.0}.get(kept) if isinstance(kept, str) else as_number(kept)
-        return share if share is not None and 0.0 <= share <= 1.0 else math.nan
+        return kept_share(self.keep_attention)
 
-    def _normalize_numbers(self) -> None:
-        """Turn whole numbers of any type into int. Raise ValueError for values that are none."""
-        object.__setattr__(self, "parts", one_or_two("parts", self.parts, "forward and backward"))
-        for name in ("ulysses_degree", "mesh_degree"):
-            degree = whole_number(f"{name}={{}}", getattr(self, name), "use a positive number", 1)
-            object.__setattr__(self, name, degree)
-        if min(self.ulysses_degree, self.mesh_degree) > 1:
-            both = f"ulysses_degree={self.ulysses_degree} and mesh_degree={self.mesh_degree}"
-            raise ValueError(f"{both} cannot be had together: groups exchange heads or gather blocks; leave one out")
-        for name, (unit, without) in _COUNTS.items():
-            expected = f"use a number of {unit}, or 0 for {without}"
-            object.__setattr__(self, name, whole_number(f"{name}={{}}", getattr(self, name), expected))
-        if self.max_ctas & (self.max_ctas - 1):
-            raise ValueError(f"max_ctas={self.max_ctas} is not valid; {expected}")
-        if not isinstance(self.ranks_per_node, str) or self.ranks_per_node != AUTO:
-            per_node = whole_number("ranks_per_node={}", self.ranks_per_node, "use a positive number or 'auto'", 1)
-            object.__setattr__(self, "ranks_per_node", per_node)
+    @property
+    def degree(self) -> int:
+        """`ulysses_degree` as a number. Raises ValueError for a word, which `on` replaces."""
+        if isinstance(self.ulysses_degree, str):
+            raise ValueError(f"ulysses_degree={self.ulysses_degree!r} depends on the ring: use strategy.on(topology)")
+        return self.ulysses_degree
+
+    @property
+    def group_size(self) -> int:
+        """How many neighbouring ranks send each other something before and after the ring: heads, or blocks."""
+        return self.degree * self.mesh_degree
+
+    def on(self, topology: Topology) -> Strategy:
+        """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
+
+        Raises ValueError if ranks cannot be put into such groups there, with what can be had.
+        """
+        if isinstance(self.ulysses_degree, str):
+            degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}
+            return replace(self, ulysses_degree=degrees[self.ulysses_degree])
+        try:
+            topology.of_ulysses_groups(self.group_size, "mesh_degree" if self.mesh_degree > 1 else "ulysses_degree")
+        except ValueError as error:
+            raise ValueError(f"{error}; or a preset without groups: {presets_without_groups()}") from None
+        return self
 
     @classmethod
     def of(cls, strategy: Strategy | None, **options: Any) -> Strategy:
-        """Return a strategy given whole, or by keywords. Raise ValueError for both at once, or an unknown keyword."""
+        """Return a strategy given whole, or by keywords, of which `preset` sets several, and others override these.
+
+        Raises ValueError for both at once, an unknown keyword, or an unknown preset.
+        """
         if not isinstance(strategy, cls | None):
             raise ValueError(
                 f"strategy={shown(strategy)} is not a Strategy; write Strategy(layout=...), or leave strategy= out "
                 "and pass the options by name"
             )
         for name in options:
-            check_one_of("option", name, [each.name for each in fields(cls)])
+            check_one_of("option", name, [*(each.name for each in fields(cls)), "preset"])
         if strategy is not None and options:
-            raise ValueError(
-                f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
-            )
-        return strategy if strategy is not None else cls(**options)
+            raise ValueError(f"got strategy= and also {', '.join(sorted(options))}: put these into it, or drop it")
+        return strategy if strategy is not None else cls(**with_preset(options))
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Strategy:
+        """Return the strategy of a published system by its name, such as "usp", with some options changed.
+
+            Strategy.preset("ring", layout="zigzag")
+
+        docs/systems.md has all, with their papers. Raises ValueError for other names, and options that are not valid.
+        """
+        return cls.of(None, preset=name, **changes)
 
     @classmethod
     def from_profile(
@@ -271,7 +275,7 @@ class Strategy:
             profile: the path of the file that it wrote, or what the file holds.
             topology: that of the ring, to be compared with the one that was measured.
             model: `q_heads`, `kv_heads` of a rank, `head_dim`, `seq`, `mask`; if not, what `burst check` was given.
-            options: fields that are set, around which is planned.
+            options: fields that are set, around which is planned; also `preset`, whose fields are set then.
 
         Raises ValueError, with what differs, for a profile that is damaged or of another version, device or topology.
         """
@@ -283,6 +287,7 @@ class Strategy:
             cls.of(None, **measured.strategy)
         except ValueError as error:
             raise ValueError(f"the profile is damaged: strategy: {error}; run burst check again") from None
+        options = with_preset(options)
         fields_set, sizes = vars(cls.of(None, **options)), measured.model.of_sizes(model or {})
         given = tuple(sorted(name for name, value in options.items() if value != AUTO))
         return MeasuredStrategy(**fields_set, measured=measured, model=sizes, given=given)
@@ -300,11 +305,6 @@ class Strategy:
     def parts_of(self, direction: Direction) -> int:
         """Return the number of parts in which blocks are sent in a pass."""
         return self.parts if isinstance(self.parts, int) else self.parts[DIRECTIONS.index(direction)]
-
-    @property
-    def group_size(self) -> int:
-        """How many neighbouring ranks send each other something before and after the ring: heads, or blocks."""
-        return self.ulysses_degree * self.mesh_degree
 
     def schedule_for(self, topology: Topology) -> str:
         """Return the name of the schedule to run on `topology`."""

@@ -21,9 +21,9 @@ GQA = MHA._replace(kv_heads=8)
     ("options", "message"),
     [
         ({"layout": "zig"}, "layout='zig' is not valid; use one of: zigzag, striped, contiguous"),
-        ({"schedule": "ring"}, "schedule='ring' .* use one of: flat_ring, two_level_ring, direct, auto"),
-        ({"backward": "k"}, "backward='k' .* use one of: q, kv, auto"),
-        ({"forward": ""}, "forward='' .* use one of: q, kv, auto"),
+        ({"schedule": "ring"}, "schedule='ring' .* use one of: flat_ring, two_level_ring, direct, tasp, auto"),
+        ({"backward": "k"}, "backward='k' .* use one of: q, kv, both, auto"),
+        ({"forward": ""}, "forward='' .* use one of: q, kv, both, auto"),
         ({"kernel": "fa9"}, "kernel='fa9' .* use one of: .*torch_cpu, reference, auto"),
         ({"kernel": 3}, "kernel=3 is not valid"),
         ({"ranks_per_node": 0}, "ranks_per_node=0 is not valid"),

@@ -1,0 +1,197 @@
+"""A forward with a `RingCache`: its new tokens are cut among the ranks, and what they become is brought together.
+
+    ids [B, n]  ->  this rank's  ->  layers, which attend on the ring  ->  hidden [B, of all, H]  ->  head  ->  logits
+
+The body's output is brought together, and not the logits: it is smaller, and every rank then computes the same logits
+of those tokens that were asked for. Padding is left out, so that rows of the cache are as long as their texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from burst_plugin.batch import SHARD_KEY
+from burst_plugin.checks import shown
+from burst_plugin.frameworks.wrapping import by_name
+from burst_plugin.huggingface.masks import cache_of_forward
+from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
+from burst_plugin.inference import Turn
+
+__all__ = ["watch_turns"]
+
+_TOKENS = ("input_ids", "inputs_embeds", "token_type_ids")  # tensors [B, n, ...] that are cut
+_KNOWN = (*_TOKENS, "attention_mask", "position_ids")
+_SLIDING = "sliding_attention"
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+
+
+def watch_turns(model: PreTrainedModel) -> None:
+    """Add the hooks by which forwards of a model, or of one that it is the head of, run on a `RingCache`."""
+    model.register_forward_pre_hook(_begin, with_kwargs=True)
+    model.base_model.register_forward_hook(_bring_together, with_kwargs=True)
+    model.register_forward_hook(_end, with_kwargs=True, always_call=True)
+
+
+class _NewTokens(NamedTuple):
+    """What a forward brings.
+
+    given: its arguments by name.
+    real: which of the tokens are no padding, [B, n], bool on the CPU.
+    """
+
+    given: dict[str, Any]
+    real: Tensor
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, given: dict[str, Any], cache: RingCache) -> _NewTokens:
+        """Return what is new in a forward. Raise ValueError for what cannot be computed on a ring."""
+        problem = _problem(model, given)
+        if problem:
+            raise ValueError(f"{type(model).__name__} with a RingCache: {problem}")
+        tokens: Tensor = given["input_ids"] if "input_ids" in given else given["inputs_embeds"]
+        real = _real(given.get("attention_mask"), tokens, cache.seen)
+        _check_positions(given.get("position_ids"), real, cache.seen)
+        return cls(given, real)
+
+    @property
+    def ids(self) -> Tensor:
+        """Integers [number of tokens, ...] that ranks compare: ids, or the bits of embeddings; without padding."""
+        name = "input_ids" if "input_ids" in self.given else "inputs_embeds"
+        x: Tensor = self.given[name]
+        real = x[self.real.to(x.device)]
+        return real.view(_BITS[x.element_size()]) if x.is_floating_point() else real
+
+    def cut(self, turn: Turn) -> dict[str, Any]:
+        """Return the arguments with this rank's tokens alone."""
+        cut = {name: x for name, x in self.given.items() if name not in ("attention_mask", "position_ids")}
+        order = None if bool(self.real.all()) else (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
+        for name in cut.keys() & set(_TOKENS):
+            x: Tensor = cut[name]
+            rows = x if order is None else torch.stack([row[at] for row, at in zip(x, order, strict=True)])
+            cut[name] = turn.take(rows)
+            cut["position_ids"] = turn.positions.to(x.device)
+        return cut
+
+
+def _problem(model: PreTrainedModel, given: Mapping[str, Any]) -> str:
+    """Return what a forward asks for that a `RingCache` does not have; empty if nothing."""
+    config = model.config.get_text_config()
+    if model.training or torch.is_grad_enabled():
+        return "it has no gradients and no dropout; call model.eval(), and the model under torch.no_grad()"
+    if given.get("labels") is not None:
+        return "labels would be compared with this rank's tokens; use burst_plugin.huggingface.log_likelihood"
+    if SHARD_KEY in given:
+        return "it takes whole batches, the same on every rank, and cuts them itself; leave shard_batch out"
+    if given.get("use_cache") is False:
+        return "use_cache=False would compute all tokens again; leave it out"
+    for name in ("output_attentions", "output_hidden_states"):
+        if given.get(name, getattr(config, name, False)):
+            return f"{name}=True would be that of this rank's tokens; leave it out"
+    if given.get("return_dict") is False:
+        return "return_dict=False is not supported; leave it out"
+    if not any(name in given for name in ("input_ids", "inputs_embeds")):
+        return "got neither input_ids nor inputs_embeds"
+    strange = sorted(name for name, x in given.items() if isinstance(x, Tensor) and name not in _KNOWN)
+    if strange:
+        return f"does not know how to cut {', '.join(strange)}; leave it out"
+    return ""
+
+
+def _windows(config: Any) -> list[int | None]:
+    """Return how many tokens before itself each layer's tokens attend to; None for all."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or [_SLIDING] * layers
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None] * layers
+    return [window - 1 if kind == _SLIDING else None for kind in kinds]
+
+
+def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
+    """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit what is cached."""
+    batch, new = tokens.shape[:2]
+    if mask is None and bool(seen.all()):
+        return torch.ones(batch, new, dtype=torch.bool)
+    before = seen.shape[1]
+    size = [batch, before + new]
+    if not isinstance(mask, Tensor) or list(mask.shape) != size:
+        found = list(mask.shape) if isinstance(mask, Tensor) else shown(mask)
+        raise ValueError(
+            f"a RingCache with {before} tokens per row, padding included, got {new} more: it needs an "
+            f"attention_mask {size} of ones and zeros, as tokenizers make, got {found}"
+        )
+    whole = mask.cpu() != 0
+    if before and (len(seen) != batch or not torch.equal(whole[:, :before], seen)):
+        raise ValueError("attention_mask hides other tokens than when they were cached; give the same one, and go on")
+    if not bool(whole[:, -1].all()):
+        raise ValueError(
+            "attention_mask has padding at the end of a row, after which nothing can follow; pad on the left, as "
+            "padding_side='left' of a tokenizer does"
+        )
+    return whole[:, before:]
+
+
+def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> None:
+    """Raise ValueError unless tokens are numbered in their rows, without padding."""
+    if positions is None:
+        return
+    starts = seen.sum(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.int64)
+    expected = starts + real.cumsum(1) - 1
+    got = positions.cpu()
+    if got.dim() != 2 or got.shape[1] != expected.shape[1] or bool(((got != expected) & real).any()):
+        raise ValueError(
+            f"position_ids {shown(got.flatten()[:8].tolist())}... do not count the tokens of each row from "
+            f"{starts.flatten().tolist()} on, the number of those that a RingCache holds; leave position_ids out, "
+            "and give a cache that has the beginning of this text"
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begin the turn of a forward, and return its arguments with this rank's tokens."""
+    cache = ring_cache_of((*args, *kwargs.values()))
+    if cache is None:
+        return None
+    cache.in_forward = True
+    try:
+        given = by_name(model, args, kwargs)
+        tokens = _NewTokens.of(model, given, cache)
+    except Exception as error:  # of any kind: the other ranks must know of it
+        tell(cache.cp, error)
+        raise
+    try:
+        windows = _windows(model.config.get_text_config())
+        turn = cache.begin_turn(windows, tokens.real, tokens.ids, given.get("logits_to_keep") == 1)
+    except ValueError as error:
+        if "ids" in str(error):
+            raise ValueError(
+                f"{error}; where ranks sample, they need the same random numbers: torch.manual_seed(n) on every rank "
+                "before generate"
+            ) from error
+        raise
+    return (), tokens.cut(turn)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _bring_together(body: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    """Return the output of a model's body with the hidden states of those tokens whose logits are asked for."""
+    cache = cache_of_forward()
+    if cache is None or cache.turn is None:
+        return None
+    output["last_hidden_state"] = cache.gather(output["last_hidden_state"])
+    return output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _end(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """End the turn of a forward, also of one that failed."""
+    cache = ring_cache_of((*args, *kwargs.values()))
+    if cache is not None and not cache.end_turn() and output is not None:
+        raise ValueError(
+            f"{type(model).__name__} has computed logits without its layers, or without {model.base_model_prefix}: "
+            "they are those of this rank's tokens; a RingCache is for models that do as LlamaForCausalLM"
+        )

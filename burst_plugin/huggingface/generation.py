@@ -1,0 +1,138 @@
+"""`generate` of transformers with a `RingCache`: what ranks must do alike, they compare at its beginning and its end.
+
+Between the two, each forward compares its tokens. So a rank that samples another token, or stops before the others,
+has an error, and they have it as well.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation import GenerationMode
+
+from burst_plugin.comm.consistency import prepared_together
+from burst_plugin.comm.differences import TensorValues
+from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.huggingface.attention import EXAMINED
+from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
+
+__all__ = ["name_of_cache", "ring_for_generation", "watch_generate"]
+
+_MARK = "_burst_plugin_wrapped"
+_MODES = {  # that are right on a ring, and whether they may draw random numbers
+    GenerationMode.GREEDY_SEARCH: False,
+    GenerationMode.SAMPLE: True,
+    GenerationMode.BEAM_SEARCH: False,
+    GenerationMode.BEAM_SAMPLE: True,
+    GenerationMode.ASSISTED_GENERATION: True,
+}
+_CACHES = ("cache", "past_key_values")  # the argument in one release and the other
+_RING: ContextVar[ContextParallel | None] = ContextVar("burst_plugin_ring_for_generation", default=None)
+
+
+@contextmanager
+def ring_for_generation(cp: ContextParallel | None) -> Iterator[None]:
+    """Give every `generate` in this context that has no cache a `RingCache` of its own; of none, if `cp` is None."""
+    before = _RING.set(cp)
+    try:
+        yield
+    finally:
+        _RING.reset(before)
+
+
+def watch_generate() -> None:
+    """Have `generate` of all models take a `RingCache`; repeated calls change nothing."""
+    if not hasattr(GenerationMixin.generate, _MARK):
+        setattr(wrap(GenerationMixin, "generate", _generate), _MARK, True)
+
+
+def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace `GenerationMixin.generate`."""
+    cache, cp = ring_cache_of(kwargs.values()), _RING.get()
+    if cache is None and cp is not None and all(kwargs.get(name) is None for name in _CACHES):
+        cache = RingCache(cp)
+        kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, name_of_cache(): cache}
+    if cache is None:
+        return original(model, *args, **kwargs)
+    given = _by_name(original, model, args, kwargs)
+    _compare_settings(cache.cp, model, given)
+    cache.in_forward = False
+    try:
+        with ring_for_generation(None):  # a model that assists has a cache of its own
+            found = original(model, *args, **kwargs)
+    except Exception as error:  # of any kind: the other ranks must know of it
+        if not cache.in_forward:  # else they do
+            tell(cache.cp, error)
+        raise
+    sequences = found if isinstance(found, Tensor) else found.sequences
+    prompt = given.get("inputs", given.get("input_ids"))
+    new = sequences[:, 0 if prompt is None else prompt.shape[1] :]
+    compared = {"sequences": list(sequences.shape), "new tokens": TensorValues(new.flatten())}
+    cache.cp.agree(compared, of="the end of generate")
+    return found
+
+
+def name_of_cache() -> str:
+    """Return what the argument of `generate` is called in this release of transformers."""
+    parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    return next(name for name in _CACHES if name in parameters)
+
+
+def _by_name(original: Callable[..., Any], model: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `generate` by their names."""
+    given = dict(inspect.signature(original).bind(model, *args, **kwargs).arguments)
+    return {**given, **given.pop("kwargs", {})}
+
+
+def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:
+    """Raise ValueError on every rank if any asks for what is not right on a ring, or ranks differ; collective."""
+
+    def prepared() -> dict[str, object]:
+        known = inspect.signature(GenerationMixin.generate).parameters
+        options = {name: x for name, x in given.items() if name not in known}
+        config, _ = model._prepare_generation_config(given.get("generation_config"), **options)
+        mode = config.get_generation_mode(given.get("assistant_model"))
+        problem = _problem(model, given, config, mode)
+        if problem:
+            raise ValueError(f"{type(model).__name__}.generate with a RingCache: {problem}")
+        compared = {"generation": mode.value, "config": config.to_json_string(use_diff=True)}
+        if _MODES[mode] and config.do_sample:
+            compared["random numbers (torch.manual_seed(n) on every rank)"] = _random_state(model.device)
+        return compared
+
+    def agree(compared: dict[str, object] | None, problem: str) -> None:
+        cp.agree(compared or {}, problem, of="the beginning of generate")
+
+    prepared_together(prepared, agree)
+
+
+def _problem(model: Any, given: Mapping[str, Any], config: Any, mode: GenerationMode) -> str:
+    """Return what is asked for that is not right on a ring; empty if nothing."""
+    if not hasattr(model, EXAMINED):
+        return "the model is not on the ring; call burst_plugin.huggingface.prepare(model) first"
+    if mode not in _MODES or given.get("custom_generate") is not None:
+        names = ", ".join(each.value for each in _MODES)
+        asked = mode.value if mode not in _MODES else "custom_generate"
+        return f"{asked} is not supported; use one of {names}"
+    if config.use_cache is False:
+        return "use_cache=False would compute all tokens again; leave it out"
+    if config.max_time is not None:
+        return "max_time would stop each rank by its own clock; use max_new_tokens"
+    if getattr(config, "use_mtp", None) or getattr(config, "speculation_type", None) in ("mtp", "dflash"):
+        return "drafts from the model's own hidden states are not supported; use assistant_model or prompt_lookup"
+    return ""
+
+
+def _random_state(device: torch.device) -> str:
+    """Return a digest of the state from which a rank draws."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return blake2b(bytes(state.tolist()), digest_size=8).hexdigest()

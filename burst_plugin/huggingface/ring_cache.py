@@ -1,0 +1,283 @@
+"""`RingCache`: a `Cache` of transformers whose keys and values are spread over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from burst_plugin.comm.consistency import error_text
+from burst_plugin.context import ContextParallel
+from burst_plugin.inference import KVCache, Turn
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.masks import Mask, SlidingWindow
+
+__all__ = ["RingCache", "ring_cache_of", "tell"]
+
+_OPTIONS = frozenset({"reserve", "offload", "forward", "rewind"})
+_DRAFT = 128  # tokens that models which assist may draft at once; some of them are cut off
+
+
+class RingCache(Cache):
+    """Keys and values of a model's layers, of which each rank of a ring holds its share.
+
+        model = burst_plugin.huggingface.prepare(model).eval()
+        ids = model.generate(**inputs, past_key_values=burst_plugin.huggingface.RingCache(cp))
+
+    All ranks call `generate`, or the model, alike, with the same whole tokens, and get the same results: prompts are
+    cut among them, tokens that follow one by one are computed by each; see `burst_plugin.inference.KVCache`. Given
+    again, it goes on after what it holds, as other caches do.
+
+    Args:
+        cp: the context-parallel group, all of whose ranks take part.
+        options: `reserve`, `offload`, `forward` and `rewind` of `KVCache`. Layers that the model's configuration says
+            to have a window keep what that needs; `rewind` more tokens, if some are to be cut off by `crop`.
+
+    Raises:
+        ValueError: for an argument that is not valid.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = (False,)  # for masks, which are known by their rules here, and so are windows
+    is_linear = (False,)
+    is_dummy = (False,)
+
+    def __init__(self, cp: ContextParallel, **options: Any) -> None:
+        super().__init__(layers=[])
+        unknown = sorted(options.keys() - _OPTIONS)
+        if unknown:
+            raise ValueError(f"RingCache({unknown[0]}=...) is not known; it takes {', '.join(sorted(_OPTIONS))}")
+        KVCache(cp, 1, **options)  # checks them
+        self.cp, self._options = cp, options
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; not collective, but the same on every rank."""
+        self._kv: KVCache | None = None
+        self._windows: tuple[int | None, ...] = ()  # by layer
+        self._seen = torch.ones(0, 0, dtype=torch.bool)  # [B, columns] of the ids so far: which are no padding
+        self._turn: Turn | None = None
+        self._new: Tensor | None = None  # the columns of the turn
+        self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
+        self.in_forward = False  # whether a forward began and has not ended well
+        self._layer: int | None = None  # that has new keys and values, and is about to attend
+        self._attended = 0
+        self._sent = {"intra": 0, "inter": 0}  # by caches that this one was forked from
+
+    # ------------------------------------------------------------------------------------------------ what is there
+
+    def __len__(self) -> int:
+        """Return the number of layers; 0 before the first forward."""
+        return len(self._windows)
+
+    def __repr__(self) -> str:
+        """Return how many tokens it holds."""
+        return f"RingCache(ranks={self.cp.ranks}, lengths={self.lengths})"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row, without padding."""
+        return () if self._kv is None else self._kv.lengths
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values that this rank holds."""
+        return 0 if self._kv is None else self._kv.bytes
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent for attention, `{"intra": n, "inter": m}`; see `KVCache.bytes_sent`."""
+        new = {} if self._kv is None else self._kv.bytes_sent
+        return {link: n + new.get(link, 0) for link, n in self._sent.items()}
+
+    @property
+    def seen(self) -> Tensor:
+        """Which of the tokens so far were no padding, [B, columns], bool on the CPU."""
+        return self._seen
+
+    @property
+    def turn(self) -> Turn | None:
+        """The turn of the forward in progress."""
+        return self._turn
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds anything."""
+        return self._kv is not None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 if it is empty."""
+        return len(self.lengths) or -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens so far, with padding, before the forward in progress."""
+        return self._seen.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: it grows."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Return the number of keys, with padding, and that of the first one. No mask of that size is made."""
+        return self.get_seq_length() + int(query_length), 0
+
+    # ---------------------------------------------------------------------------------------------- during a forward
+
+    def begin_turn(self, windows: Sequence[int | None], new: Tensor, ids: Tensor, last: bool) -> Turn:
+        """Begin the turn of a forward; collective.
+
+        `windows` are those of layers, by which a token attends to so many before itself, or to all if None. `new`
+        [B, n] says which tokens are no padding, `ids` are those; `last`, whether logits of the last one are all
+        that is asked for.
+        """
+        if self._kv is None:
+            self._kv = KVCache(self.cp, len(windows), windows=windows, **self._options)
+            self._windows, self._seen = tuple(windows), new[:, :0]
+        self._turn = self._kv.begin(new.sum(1).tolist(), ids=ids)
+        self._new, self._last, self._layer, self._attended, self._is_whole = new, last, None, 0, False
+        return self._turn
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer as they are; the attention that follows takes them to the cache."""
+        if self._turn is None:
+            raise ValueError(
+                "a RingCache got keys and values of a model that is not on the ring: call "
+                "burst_plugin.huggingface.prepare(model) first"
+            )
+        if self._layer is not None:
+            raise ValueError(
+                f"layer {self._layer} has put keys and values into a RingCache, but has not attended to them by "
+                'attn_implementation="burst"; a RingCache is for models all of whose layers do'
+            )
+        self._layer = layer_idx
+        return key_states, value_states
+
+    def attend(
+        self, name: str, qkv: tuple[Tensor, Tensor, Tensor], mask: Mask, scores: Scores, sink: Tensor | None
+    ) -> Tensor:
+        """Return attention of the layer `name` to all that it has cached; collective.
+
+        `qkv` are those of this rank's new tokens, [B, n, heads, D]; so is what is returned.
+        """
+        if self._layer is None or self._kv is None:
+            raise ValueError(
+                f"{name} attends to keys and values that it has not put into the RingCache, perhaps those of another "
+                "layer; a RingCache is for models whose layers have keys and values of their own"
+            )
+        layer, self._layer = self._layer, None
+        window, left = self._windows[layer], mask.left if isinstance(mask, SlidingWindow) else None
+        if window is not None and (left is None or left > window):
+            raise ValueError(
+                f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
+                "tokens; correct sliding_window or layer_types"
+            )
+        out = self._kv.attend(layer, *qkv, mask, scores, sink)
+        self._attended += 1
+        return out
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Return hidden states [B, n, H] of the turn's tokens of all ranks; collective, where ranks share them.
+
+        Those of the last one, [B, 1, H], if that is asked for; else of all columns of the forward, 0 for padding.
+        """
+        assert self._kv is not None
+        assert self._turn is not None
+        assert self._new is not None
+        turn, new, self._is_whole = self._turn, self._new, True
+        if self._last and not turn.replicated:
+            return self._kv.gather(hidden, last=True).unsqueeze(1)
+        if self._last:
+            ends = torch.tensor(turn.lengths, device=hidden.device) - 1
+            return hidden[torch.arange(len(ends), device=hidden.device), ends].unsqueeze(1)
+        whole = hidden if turn.replicated else self._kv.gather(hidden)
+        if bool(new.all()):
+            return whole
+        columns = whole.new_zeros(*new.shape, *whole.shape[2:])
+        real = torch.arange(whole.shape[1]) < new.sum(1, keepdim=True)
+        columns[new.to(whole.device)] = whole[real.to(whole.device)]
+        return columns
+
+    def end_turn(self) -> bool:
+        """End the turn of a forward, and return whether all is there. One that failed leaves nothing."""
+        turn, new, self._turn, self._new, self._layer = self._turn, self._new, None, None, None
+        if self._kv is None or turn is None or new is None:
+            return False
+        self.in_forward = self._attended < len(self._windows)
+        if self.in_forward:
+            self._undo(turn)
+        else:
+            self._seen = torch.cat([self._seen, new], 1)
+        return self._is_whole and not self.in_forward
+
+    # ---------------------------------------------------------------------------------------------- between forwards
+
+    def activate_past_recording(self) -> None:
+        """Keep more of windows from now on, for `crop`; called before drafts are tried."""
+        if self._kv is None:
+            self._options = {**self._options, "rewind": max(_DRAFT, self._options.get("rewind", 0))}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of each row. Raise ValueError for numbers above 0."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}) is not valid; use -n to forget the last n tokens")
+        if self._kv is not None and tokens_to_remove:
+            self._seen = self._seen[:, : int(tokens_to_remove)]
+            self._kv.truncate(self._seen.sum(1).tolist())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Have row `i` go on after row `beam_idx[i]`, for beam search."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row."""
+        self._select([row for row in range(len(self.lengths)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order."""
+        self._select(torch.arange(len(self.lengths))[indices.cpu()].tolist())
+
+    def finish(self) -> None:
+        """Say that no forward follows for now, as `generate` does at its end; collective: `KVCache.finish`."""
+        if self._kv is not None:
+            self._kv.finish()
+
+    def __deepcopy__(self, memo: Any) -> RingCache:
+        """Return a copy that goes on by itself, for several answers to one prompt; the same on every rank."""
+        copy = RingCache(self.cp, **self._options)
+        if self._kv is not None:
+            copy._kv, copy._windows, copy._seen = self._kv.fork(), self._windows, self._seen.clone()
+        return copy
+
+    def _undo(self, turn: Turn) -> None:
+        """Forget what layers have of a turn; everything, if some layer's window has dropped what was before it."""
+        assert self._kv is not None
+        try:
+            self._kv.truncate(turn.starts)
+        except ValueError:
+            self._kv, self._seen = None, self._seen[:, :0]
+
+    def _select(self, rows: Sequence[int]) -> None:
+        if self._kv is None or list(rows) == list(range(len(self.lengths))):
+            return
+        self._sent = self.bytes_sent
+        self._kv, self._seen = self._kv.fork(rows), self._seen[torch.tensor(rows)]
+
+
+def ring_cache_of(values: Iterable[Any]) -> RingCache | None:
+    """Return the `RingCache` among the arguments of a forward, whatever its name is in a release."""
+    return next((value for value in values if isinstance(value, RingCache)), None)
+
+
+def tell(cp: ContextParallel, error: Exception) -> None:
+    """Raise the ValueError by which all ranks hear of an `error`; collective, where they compare anything."""
+    try:
+        cp.agree({}, error_text(error), "tokens for a cache")
+    except ValueError as told:
+        raise told from error

@@ -1,0 +1,320 @@
+"""`KVCache`: keys and values of a batch, spread over a ring, turn by turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import copy
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import check_one_of, shown, whole_number, whole_numbers
+from burst_plugin.comm.consistency import prepared_together
+from burst_plugin.comm.differences import TensorValues
+from burst_plugin.context import ContextParallel
+from burst_plugin.inference.attending import Asked, LayerCall, attend_in_tree, attend_on_ring, check_layer
+from burst_plugin.inference.gathering import gathered
+from burst_plugin.inference.layer import LayerCache, checked_windows
+from burst_plugin.inference.merging import TreeMerge
+from burst_plugin.inference.turn import Turn
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.strategy import AUTO
+from burst_plugin.types import SIDES
+
+__all__ = ["KVCache"]
+
+_LENGTHS = "give the number of new tokens of each batch row"
+
+
+class KVCache:
+    """Keys and values of all layers for a batch of sequences, of which each rank of a ring holds its share.
+
+        cache = KVCache(cp, layers=2)
+        turn = cache.begin([1000, 700])               # new tokens per batch row, the same on every rank
+        hidden = model.embed(turn.take(ids))          # this rank's tokens; rotary embeddings: turn.positions
+        out = cache.attend(0, q, k, v)                # in every layer, once per turn
+
+    Position p of a sequence is held by rank p % ranks, so that ranks are even within one token per row in every
+    state; the layout of `Strategy` is not used. Where a turn brings many tokens, ranks share the computing: queries
+    attend on the ring, by pass-KV or pass-Q, whichever sends fewer bytes (arXiv 2411.01783). Where it brings few,
+    every rank computes all of them and attends to its own share, and the results are merged in a tree (Tree
+    Attention, arXiv 2408.04093): they are the same to the bit on every rank, so that sampling is, too.
+
+    Without gradients. Sequences grow by `begin` and `attend`, and are cut off by `truncate`; `fork` copies rows.
+
+    Args:
+        cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
+        layers: the number of layers.
+        windows: for each layer how many tokens before itself a token attends to, the `left` of `SlidingWindow`, or
+            None for all; None if all layers attend to all. What a window does not need is dropped soon.
+        rewind: so many tokens can be cut off by `truncate` where there are windows; more of them are kept for it.
+        reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
+        offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
+            is at work, and go after it.
+        forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the one with fewer
+            bytes. That of `Strategy` is for training.
+
+    Raises:
+        ValueError: for an argument that is not valid.
+    """
+
+    def __init__(
+        self,
+        cp: ContextParallel,
+        layers: int,
+        *,
+        windows: Sequence[int | None] | None = None,
+        rewind: int = 0,
+        reserve: int = 0,
+        offload: bool = False,
+        forward: str = AUTO,
+    ) -> None:
+        if not isinstance(cp, ContextParallel):
+            raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one with ContextParallel(group)")
+        self._cp, self._ranks = cp, cp.ranks
+        count = whole_number("KVCache(layers={})", layers, "use the number of layers", 1)
+        self._windows = checked_windows(windows, count)
+        self._rewind = whole_number("KVCache(rewind={})", rewind, "use a number of tokens")
+        self._reserve = whole_number("KVCache(reserve={})", reserve, "use a number of tokens per row")
+        self._offload = bool(offload)
+        check_one_of("forward", forward, (*SIDES, AUTO))
+        self._forward = forward
+        self._merge = TreeMerge(cp)
+        self._ring_bytes: Counter[str] = Counter()
+        self._turn: Turn | None = None
+        self._turns = 0
+        self._attended: frozenset[int] = frozenset()
+        self._history = 0  # digest of what ranks did to this cache without each other
+        self._lengths: tuple[int, ...] = ()
+        self._layers: list[LayerCache] = []
+
+    # ------------------------------------------------------------------------------------------------ what is there
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each row, with those of the turn that has begun; () before the first."""
+        return self._lengths
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values that this rank holds."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that this rank has allocated for them, with room for more."""
+        return sum(layer.allocated_bytes for layer in self._layers)
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
+
+        For merging they are those of `decode_bytes`. Besides, on the ring they are part of `ContextParallel.traffic`.
+        """
+        total = self._merge.sent_bytes + self._ring_bytes
+        return {link: total[link] for link in ("intra", "inter")}
+
+    # ------------------------------------------------------------------------------------------------------- turns
+
+    def begin(self, lengths: Sequence[int], *, ids: Tensor | None = None, replicated: bool | None = None) -> Turn:
+        """Begin a turn: tokens that follow what is cached; collective.
+
+        Args:
+            lengths: the number of new tokens of each batch row, of which some may be 0; the same on every rank.
+            ids: the new tokens themselves, of any shape, integers; if given, ranks compare them, so that a rank that
+                has sampled another token is found.
+            replicated: whether every rank computes all new tokens; None: if no row has more than two per rank.
+
+        Returns:
+            Which tokens are this rank's, with their positions.
+
+        Raises:
+            ValueError: on every rank, if lengths are not valid, a layer did not attend in the turn before, or ranks
+                are at different places or differ in anything.
+        """
+
+        def prepared() -> Turn:
+            new = self._checked_lengths(lengths)
+            all_compute = max(new) <= 2 * self._ranks if replicated is None else bool(replicated)
+            starts = self._lengths or (0,) * len(new)
+            stops = tuple(start + n for start, n in zip(starts, new, strict=True))
+            return Turn(self._turns, starts, stops, self._cp.rank, self._ranks, all_compute or self._ranks == 1)
+
+        def agree(turn: Turn | None, problem: str) -> None:
+            compared: dict[str, object] = {}
+            if turn is not None:
+                compared = {
+                    **turn.compared,
+                    "windows of layers": self._windows,
+                    "rewind": self._rewind,
+                    "forward": self._forward,
+                    "truncated and forked": f"{self._history:x}",
+                    **({} if ids is None else {"ids": TensorValues(ids.flatten())}),
+                }
+            self._cp.agree(compared, problem, of=f"turn {self._turns} of a cache")
+
+        turn, _ = prepared_together(prepared, agree)
+        if not self._lengths:
+            place, rows = (self._cp.rank, self._ranks), len(turn.starts)
+            options = (self._rewind, self._reserve, self._offload)
+            self._layers = [LayerCache.empty(place, rows, left, *options) for left in self._windows]
+        self._turn, self._lengths, self._attended = turn, turn.stops, frozenset()
+        self._turns += 1
+        return turn
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask = Causal(),
+        scores: Scores = Scores(),
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """Append this rank's new tokens to a layer, and attend to all that is cached and new; collective.
+
+        Args:
+            layer: which one, from 0 on; each attends once per turn.
+            q: [B, n, Hq, D], float64, float32, bfloat16 or float16, n = `Turn.size`. Rows with fewer tokens are
+                padded at their ends with anything.
+            k: [B, n, Hkv, D]; Hq must be a multiple of Hkv.
+            v: [B, n, Hkv, Dv].
+            mask: in positions of a whole sequence, `PerRow` for one of each row; within the layer's window.
+            scores: scale and softcap.
+            sink: [Hq], a logit per head that takes part in every softmax and has no value; see `burst_attention`.
+
+        Returns:
+            out [B, n, Hq, Dv] in the type of q; 0 for padding.
+
+        Raises:
+            ValueError: for what does not fit, on every rank where ranks compare this call (see `Strategy.check`). The
+                layer is then as it was before.
+            RingError: a rank was lost.
+        """
+        appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink))
+        tag = f"turn {self._turns - 1}", f"layer {layer}"
+        before, attended = [each.store.lengths for each in self._layers], self._attended
+        try:
+            with torch.no_grad():
+                shares = self._turn is not None and not self._turn.replicated
+                if shares:
+                    out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
+                    self._ring_bytes += sent
+                else:
+                    out = attend_in_tree(self._cp, appended, tag, self._merge)
+        except BaseException:
+            for each, lengths in zip(self._layers, before, strict=True):
+                each.store.keep([(0, length) for length in lengths])
+            self._attended = attended
+            raise
+        self._layers[layer].trim(self._lengths)
+        self._layers[layer].release()
+        return out
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget what comes after the first `lengths` tokens of each row; not collective, but the same on every rank.
+
+        Ends a turn that was left half way. Raises ValueError for lengths beyond those of the rows, or where a window
+        has dropped what the next token needs, see `rewind`.
+        """
+        kept = whole_numbers("truncate(lengths={})", lengths, "give the number of tokens to keep of each row")
+        if len(kept) != len(self._lengths) or any(not 0 <= n <= m for n, m in zip(kept, self._lengths, strict=False)):
+            raise ValueError(
+                f"truncate(lengths={shown(kept)}) does not fit rows of {shown(self._lengths)} tokens; give one "
+                "number per row, up to its length"
+            )
+        for number, layer in enumerate(self._layers):
+            layer.check_truncation(number, kept)
+        for layer in self._layers:
+            layer.truncate(kept)
+        self._turn, self._lengths = None, kept
+        self._note(1, kept)
+
+    def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
+        """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
+
+        For several answers to one prefix, or beams. All ranks have to choose the same. If it is one row several
+        times, its tokens may be `shared`: they are stored once, and read once for all rows of a turn that all ranks
+        compute (RelayAttention, arXiv 2402.14808). Windows are copied all the same.
+
+        Raises ValueError for rows that are not there, for several that are to share, or in the middle of a turn.
+        """
+        self._check_complete()
+        count = len(self._lengths)
+        chosen = range(count) if rows is None else whole_numbers("fork(rows={})", rows, "give numbers of rows")
+        if not all(0 <= row < count for row in chosen):
+            raise ValueError(f"fork(rows={shown(rows)}) is not valid; rows are numbered from 0 to {count - 1}")
+        new = copy(self)
+        new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
+        new._lengths = tuple(self._lengths[row] for row in chosen)
+        if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
+            raise ValueError(f"fork(rows={shown(rows)}, shared=True) is not valid; list one row, of no shared ones")
+        new._layers = [
+            layer.sharing(chosen, new._lengths[0]) if shared else layer.selected(chosen) for layer in self._layers
+        ]
+        new._note(2, chosen)
+        return new
+
+    def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
+        """Return this turn's `x` [B, n, ...] of all ranks, [B, T, ...], rows padded with zeros; collective.
+
+        T are the new tokens of the longest row. With `last` only that of the last token of each row, [B, ...], which
+        the next token is sampled from; 0 for rows without new tokens. The same bits on every rank. Raises ValueError
+        on every rank if any has another shape than expected, or no turn.
+        """
+        return gathered(self._cp, self._turn, x, last)
+
+    def finish(self) -> None:
+        """Say that no turn follows for now; collective.
+
+        A rank that stops while others go on gets an error here, as these do in `begin`, and none waits for ever.
+        Raises ValueError on every rank if any is elsewhere, or has a layer that did not attend.
+        """
+
+        def agree(_: object, problem: str) -> None:
+            self._cp.agree({"tokens": self._lengths}, problem, of="the end of the turns of a cache")
+
+        prepared_together(self._check_complete, agree)
+
+    # -------------------------------------------------------------------------------------------------------- checks
+
+    def _appended(self, asked: Asked) -> LayerCall:
+        """Return the call with its new tokens appended to the layer. Raise ValueError for what does not fit."""
+        if self._turn is None:
+            raise ValueError("no turn has begun: call KVCache.begin with the numbers of new tokens first")
+        number = check_layer(asked.layer, len(self._layers), self._attended)
+        layer = self._layers[number]
+        checked = asked.checked(self._turn, layer.store)
+        call = LayerCall(self._turn, layer, checked._replace(mask=layer.masked(checked.mask)))
+        call.append()
+        self._attended |= {number}
+        self._layers[(number + 1) % len(self._layers)].fetch()
+        return call
+
+    def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """Return the numbers of new tokens. Raise ValueError for invalid ones, or in the middle of a turn."""
+        self._check_complete()
+        new = whole_numbers("begin(lengths={})", lengths, _LENGTHS)
+        if not new or min(new) < 0 or not any(new):
+            raise ValueError(f"begin(lengths={shown(new)}) is not valid; {_LENGTHS}, and any of them above 0")
+        if len(new) != len(self._lengths or new):
+            raise ValueError(f"begin(lengths={shown(new)}) is not for the {len(self._lengths)} rows that are cached")
+        return new
+
+    def _check_complete(self) -> bool:
+        """Return True. Raise ValueError if a layer did not attend in the turn that has begun."""
+        missing = sorted(set(range(len(self._layers))) - self._attended) if self._turn is not None else []
+        if missing:
+            raise ValueError(
+                f"layers {', '.join(map(str, missing))} did not attend in turn {self._turns - 1}; every layer "
+                "attends once per turn, or the turn is ended by truncate"
+            )
+        return True
+
+    def _note(self, kind: int, values: Sequence[int]) -> None:
+        """Remember what this rank did without the others; they compare it in the next turn."""
+        self._history = hash((self._history, kind, *values))

@@ -1,0 +1,147 @@
+"""Attention of new tokens that every rank has to the keys that one rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.compute.accumulators import BlockAccumulators
+from burst_plugin.compute.online_softmax import merge_
+from burst_plugin.compute.passes import ForwardPart
+from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.tile_attention import NO_POSITIONS
+from burst_plugin.compute.varlen import SpanTable
+from burst_plugin.inference.storage import RowStore
+from burst_plugin.inference.tree import Partial
+from burst_plugin.inference.turn import Turn
+from burst_plugin.kernels import How, Kernel
+from burst_plugin.ring.pass_plan import KernelTiles
+from burst_plugin.scores import Scores
+from burst_plugin.sequence.layout import Run
+from burst_plugin.sequence.masks import Mask
+from burst_plugin.sequence.tiles import Regions, Tile, tiles_of
+from burst_plugin.sequence.turns import held_run, seen
+from burst_plugin.types import FULL
+
+__all__ = ["OwnAttention"]
+
+
+class OwnAttention(NamedTuple):
+    """How the new tokens of a turn attend to what this rank holds of one layer.
+
+    shapes: of all rows together, with the most queries of a row.
+    scores: with the scale filled in.
+    first_keys: by row, the position of the first key that any rank still holds.
+    shared: so many tokens before them are the same in all rows.
+    """
+
+    turn: Turn
+    shapes: Shapes
+    mask: Mask
+    scores: Scores
+    kernel: Kernel
+    deterministic: bool
+    first_keys: tuple[int, ...]
+    shared: int = 0
+
+    @property
+    def signature(self) -> Mapping[str, object]:
+        """What has to be the same on every rank, by name."""
+        shapes = self.shapes._asdict()
+        return {
+            **{name: shapes[name] for name in ("batch", "q_len", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},
+            "kernel in use": self.kernel.name,
+            "mask": self.mask,
+            "scores": self.scores,
+            "shared tokens": self.shared,
+        }
+
+    def check_shared(self) -> None:
+        """Raise ValueError unless the mask lets every new token attend to all that rows share."""
+        for row, queries in enumerate(zip(self.turn.starts, self.turn.stops, strict=True)):
+            regions = Regions(seen(self.mask, row, queries, (0, self.shared)))
+            count = queries[1] - queries[0]
+            tiles = tiles_of(regions, [Run(queries[0], count)], [Run(0, self.shared)]) if count else ()
+            if count and tiles != (Tile(0, count, 0, self.shared),):
+                raise ValueError(
+                    f"the mask hides some of the {self.shared} tokens that rows share from row {row}; fork without "
+                    "shared=True for such a mask, or give it as the window of the layer"
+                )
+
+    def of(self, q: Tensor, store: RowStore, shared: RowStore | None = None) -> Partial:
+        """Return attention of q [B, T, Hq, D] to this rank's keys, those of `shared` once for all rows.
+
+        out is 0 and lse -inf where there are none.
+        """
+        own = self._of_own(q, store)
+        if shared is not None and shared.lengths[0]:
+            out, lse = self._computed(q.flatten(0, 1).unsqueeze(0), shared.row(0), None)
+            batch, tokens = q.shape[:2]
+            by_row = lse[0].view(-1, batch, tokens).transpose(0, 1).contiguous()
+            merge_(own.out, own.lse, [(out[0].view(own.out.shape), by_row)])
+        return own
+
+    def _of_own(self, q: Tensor, store: RowStore) -> Partial:
+        """Return attention to what rows have for themselves."""
+        if self.turn.is_uniform and self.mask.rows is None and len(set(self.first_keys)) == 1:
+            return self._of_rows(q, store.batch(), 0)
+        batch, tokens, heads, _ = q.shape
+        shape, wide = (batch, tokens, heads, self.shapes.v_dim), self.shapes.sum_dtype
+        whole = Partial(q.new_zeros(shape, dtype=wide), q.new_full((batch, heads, tokens), -torch.inf, dtype=wide))
+        for row, new in enumerate(self.turn.lengths):
+            if new:
+                found = self._of_rows(q[row : row + 1, :new], store.row(row), row)
+                whole.out[row, :new], whole.lse[row, :, :new] = found.out[0], found.lse[0]
+        return whole
+
+    def _of_rows(self, q: Tensor, kv: tuple[Tensor, Tensor], row: int) -> Partial:
+        """Return attention of rows that are as long as `row`, and have its mask."""
+        order, tiles = self._tiles(row, len(q))
+        out, lse = self._computed(q if order is None else q[:, order], kv, tiles)
+        if order is not None:
+            back = torch.tensor(order, device=q.device).argsort()
+            out, lse = out[:, back], lse[:, :, back]
+        return Partial(out, lse)
+
+    def _computed(self, q: Tensor, kv: tuple[Tensor, Tensor], tiles: Sequence[Tile] | None) -> Partial:
+        """Return the attention of tiles, or of all queries to all keys."""
+        if tiles is None:
+            tiles = [Tile(0, q.shape[1], 0, kv[0].shape[1])]
+        specs = self.shapes._replace(batch=len(q), q_len=q.shape[1]).side("forward", "q")[1]
+        how = How(FULL, self.scores, deterministic=self.deterministic)
+        part = ForwardPart(self.kernel, how, SpanTable(len(q), q.device), None, (q,), kv)
+        own = BlockAccumulators(specs, q.device, [partial(part.accumulator, "q")])
+        for tile in tiles:
+            own.parts[0].make_room()
+            contribution, _ = part.compute((q,), kv, tile, NO_POSITIONS)
+            own.parts[0].add(tile, "q", contribution)
+        return Partial(*own.finished(False))
+
+    def _tiles(self, row: int, batch: int) -> tuple[list[int] | None, Sequence[Tile]]:
+        """Return the tiles of a row, and the order of its queries in them; None if that is as they come.
+
+        Tiles are of runs of one stride: so of more queries than ranks every n-th make a run, n being their number.
+        """
+        key = ("tiles", self.mask, row, batch, self.first_keys[row], self.kernel.features)
+        if key not in self.turn.known:
+            self.turn.known[key] = self._new_tiles(row, batch)
+        return self.turn.known[key]  # type: ignore[return-value]
+
+    def _new_tiles(self, row: int, batch: int) -> tuple[list[int] | None, Sequence[Tile]]:
+        turn, first_key = self.turn, self.first_keys[row]
+        start, stop, ranks = turn.starts[row], turn.stops[row], turn.ranks
+        queries = [range(n, stop - start, ranks) for n in range(min(ranks, stop - start))]
+        order = None if stop - start <= ranks or ranks == 1 else list(chain.from_iterable(queries))
+        keys = held_run(turn.rank, ranks, first_key, stop)
+        regions = seen(self.mask, row, (start, stop), (first_key, stop))
+        if not keys.length or not regions:
+            return order, ()
+        runs = [Run(start + each.start, len(each), ranks) for each in queries]
+        tiles = tiles_of(Regions(regions), runs, [keys])
+        kernel_tiles = KernelTiles(self.kernel.features, self.shapes._replace(batch=batch), False, False)
+        return order, kernel_tiles.of(tiles)

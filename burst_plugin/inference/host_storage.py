@@ -1,0 +1,96 @@
+"""Keys and values of one layer in host memory, on the device only while the layer attends, and one layer ahead of it.
+
+What a layer has cached is on its way to the device while the layer before is at work. New tokens are written to both
+places. On CPUs the same is done with plain copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from burst_plugin.inference.storage import RowStore
+
+__all__ = ["HostRowStore"]
+
+
+class HostRowStore(RowStore):
+    """A `RowStore` in host memory, pinned beside GPUs. What is read of it is read from a copy on the device."""
+
+    def __init__(self, rows: int, reserve: int = 0) -> None:
+        super().__init__(rows, reserve)
+        self._fetched: tuple[Tensor, ...] = ()
+        self._done: Any = None  # an event after the copies to `_fetched`, on GPUs
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that are on the device now, or on their way."""
+        return sum(x.nbytes for x in self._fetched)
+
+    def fetch(self) -> None:
+        """Start to copy to the device what is stored, if that has not been started."""
+        if self._fetched or self.is_empty:
+            return
+        stored = self._tensors()
+        self._fetched = tuple(torch.empty_like(x, device=self.device) for x in stored)
+        stream = _stream(self.device)
+        if stream is None:
+            self._copy(stored)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # which may still use that memory
+        with torch.cuda.stream(stream):
+            self._copy(stored)
+            self._done = stream.record_event()
+
+    def release(self) -> None:
+        """Free the memory on the device."""
+        self._wait()
+        self._fetched = ()
+
+    def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Append keys [n, heads, dim] and values to each row, n of its own."""
+        self.device, stored, before = k[0].device, self._tensors(), self.lengths
+        self._wait()
+        super().append(k, v)
+        if self.device.type == "cuda":  # the host may move what it stores next
+            torch.cuda.current_stream(self.device).synchronize()
+        if stored and stored[0] is not self._tensors()[0]:  # there are larger ones
+            self.release()
+        if self._fetched:
+            after, self.lengths = self.lengths, before
+            for fetched, new in zip(self._fetched, (k, v), strict=True):
+                self._write(fetched, new)
+            self.lengths = after
+
+    def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Keep tokens `start:stop` of each row, and forget the others; free memory if less than half is needed."""
+        self.release()
+        super().keep(ranges)
+
+    def _readable(self) -> tuple[Tensor, ...]:
+        self.fetch()
+        self._wait()
+        return self._fetched
+
+    def _new(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        return torch.empty(*shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+
+    def _copy(self, stored: Sequence[Tensor]) -> None:
+        for fetched, x in zip(self._fetched, stored, strict=True):
+            fetched.copy_(x, non_blocking=True)
+
+    def _wait(self) -> None:
+        """Have what comes next on the device wait for the copies."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._done)
+            self._done = None
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    """Return the stream of copies to a device; None for CPUs."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -1,0 +1,145 @@
+"""One layer of a cache on one rank: its share of the positions that are still needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from burst_plugin.checks import as_listed, shown, whole_number
+from burst_plugin.inference.host_storage import HostRowStore
+from burst_plugin.inference.storage import RowStore
+from burst_plugin.sequence.masks import Mask, SlidingWindow
+from burst_plugin.sequence.turns import held_run
+
+__all__ = ["LayerCache", "checked_windows"]
+
+_LEAST_LOOSE = 16  # tokens
+
+
+@dataclass
+class LayerCache:
+    """The keys and values of one layer that a rank holds, from `first_keys` on, a position for each row.
+
+    left: how many tokens before itself a token attends to; None for all. What no later token attends to is dropped,
+        by a quarter of the window at once, since the rest is moved then.
+    rewind: so many tokens can be cut off again.
+    shared: so many tokens, before `first_keys`, are the same in all rows; `shared_store` has them once.
+    """
+
+    rank: int
+    ranks: int
+    left: int | None
+    rewind: int
+    store: RowStore
+    first_keys: tuple[int, ...]
+    shared: int = 0
+    shared_store: RowStore | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        place: tuple[int, int],
+        rows: int,
+        left: int | None = None,
+        rewind: int = 0,
+        reserve: int = 0,
+        offload: bool = False,
+    ) -> LayerCache:
+        """Return a layer without tokens, for `place`, (rank, ranks), with room for `reserve` tokens of each row."""
+        make = HostRowStore if offload else RowStore
+        if left is not None:
+            reserve = min(reserve, left + rewind + _loose(left))
+        return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows)
+
+    def fetch(self) -> None:
+        """Begin to bring what is stored to where it is read."""
+        for store in self.stores:
+            store.fetch()
+
+    def release(self) -> None:
+        """Free what `fetch` has taken."""
+        for store in self.stores:
+            store.release()
+
+    @property
+    def stores(self) -> tuple[RowStore, ...]:
+        """All that it stores in."""
+        return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
+
+    def masked(self, mask: Mask) -> Mask:
+        """Return what tokens attend to: `mask`, within the window."""
+        return mask if self.left is None else mask & SlidingWindow(self.left)
+
+    def trim(self, stops: Sequence[int]) -> None:
+        """Drop what is not needed by tokens after rows of these lengths."""
+        if self.left is None:
+            return
+        needed = [max(0, stop - self.left - self.rewind) for stop in stops]
+        kept = zip(self.first_keys, needed, strict=True)
+        firsts = tuple(new if new - old >= _loose(self.left) else old for old, new in kept)
+        if firsts == self.first_keys:
+            return
+        dropped = [self._held(*each) for each in zip(self.first_keys, firsts, strict=True)]
+        self.store.keep([*zip(dropped, self.store.lengths, strict=True)])
+        self.first_keys = firsts
+
+    def check_truncation(self, layer: int, lengths: Sequence[int]) -> None:
+        """Raise ValueError if the window of a token after rows cut to these lengths has been dropped."""
+        for row, (length, first) in enumerate(zip(lengths, self.first_keys, strict=True)):
+            if self.left is not None and length and max(0, length - self.left) < first:
+                raise ValueError(
+                    f"row {row} cannot be cut to {length} tokens: layer {layer} has a window of {self.left}, and has "
+                    f"dropped what comes before token {first}; cut off fewer tokens, or make the cache with a larger "
+                    "rewind="
+                )
+            if length < self.shared:
+                raise ValueError(
+                    f"row {row} cannot be cut to {length} tokens: the first {self.shared} are shared by all rows; "
+                    "cut the cache that it was forked from"
+                )
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget what comes after the first `lengths` tokens of each row."""
+        self.first_keys = tuple(min(first, length) for first, length in zip(self.first_keys, lengths, strict=True))
+        held = [self._held(first, length) for first, length in zip(self.first_keys, lengths, strict=True)]
+        self.store.keep([(0, min(n, most)) for n, most in zip(held, self.store.lengths, strict=True)])
+
+    def selected(self, rows: Sequence[int]) -> LayerCache:
+        """Return a copy of these rows, of which one may come several times."""
+        firsts = tuple(self.first_keys[row] for row in rows)
+        return replace(self, store=self.store.selected(rows), first_keys=firsts)
+
+    def sharing(self, rows: Sequence[int], length: int) -> LayerCache:
+        """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
+        if self.left is not None or not length:
+            return self.selected(rows)
+        shared, own = self.store.selected(rows[:1]), self.store.selected(rows, 0)
+        return replace(self, store=own, first_keys=(length,) * len(rows), shared=length, shared_store=shared)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return sum(store.nbytes for store in self.stores)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(store.allocated_bytes for store in self.stores)
+
+    def _held(self, start: int, stop: int) -> int:
+        """Return how many of the positions `start:stop` this rank holds."""
+        return held_run(self.rank, self.ranks, start, stop).length
+
+
+def _loose(left: int) -> int:
+    """Return how many tokens may be dropped before they are."""
+    return max(_LEAST_LOOSE, left // 4)
+
+
+def checked_windows(windows: Sequence[int | None] | None, layers: int) -> tuple[int | None, ...]:
+    """Return the window of every layer. Raise ValueError for invalid ones, or another number of them."""
+    expected = f"give for each of {layers} layers a number of tokens, or None for all"
+    listed = (None,) * layers if windows is None else as_listed("KVCache(windows={})", windows, expected)
+    if len(listed) != layers:
+        raise ValueError(f"KVCache(windows={shown(windows)}) is not valid; {expected}")
+    return tuple(None if each is None else whole_number("a window of {}", each, expected) for each in listed)

@@ -1,0 +1,156 @@
+"""Keys and values of one layer on one rank: sequences of unlike lengths, in one allocation each, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+__all__ = ["RowStore"]
+
+_LEAST_SLACK = 16  # tokens
+
+
+class RowStore:
+    """The tokens of each batch row, in ascending order of their positions.
+
+    Rows lie one after another in [capacity of all rows, heads, dim]. Where one has no room left, all are copied to
+    larger ones, a quarter larger than what they hold on average: so a token is copied a few times, however many come.
+
+    Args:
+        rows: the batch size.
+        reserve: tokens per row for which there is room from the start.
+    """
+
+    def __init__(self, rows: int, reserve: int = 0) -> None:
+        self.lengths = [0] * rows
+        self.device = torch.device("cpu")  # of what is appended and read
+        self._reserve = reserve
+        self._capacities = [0] * rows
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored."""
+        return sum(self.lengths) * sum(x[0].nbytes for x in self._tensors() if len(x))
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(x.nbytes for x in self._tensors())
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever appended."""
+        return self._k is None
+
+    def check_like(self, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless keys and values [B, n, heads, dim] are as those stored."""
+        for name, stored, new in zip("kv", self._tensors(), (k, v), strict=False):
+            kinds = [
+                (str(x.dtype), str(at), list(x.shape[-2:])) for x, at in ((stored, self.device), (new, new.device))
+            ]
+            if kinds[0] != kinds[1]:
+                raise ValueError(f"{name} has type, device, heads and head dim {kinds[1]}, but the cache {kinds[0]}")
+
+    def fetch(self) -> None:
+        """Begin to bring what is stored to where it is read; it is there already."""
+
+    def release(self) -> None:
+        """Free what `fetch` has taken."""
+
+    def append(self, k: Sequence[Tensor], v: Sequence[Tensor]) -> None:
+        """Append keys [n, heads, dim] and values to each row, n of its own."""
+        needed = [length + len(new) for length, new in zip(self.lengths, k, strict=True)]
+        if self.is_empty or any(n > most for n, most in zip(needed, self._capacities, strict=True)):
+            self._lay_out(needed, k[0], v[0])
+        assert self._k is not None
+        assert self._v is not None
+        for stored, new in ((self._k, k), (self._v, v)):
+            self._write(stored, new)
+        self.lengths = needed
+
+    def keep(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Keep tokens `start:stop` of each row, and forget the others; free memory if less than half is needed."""
+        for start, (first, stop), at in zip(self._starts(), ranges, range(len(ranges)), strict=True):
+            if first:
+                for stored in self._tensors():
+                    stored[start : start + stop - first].copy_(stored[start + first : start + stop].clone())
+            self.lengths[at] = stop - first
+        if self._k is not None and self._v is not None and 2 * sum(self._roomy(self.lengths)) < sum(self._capacities):
+            self._lay_out(self.lengths, self._k, self._v)
+
+    def row(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of one row, [1, length, heads, dim], as views."""
+        start = self._starts()[number]
+        k, v = (x[start : start + self.lengths[number]].unsqueeze(0) for x in self._readable())
+        return k, v
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of equally long rows, [B, length, heads, dim], mostly as views."""
+        rows, length = len(self.lengths), self.lengths[0]
+        if len(set(self._capacities)) > 1:
+            k, v = self.packed()
+            return k.view(rows, length, *k.shape[2:]), v.view(rows, length, *v.shape[2:])
+        k, v = (x.view(rows, -1, *x.shape[1:])[:, :length] for x in self._readable())
+        return k, v
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """Return all keys and values, rows one after another, [1, length of all, heads, dim]; a copy of several."""
+        if len(self.lengths) == 1:
+            return self.row(0)
+        rows = [self.row(number) for number in range(len(self.lengths))]
+        k, v = (torch.cat(each, 1) for each in zip(*rows, strict=True))
+        return k, v
+
+    def selected(self, rows: Sequence[int], most: int | None = None) -> RowStore:
+        """Return a copy of these rows, of which one may come several times, or of the first tokens of each."""
+        new = type(self)(len(rows), self._reserve)
+        if not self.is_empty:
+            chosen = [self.row(row) for row in rows]
+            new.append([k[0, :most] for k, _ in chosen], [v[0, :most] for _, v in chosen])
+            self.release()
+        return new
+
+    def _readable(self) -> tuple[Tensor, ...]:
+        """Return keys and values where they are read."""
+        return self._tensors()
+
+    def _new(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Return a tensor to store in, without values."""
+        self.device = like.device
+        return torch.empty(*shape, dtype=like.dtype, device=like.device)
+
+    def _write(self, to: Tensor, new: Sequence[Tensor]) -> None:
+        """Write tokens that follow those of each row."""
+        for start, length, tokens in zip(self._starts(), self.lengths, new, strict=True):
+            to[start + length : start + length + len(tokens)].copy_(tokens, non_blocking=to.device != tokens.device)
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return () if self._k is None or self._v is None else (self._k, self._v)
+
+    def _starts(self) -> list[int]:
+        return [0, *accumulate(self._capacities)][:-1]
+
+    def _roomy(self, needed: Sequence[int]) -> list[int]:
+        """Return how much room to make for rows of these lengths."""
+        slack = max(_LEAST_SLACK, sum(needed) // (4 * len(needed)))
+        return [self._reserve if n <= self._reserve else n + slack for n in needed]
+
+    def _lay_out(self, needed: Sequence[int], *like: Tensor) -> None:
+        """Copy what is stored to new tensors, like those given, with room for as many tokens, and for more."""
+        capacities = self._roomy(needed)
+        starts, grown = [0, *accumulate(capacities)], []
+        for old, new in zip(self._tensors() or (None, None), like, strict=True):
+            with torch.inference_mode(False):  # tensors made inside could not be written to outside
+                tensor = self._new((starts[-1], *new.shape[1:]), new)
+            for number, length in enumerate(self.lengths):
+                if old is not None and length:
+                    at = self._starts()[number]
+                    tensor[starts[number] : starts[number] + length].copy_(old[at : at + length])
+            grown.append(tensor)
+        self._capacities = capacities
+        self._k, self._v = grown

@@ -1,0 +1,144 @@
+"""Partial attention of all ranks merged in a tree, first inside nodes, then between them; everywhere the same bits.
+
+    node 0:  0 <-> 1   2 <-> 3        then 0 <-> 2, 1 <-> 3        then every rank with its counterparts,
+    node 1:  4 <-> 5   6 <-> 7             4 <-> 6, 5 <-> 7        0 <-> 4, 1 <-> 5, 2 <-> 6, 3 <-> 7
+
+Two ranks that meet send each other what they have, and both merge the two in one order: so both have the same, and
+by induction all have. Of n ranks that are no power of two, m being the largest one below n, those beyond m first send
+theirs to the rank m before them, and are sent the result in the end. What is sent depends on the new tokens and on
+the number of ranks, not on what is cached.
+
+Source: Tree Attention, arXiv 2408.04093, whose all-reduce is that of (out, lse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from burst_plugin.comm.buffers import Buffer, Packing
+from burst_plugin.comm.transport import Channel, Message, PeerLostError, Transport, lost_peer_error
+from burst_plugin.compute.online_softmax import merge_
+from burst_plugin.topology import Link, Topology, Traffic
+
+__all__ = ["Partial", "Round", "decode_bytes", "merge_in_tree", "merge_rounds", "message"]
+
+_LOST = "what it sent belongs to another call, or to one with other shapes, types or options"
+
+
+class Partial(NamedTuple):
+    """Attention to some of the keys: out [B, T, Hq, Dv] and lse [B, Hq, T], float32 or float64."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class Round(NamedTuple):
+    """What a rank does in a round of the tree: it `sends` what it has to `peer`, and what it `receives` is merged.
+
+    It does both, or one. What is received is the result itself if it `is_final`.
+    """
+
+    peer: int
+    link: Link
+    sends: bool = True
+    receives: bool = True
+    is_final: bool = False
+
+
+@cache
+def merge_rounds(topology: Topology, rank: int) -> tuple[Round, ...]:
+    """Return the rounds of `rank`, in order."""
+    levels = ((Link.INTRA, topology.node_peers(rank)), (Link.INTER, topology.counterparts(rank)))
+    return tuple(each for link, ranks in levels for each in _rounds_of_level(ranks, ranks.index(rank), link))
+
+
+def _rounds_of_level(ranks: Sequence[int], place: int, link: Link) -> list[Round]:
+    """Return the rounds of one of `ranks` that merge what these have."""
+    most = 1 << (len(ranks).bit_length() - 1)  # the largest power of two
+    if place >= most:
+        partner = ranks[place - most]
+        return [Round(partner, link, receives=False), Round(partner, link, sends=False, is_final=True)]
+    swaps = [Round(ranks[place ^ 1 << n], link) for n in range(most.bit_length() - 1)]
+    if place + most >= len(ranks):
+        return swaps
+    partner = ranks[place + most]
+    return [Round(partner, link, sends=False), *swaps, Round(partner, link, receives=False)]
+
+
+def message(shape: Sequence[int], dtype: torch.dtype, labelled: bool) -> Packing:
+    """Return how out [B, T, Hq, Dv], of this shape, and its lse are laid out in a message; `labelled` on CPUs."""
+    batch, tokens, heads, _ = shape
+    wide = torch.promote_types(dtype, torch.float32)
+    return Packing(((tuple(shape), wide), ((batch, heads, tokens), wide)), labelled)
+
+
+def decode_bytes(
+    topology: Topology, rank: int, shape: Sequence[int], dtype: torch.dtype = torch.float32, labelled: bool = True
+) -> dict[str, int]:
+    """Return the bytes that `rank` sends for one layer of a turn that all ranks compute: `{"intra": n, "inter": m}`.
+
+    Messages of B·T·Hq·(Dv + 1) numbers of float32, for each of two tensors rounded up to 64 bytes. With w ranks per
+    node and n nodes, powers of two, a rank sends log2(w) of them inside its node, and log2(n) between nodes.
+
+    Args:
+        topology, rank: that of the ring, and the rank.
+        shape: of the layer's out, [B, T, Hq, Dv].
+        dtype: of its queries; float64 is merged in float64.
+        labelled: whether messages have a label of 16 bytes, as on CPUs.
+    """
+    found = dict.fromkeys((link.value for link in Link), 0)
+    for each in merge_rounds(topology, rank):
+        found[each.link.value] += message(shape, dtype, labelled).nbytes * each.sends
+    return found
+
+
+def merge_in_tree(
+    transport: Transport, topology: Topology, rank: int, mine: Partial, label: Tensor | None = None
+) -> Generator[None, None, Partial]:
+    """Return attention to the keys of all ranks, from that to `mine`; all ranks call it together.
+
+    Yields where it waits, for ranks that take turns. `label` of 16 bytes says which call it is, on CPUs. Raises
+    RingError for a rank that is lost, or that is at another call.
+    """
+    here = Partial(mine.out.contiguous(), mine.lse.contiguous())
+    packing = message(here.out.shape, here.out.dtype, here.out.device.type == "cpu")
+    for number, each in enumerate(merge_rounds(topology, rank)):
+        sent, arriving = (transport.pool.lease(packing.nbytes, here.out.device) for _ in range(2))
+        if each.sends:
+            for view, tensor in zip(sent.views(packing), here, strict=True):
+                view.copy_(tensor)
+            sent.put_label(label)
+        try:
+            yield from _swap(transport, each, sent, arriving)
+            if each.receives and not arriving.has_label(label):
+                raise PeerLostError(each.peer, _LOST)
+        except PeerLostError as lost:
+            raise lost_peer_error(transport, rank, f"round {number} of the merge", lost) from lost
+        if each.receives:
+            theirs = Partial(*(x.clone() for x in arriving.views(packing)))
+            here = theirs if each.is_final else _merged(*((here, theirs) if rank < each.peer else (theirs, here)))
+        for buffer in (sent, arriving):
+            transport.pool.release(buffer)
+    return here
+
+
+def _swap(transport: Transport, each: Round, sent: Buffer, arriving: Buffer) -> Generator[None, None, None]:
+    """Send and receive the messages of a round."""
+    channel = Channel(Traffic.REDUCE, each.link)
+    sends = [Message(each.peer, channel, sent.data)] if each.sends else []
+    recvs = [Message(each.peer, channel, arriving.data)] if each.receives else []
+    posted = transport.post(sends, recvs)
+    yield
+    for pending in posted:
+        pending.wait()
+
+
+def _merged(one: Partial, other: Partial) -> Partial:
+    """Return both merged, in this order, in the tensors of the first."""
+    merge_(one.out, one.lse, [other])
+    return one

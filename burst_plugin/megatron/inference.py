@@ -1,0 +1,198 @@
+"""Megatron's static inference on a ring: `StaticInferenceContext` with context parallelism.
+
+Every context-parallel rank gives the model the same new tokens. Of a prompt a rank computes every n-th token, n being
+the number of ranks; a few tokens, as in decoding, are computed by every rank. Keys and values stay where they were
+computed, in a `KVCache` that goes with the context; Megatron's own buffers, of the whole length in every layer, are
+not made. Inside the model there is no inference: layers run as in evaluation, on a rank's tokens, rotated by their
+positions, and their core attention asks the cache.
+
+    rank 0  tokens 0 2 4 6   layers   hidden of 0 2 4 6  \\
+                                                          all ranks: hidden of 7, logits, the same token sampled
+    rank 1  tokens 1 3 5 7   layers   hidden of 1 3 5 7  /
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+    AbstractModelInferenceWrapper,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from burst_plugin.context import ContextParallel
+from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.inference import KVCache, Turn
+from burst_plugin.megatron.arguments import parsed_arguments
+from burst_plugin.megatron.config import asks_for_burst
+from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.inference_checks import check_inference, core_attentions, refuse_dynamic
+from burst_plugin.megatron.registry import Registry
+
+__all__ = ["cache_of", "follow_inference", "mend_server"]
+
+_CACHE = "_burst_plugin_cache"  # an attribute of a context
+_IN_MICROBATCHES = "forward_pass_with_pipeline_parallel_large_input_batch"  # of a wrapper, until 0.17
+_SERVER = "megatron.core.inference.text_generation_server.text_generation_server"
+
+
+class _Pass(NamedTuple):
+    """A forward pass of a model that is under way. only_last: whether logits are those of the last token."""
+
+    cache: KVCache
+    turn: Turn
+    only_last: bool
+
+
+def follow_inference(registry: Registry) -> str:
+    """Let GPT models with a `StaticInferenceContext` keep keys and values on the ring; return a line that says so."""
+    inference = _Inference(registry)
+    wrap(GPTModel, "forward", inference.forward)
+    wrap(GPTModel, "_postprocess", inference.postprocess)
+    wrap(AbstractModelInferenceWrapper, "_allocate_recv_buffer", inference.receive)
+    if hasattr(AbstractModelInferenceWrapper, _IN_MICROBATCHES):
+        wrap(AbstractModelInferenceWrapper, _IN_MICROBATCHES, _in_one_batch)
+    wrap(StaticInferenceContext, "swap_key_value_dict", _swap)
+    before_0_18 = hasattr(DynamicInferenceContext, "from_config")
+    wrap(DynamicInferenceContext, "from_config" if before_0_18 else "__init__", refuse_dynamic)
+    return "GPT models with a StaticInferenceContext keep keys and values on the ring"
+
+
+def cache_of(context: Any) -> KVCache | None:
+    """Return what a `StaticInferenceContext` keeps on the ring: its batch of sequences, None before the first."""
+    return getattr(context, _CACHE, None)
+
+
+def mend_server() -> None:
+    """Mend Megatron's text generation server, if its script has imported it: call it once flags are parsed.
+
+    The script starts a server on every rank with the first tensor-parallel shard of the first pipeline stage: with
+    context parallelism on several, which would never hear of rank 0's requests. Here rank 0 alone has one. And from
+    0.18 on it looks up --inference-max-seq-length by a name that no flag has.
+    """
+    module, args = sys.modules.get(_SERVER), parsed_arguments()
+    if module is None or hasattr(module.MegatronServer.run, "__wrapped__"):
+        return
+
+    def run(original: Callable[..., None], *given: Any, **more: Any) -> None:
+        if dist.get_rank() == 0:
+            original(*given, **more)
+
+    wrap(module.MegatronServer, "run", run)
+    if hasattr(args, "inference_max_seq_length"):
+        vars(args).setdefault("inference_max_sequence_length", args.inference_max_seq_length)
+
+
+class _Inference:
+    """Functions in place of Megatron's; see the module."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._pass: _Pass | None = None
+
+    def forward(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `GPTModel.forward` of all new tokens [B, T] on this rank's share of them."""
+        given = inspect.signature(original).bind(model, *args, **kwargs)
+        context = given.arguments.get("inference_context")
+        context = given.arguments.get("inference_params") if context is None else context
+        if context is None or not asks_for_burst(model.config):
+            return original(model, *args, **kwargs)
+        check_inference(model, context, given.arguments)
+        tokens, positions = given.arguments["input_ids"], given.arguments["position_ids"]
+        cores = core_attentions(model)
+        cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
+        cache = _cache_at(context, cp, len(cores), len(tokens))
+        length = tokens.shape[1]
+        turn = cache.begin([length] * len(tokens), ids=tokens, replicated=_is_replicated(length, cp.ranks))
+        given.arguments.update(
+            input_ids=turn.take(tokens),
+            position_ids=None if positions is None else turn.take(positions.expand(len(tokens), -1)),
+            attention_mask=None,
+            inference_context=None,
+            inference_params=None,
+        )
+        only_last = getattr(context, "config", context).materialize_only_last_token_logits
+        with self._under_way(_Pass(cache, turn, only_last), cores):
+            return original(*given.args, **given.kwargs)
+
+    @contextmanager
+    def _under_way(self, now: _Pass, cores: Sequence[BurstCoreAttention]) -> Iterator[None]:
+        """Let core attention and rotary embedding follow the turn inside this context."""
+        self._pass, self._registry.turn = now, now.turn
+        for number, core in enumerate(cores):
+            core.attend = partial(now.cache.attend, number)
+        try:
+            yield
+        finally:
+            self._pass = self._registry.turn = None
+            for core in cores:
+                core.attend = None
+
+    def postprocess(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what `GPTModel._postprocess` does, on hidden states [T or 1, B, H] of all ranks."""
+        now = self._pass
+        if now is None or not model.post_process:
+            return original(model, *args, **kwargs)
+        given = inspect.signature(original).bind(model, *args, **kwargs)
+        hidden = now.cache.gather(given.arguments["hidden_states"].transpose(0, 1), last=now.only_last)
+        given.arguments["hidden_states"] = hidden.unsqueeze(0) if now.only_last else hidden.transpose(0, 1)
+        return original(*given.args, **given.kwargs)
+
+    def receive(self, original: Callable[..., Tensor], wrapper: Any, batch_size: int, seq_len: int) -> Tensor:
+        """Make room for hidden states of the stage before, which sends those of this rank's tokens."""
+        model = unwrap_model(wrapper.model)
+        if asks_for_burst(model.config):
+            cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
+            start = wrapper.inference_context.sequence_len_offset
+            replicated = _is_replicated(seq_len, cp.ranks)
+            seq_len = Turn(0, (start,), (start + seq_len,), cp.rank, cp.ranks, replicated).size
+        return original(wrapper, batch_size, seq_len)
+
+
+def _is_replicated(tokens: int, ranks: int) -> bool:
+    """Return whether every rank computes all new tokens of a row: a rule that all stages of a pipeline know."""
+    return tokens <= 2 * ranks
+
+
+def _cache_at(context: Any, cp: ContextParallel, layers: int, rows: int) -> KVCache:
+    """Return the cache of a context, with as many tokens as this says. Raise ValueError if it has fewer."""
+    cache, offset = cache_of(context), context.sequence_len_offset
+    if offset == 0:
+        cache = KVCache(cp, layers)
+        setattr(context, _CACHE, cache)
+        return cache
+    held = cache.lengths if cache is not None else ()
+    if cache is None or len(held) != rows or min(held) < offset:
+        raise ValueError(
+            f"inference_context has sequence_len_offset={offset} for {rows} batch rows, but keys and values of "
+            f"rows of {list(held)} tokens are kept; begin at 0"
+        )
+    if min(held) > offset:
+        cache.truncate([offset] * rows)
+    return cache
+
+
+def _in_one_batch(original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch through a pipeline: as a whole if it is on the ring, where a turn is one of all rows."""
+    if asks_for_burst(unwrap_model(wrapper.model).config):
+        original = type(wrapper).forward_pass_with_pipeline_parallel_small_input_batch
+    return original(wrapper, *args, **kwargs)
+
+
+def _swap(original: Callable[..., None], context: Any, batch_idx: Any) -> None:
+    """Do what `StaticInferenceContext.swap_key_value_dict` does: row n becomes a copy of row `batch_idx[n]`."""
+    cache = cache_of(context)
+    if cache is None:
+        original(context, batch_idx)
+    else:
+        setattr(context, _CACHE, cache.fork([int(row) for row in batch_idx]))

@@ -1,0 +1,119 @@
+"""A turn over a cache: which rank holds which token, and what the new tokens of a batch attend to.
+
+Position p of every sequence is held by rank p % ranks: round robin, whichever turn a token came in. So ranks stay
+even within one token per sequence, however sequences grow and wherever they are cut off, and so do the last tokens,
+those of a window. No list says who holds what. Causal work is even as well, as in Striped Attention (arXiv
+2311.09431). Sequences of a batch lie one after another; nothing is padded:
+
+    keys        a a a a a b b b       5 and 3 of them, of which the last 2 and 1 are new
+    queries           a a     b
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from burst_plugin.sequence.layout import Layout, Run, Tokens
+from burst_plugin.sequence.regions import Mask, Region
+
+__all__ = ["ROUND_ROBIN", "RoundRobin", "TurnMask", "held_run"]
+
+
+def held_run(rank: int, ranks: int, start: int, stop: int) -> Run:
+    """Return which of the positions `start:stop` of a sequence `rank` holds; the run may be of length 0."""
+    first = start + (rank - start) % ranks
+    return Run(first, max(0, -(-(stop - first) // ranks)), ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class RoundRobin(Tokens):
+    """Sequences one after another, bounded by `cu_seqlens`, that ranks hold round robin.
+
+    starts: the position, in its whole sequence, of the first token of each that is here.
+    """
+
+    starts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, starts: tuple[int, ...], stops: tuple[int, ...]) -> RoundRobin:
+        """Return the tokens at positions `start:stop` of each sequence."""
+        bounds = [0]
+        for start, stop in zip(starts, stops, strict=True):
+            bounds.append(bounds[-1] + stop - start)
+        return cls(bounds[-1], tuple(bounds), starts=starts)
+
+
+class _RoundRobinLayout(Layout):
+    def runs(self, rank: int, ranks: int, tokens: Tokens) -> tuple[Run, ...]:
+        """Return the runs of `rank`, one for each sequence of which it holds anything."""
+        assert isinstance(tokens, RoundRobin)
+        assert tokens.cu_seqlens is not None
+        found = []
+        for (bound, end), start in zip(pairwise(tokens.cu_seqlens), tokens.starts, strict=True):
+            run = held_run(rank, ranks, start, start + end - bound)
+            if run.length:
+                found.append(run._replace(start=run.start - start + bound))
+        return tuple(found)
+
+
+ROUND_ROBIN = _RoundRobinLayout("round robin", lambda rank, ranks, length: (held_run(rank, ranks, 0, length),))
+
+
+@dataclass(frozen=True)
+class TurnMask(Mask):
+    """`mask`, as the last tokens of each sequence see it, on the keys of the sequence that are still there.
+
+    mask: in positions of a whole sequence; one for every sequence if it is `PerRow`.
+    first_keys: the position of the first key of each sequence that is there.
+    first_queries: that of the first query.
+    stops: the length of each sequence.
+    shared: so many tokens are the first ones of all sequences; their keys come first, once for all of them.
+    """
+
+    mask: Mask
+    first_keys: tuple[int, ...]
+    first_queries: tuple[int, ...]
+    stops: tuple[int, ...]
+    shared: int = 0
+    shifts = True
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the mask does."""
+        return self.mask.looks_ahead
+
+    @property
+    def compares_positions(self) -> bool:
+        """Whether the mask does."""
+        return self.mask.compares_positions
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return those of each sequence, moved to where it lies. Raise ValueError for other lengths."""
+        found: list[Region] = []
+        q_at, k_at = 0, self.shared
+        for row, (key, query, stop) in enumerate(zip(self.first_keys, self.first_queries, self.stops, strict=True)):
+            if self.shared:
+                found += _moved(seen(self.mask, row, (query, stop), (0, self.shared)), q_at - query, 0)
+            found += _moved(seen(self.mask, row, (query, stop), (key, stop)), q_at - query, k_at - key)
+            q_at, k_at = q_at + stop - query, k_at + stop - key
+        if (q_at, k_at) != (q_len, kv_len):
+            raise ValueError(f"the turn has {q_at} queries and {k_at} keys, not {q_len} and {kv_len}")
+        return tuple(found)
+
+
+def seen(mask: Mask, row: int, queries: tuple[int, int], keys: tuple[int, int]) -> tuple[Region, ...]:
+    """Return the regions of `mask` for the last queries `start:stop` of sequence `row`, and some of its keys."""
+    here, length = Region(*queries, *keys), queries[1]
+    if here.is_empty:
+        return ()
+    regions = (region.intersect(here) for region in mask.of_row(row).regions(length, length))
+    return tuple(region for region in regions if not region.is_empty)
+
+
+def _moved(regions: tuple[Region, ...], q_shift: int, k_shift: int) -> Iterator[Region]:
+    """Yield the regions with their queries and keys at other positions."""
+    for q_start, q_stop, k_start, k_stop, lower, upper in regions:
+        edges = (None if edge is None else edge + k_shift - q_shift for edge in (lower, upper))
+        yield Region(q_start + q_shift, q_stop + q_shift, k_start + k_shift, k_stop + k_shift, *edges)

@@ -1,0 +1,112 @@
+"""Checks of the options of a run, one by one: whole numbers of any library become Python's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from burst_plugin.checks import as_number, as_positive, shown, whole_number
+from burst_plugin.types import BOTH, DIRECTIONS
+
+__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "check_kernel", "kept_share", "validated"]
+
+AUTO = "auto"
+OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
+_KEPT = {"none": 0.0, "all": 1.0}
+_COUNTS = {  # what they count, and what there is without
+    "mlp_chunk": ("tokens", "all at once"),
+    "head_chunk": ("query heads", "all at once"),
+    "loss_chunk": ("tokens", "whole logits"),
+    "max_ctas": ("thread blocks, a power of two", "NCCL's own choice"),
+}
+
+
+def validated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are numbers or switches, as they are kept. Raise ValueError for those that are neither.
+
+    options: all fields of a `Strategy`, by name.
+    """
+    for name in ("deterministic", "offload", "abort"):
+        if not isinstance(options[name], bool):
+            raise ValueError(f"{name}={options[name]!r} is not valid; use True or False")
+    late_after = options["late_after"]
+    if (as_number(late_after) is None and late_after != math.inf) or not late_after > 0:
+        raise ValueError(
+            f"late_after={shown(late_after)} is not valid; use a positive number of seconds, or math.inf for no such "
+            "line"
+        )
+    if math.isnan(kept_share(options["keep_attention"])):
+        raise ValueError(
+            f"keep_attention={shown(options['keep_attention'])} is not valid; use 'none', 'all', or a share of the "
+            "sequence from 0 to 1, such as 0.5"
+        )
+    found: dict[str, Any] = {
+        "parts": _parts(options["parts"]),
+        "ulysses_degree": _number_or_word("ulysses_degree", options, OF_NODE, ALL_RANKS),
+        "ranks_per_node": _number_or_word("ranks_per_node", options, AUTO),
+        "mesh_degree": whole_number("mesh_degree={}", options["mesh_degree"], "use a positive number", 1),
+        **_counts(options),
+    }
+    if found["mesh_degree"] > 1:
+        _check_mesh({**options, **found})
+    return found
+
+
+def check_kernel(kernel: object) -> None:
+    """Raise ValueError for a kernel that is a class."""
+    if isinstance(kernel, type):
+        name = kernel.__name__
+        raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
+
+
+def kept_share(kept: float | str) -> float:
+    """Return the share of the sequence that `keep_attention` asks for; nan for what is not valid."""
+    share = _KEPT.get(kept) if isinstance(kept, str) else as_number(kept)
+    return share if share is not None and 0.0 <= share <= 1.0 else math.nan
+
+
+def _parts(given: Any) -> int | tuple[int, ...]:
+    pair = given if isinstance(given, (tuple, list)) else (given, given)
+    parts = tuple(filter(None, map(as_positive, pair)))
+    if not len(parts) == len(pair) == 2:
+        raise ValueError(f"parts={shown(given)} is not valid; use a positive number, or two: forward and backward")
+    return parts[0] if parts[0] == parts[1] else parts
+
+
+def _check_mesh(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what cannot be had with a mesh."""
+    mesh = f"mesh_degree={options['mesh_degree']}"
+    if options["ulysses_degree"] != 1:
+        raise ValueError(
+            f"ulysses_degree={options['ulysses_degree']} and {mesh} cannot be had together: groups exchange heads or "
+            "gather blocks; leave one out"
+        )
+    for direction in DIRECTIONS:
+        if options[direction] == BOTH:
+            raise ValueError(
+                f"{direction}='both' and {mesh} cannot be had together: groups gather blocks of a side that stays; "
+                f"use {direction}='q', 'kv' or 'auto', or leave mesh_degree out"
+            )
+
+
+def _number_or_word(name: str, options: Mapping[str, Any], *words: str) -> int | str:
+    given = options[name]
+    number = as_positive(given)
+    if number is not None:
+        return number
+    if not isinstance(given, str) or given not in words:
+        raise ValueError(
+            f"{name}={shown(given)} is not valid; use a positive number or {' or '.join(map(repr, words))}"
+        )
+    return given
+
+
+def _counts(options: Mapping[str, Any]) -> dict[str, int]:
+    counts = {}
+    for name, (unit, without) in _COUNTS.items():
+        expected = f"use a number of {unit}, or 0 for {without}"
+        counts[name] = whole_number(f"{name}={{}}", options[name], expected)
+    if counts["max_ctas"] & (counts["max_ctas"] - 1):
+        raise ValueError(f"max_ctas={counts['max_ctas']} is not valid; {expected}")
+    return counts

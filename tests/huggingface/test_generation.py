@@ -1,0 +1,306 @@
+"""`generate` with a `RingCache` on four ranks against the same on one rank with transformers' own cache."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from burst_plugin import Causal, ContextParallel, Scores, Topology
+from burst_plugin.huggingface import RingCache, prepare
+from burst_plugin.huggingface.generation import name_of_cache, ring_for_generation
+from burst_plugin.huggingface.masks import MaskRecipe
+from burst_plugin.inference import decode_bytes
+from tests.support.deepspeed_run import VOCAB, Run, build, llama
+from tests.support.families import families
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.huggingface
+
+RANKS, PER_NODE = 4, 2
+NAME = name_of_cache()
+FAMILIES = families()
+LIKE = ("llama", "qwen3", "gemma3", "deepseek_v3")  # what the ring is for
+PROMPT = torch.randint(1, VOCAB, (2, 50), generator=torch.Generator().manual_seed(3))
+PADDING = torch.tensor([[0] * 17 + [1] * 33, [1] * 50])
+
+
+def model_of(name: str) -> Any:
+    return build(Run(model=FAMILIES[name])).eval()
+
+
+def generated(model: Any, ids: torch.Tensor, steps: int, cache: RingCache | None = None, **options: Any) -> Any:
+    """What `generate` returns with logits; greedy, as many tokens as steps."""
+    usual = {"do_sample": False, "max_new_tokens": steps, "pad_token_id": 0, "eos_token_id": None}
+    usual |= {"return_dict_in_generate": True, "output_logits": True, "attention_mask": torch.ones_like(ids)}
+    given = {} if cache is None else {NAME: cache}
+    return model.generate(ids, **{**usual, **options}, **given)
+
+
+def on_ring(fn: Callable[[ContextParallel], Any], timeout_s: float = 120.0) -> list[Any]:
+    """What `fn` returns on each of four ranks, two per node."""
+
+    def on_rank(rank: int) -> Any:
+        cp = ContextParallel(dist.group.WORLD, ranks_per_node=PER_NODE)
+        found = fn(cp)
+        cp.close()
+        return found
+
+    return run_ranks(on_rank, RANKS, timeout_s=timeout_s)
+
+
+def held_bytes(config: Any, rank: int, tokens: int) -> tuple[int, int]:
+    """The fewest and the most that a rank may hold: its share of all tokens, or of a window and a few more."""
+    if hasattr(config, "kv_lora_rank"):
+        width = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
+    else:
+        width = config.num_key_value_heads * 2 * (getattr(config, "head_dim", None) or 8)
+    own, bounds = len(range(rank, tokens, RANKS)), [0, 0]
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    for layer in range(config.num_hidden_layers):
+        slides = window is not None and (kinds is None or kinds[layer] == "sliding_attention")
+        least, most = (window // RANKS, -(-(window + 16) // RANKS)) if slides else (own, own)
+        bounds = [bound + len(PROMPT) * n * width * 4 for bound, n in zip(bounds, (least, most), strict=True)]
+    return bounds[0], bounds[1]
+
+
+def check_greedy(steps: dict[str, int]) -> None:
+    """Compare tokens and logits of models, by name, over so many steps; bytes held and sent with formulas."""
+
+    def tell(cp: ContextParallel) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, count in steps.items():
+            model, cache, sent = prepare(model_of(name)), RingCache(cp), []
+            told = generated(model, PROMPT, count, cache)
+            for _ in range(2):  # a token each
+                before = cache.bytes_sent
+                with torch.no_grad():
+                    model(told.sequences[:, -1:], **{NAME: cache})
+                sent.append({link: n - before[link] for link, n in cache.bytes_sent.items()})
+            cache.finish()
+            found[name] = told.sequences, torch.stack(told.logits), cache.bytes, sent
+        return found
+
+    by_rank = on_ring(tell, timeout_s=120.0 + sum(steps.values()))
+    for name, count in steps.items():
+        truth, config = generated(model_of(name), PROMPT, count), FAMILIES[name]
+        assert by_rank[0][name][0].shape[1] == PROMPT.shape[1] + count
+        held = [found[name][2] for found in by_rank]
+        tokens = PROMPT.shape[1] + count + 1
+        v_dim = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or 8
+        for rank, found in enumerate(each[name] for each in by_rank):
+            sequences, logits, _, sent = found
+            assert torch.equal(sequences, truth.sequences), (name, rank)
+            torch.testing.assert_close(logits, torch.stack(truth.logits), rtol=2e-5, atol=2e-5, msg=name)
+            assert torch.equal(logits, by_rank[0][name][1]), (name, rank)
+            fewest, most = held_bytes(config, rank, tokens)
+            assert fewest <= held[rank] <= most, (name, held)
+            shape = len(PROMPT), 1, config.num_attention_heads, v_dim
+            formula = decode_bytes(Topology(RANKS // PER_NODE, PER_NODE), rank, shape)
+            assert sent == [{link: config.num_hidden_layers * n for link, n in formula.items()}] * 2, name
+
+
+def test_greedy_tokens_and_logits_equal_those_of_one_rank() -> None:
+    check_greedy({name: 200 if name == "llama" else 12 for name in LIKE})
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_every_family_over_200_steps() -> None:
+    check_greedy(dict.fromkeys([*LIKE, "mistral", "gemma2", "gpt_oss", "phi", "phi3"], 200))
+
+
+def assistant() -> Any:
+    return build(Run(model=llama(hidden_size=16, num_attention_heads=2))).eval()
+
+
+# By name: what is generated, given the model and a function that makes a cache.
+WAYS: dict[str, Callable[[Any, Callable[[], RingCache | None]], list[Any]]] = {
+    "padded": lambda model, cache: [
+        generated(model, PROMPT * PADDING, 8, cache(), attention_mask=PADDING),
+    ],
+    "beams": lambda model, cache: [
+        generated(model, PROMPT, 6, cache(), num_beams=3, num_return_sequences=2),
+        generated(model, PROMPT * PADDING, 6, cache(), attention_mask=PADDING, num_beams=2, eos_token_id=5),
+    ],
+    "samples": lambda model, cache: [
+        torch.manual_seed(5) and generated(model, PROMPT, 8, cache(), do_sample=True, num_return_sequences=2),
+        torch.manual_seed(6) and generated(model, PROMPT, 4, cache(), do_sample=True, num_beams=2),
+    ],
+    "assisted": lambda model, cache: [
+        generated(model, PROMPT[:1], 8, cache(), prompt_lookup_num_tokens=3),
+        generated(model, PROMPT[:1], 8, cache(), assistant_model=assistant()),
+    ],
+    "in chunks": lambda model, cache: [
+        generated(model, PROMPT, 4, cache(), prefill_chunk_size=17),
+    ],
+    "embeddings": lambda model, cache: [
+        generated(model, PROMPT, 4, cache(), inputs_embeds=model.get_input_embeddings()(PROMPT).detach()),
+    ],
+}
+
+
+def turns(model: Any, cache: RingCache | None) -> list[Any]:
+    """Two questions about one prompt, which is kept, and a longer talk in one of the copies."""
+    from transformers import DynamicCache
+
+    first = cache if cache is not None else DynamicCache(config=model.config)
+    positions = (PADDING.cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
+    with torch.no_grad():
+        model(PROMPT * PADDING, attention_mask=PADDING, position_ids=positions, **{NAME: first})
+    told = []
+    for question in (7, 11):
+        kept, ids, mask = copy.deepcopy(first), PROMPT * PADDING, PADDING
+        for length in (9, 23)[: 1 + question // 10]:
+            more = torch.full((2, length), question)
+            ids, mask = (torch.cat([x, new], 1) for x, new in ((ids, more), (mask, torch.ones_like(more))))
+            told.append(generated(model, ids, 4, attention_mask=mask, **{NAME: kept}))
+            new = torch.ones(2, 4, dtype=torch.int64)
+            ids, mask = told[-1].sequences, torch.cat([mask, new], 1)
+    return told
+
+
+def test_other_ways_of_generating_equal_those_of_one_rank() -> None:
+    def tell(model: Any, cp: ContextParallel | None) -> dict[str, Any]:
+        def cache() -> RingCache | None:
+            return None if cp is None else RingCache(cp, reserve=20)
+
+        found = {name: way(model, cache) for name, way in WAYS.items()} | {"turns": turns(model, cache())}
+        return {name: [(x.sequences, torch.stack(x.logits)) for x in told] for name, told in found.items()}
+
+    truth = tell(model_of("gemma3"), None)
+    for found in on_ring(lambda cp: tell(prepare(model_of("gemma3")), cp)):
+        for name, told in truth.items():
+            for (sequences, logits), (expected, true) in zip(found[name], told, strict=True):
+                assert torch.equal(sequences, expected), name
+                torch.testing.assert_close(logits, true, rtol=2e-5, atol=2e-5, msg=name)
+
+
+def test_all_logits_are_there_if_asked_for_and_every_generate_may_run_on_the_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tell(cp: ContextParallel) -> tuple[Any, ...]:
+        model, cache = prepare(model_of("llama")), RingCache(cp)
+        monkeypatch.delattr(MaskRecipe, "tensor")  # a mask of all tokens by all tokens
+        with torch.no_grad():
+            logits = model(PROMPT * PADDING, attention_mask=PADDING, **{NAME: cache}).logits
+        before = sum(cp.traffic()["intra"].values())
+        with ring_for_generation(cp):
+            told = generated(model, PROMPT, 3)
+        kinds = [type(x).__name__ for x in told.values()]
+        return logits, told.sequences, "RingCache" in kinds, sum(cp.traffic()["intra"].values()) > before
+
+    model, real = model_of("llama"), PADDING.bool()
+    truth = model(PROMPT * PADDING, attention_mask=PADDING).logits
+    for logits, sequences, *on_the_ring in on_ring(tell):
+        torch.testing.assert_close(logits[real], truth[real], rtol=2e-5, atol=2e-5)
+        assert torch.equal(sequences, generated(model, PROMPT, 3).sequences)
+        assert on_the_ring == [True, True]
+
+
+class Odd(StoppingCriteria):  # type: ignore[misc]
+    """Stops, or fails, after four tokens on rank 1."""
+
+    def __init__(self, rank: int, fails: bool) -> None:
+        self.now, self.fails = rank == 1, fails
+
+    def __call__(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        done = self.now and ids.shape[1] >= PROMPT.shape[1] + 4
+        if done and self.fails:
+            raise OSError("the disk is full")
+        return torch.full((len(ids),), done)
+
+
+def apart(how: str, cp: ContextParallel, model: Any) -> Any:
+    """Generate where rank 1 does something else."""
+    odd, ids = cp.rank == 1, PROMPT.clone()
+    options: dict[str, Any] = {}
+    torch.manual_seed(cp.rank)  # which greedy ranks need not have alike
+    if how == "other seeds":
+        options = {"do_sample": True}
+    elif how == "another prompt" and odd:
+        ids[0, 40] += 1
+    elif how in ("stops", "fails"):
+        options = {"stopping_criteria": StoppingCriteriaList([Odd(cp.rank, how == "fails")])}
+    elif how == "another length" and odd:
+        options = {"max_new_tokens": 5}
+    elif how == "another mask":
+        options = {"attention_mask": torch.ones_like(ids) if odd else PADDING}
+    elif how == "pads on the right" and odd:
+        options = {"attention_mask": PADDING.flip(1)}
+    elif how == "another token":  # by a loop of one's own
+        cache = RingCache(cp)
+        with torch.no_grad():
+            model(ids, **{NAME: cache})
+            return model(ids[:, -1:] + odd, **{NAME: cache})
+    return generated(model, ids, 8, RingCache(cp), **options)
+
+
+APART = {
+    "another prompt": "torch.manual_seed(n) on every rank before generate",
+    "other seeds": "random numbers (torch.manual_seed(n) on every rank)=",
+    "stops": "rank 1: before comparison",
+    "fails": "rank 1: OSError('the disk is full')",
+    "another length": '"max_new_tokens": 5',
+    "another mask": "rank 1: new tokens=(50, 50)",
+    "pads on the right": "rank 1: attention_mask has padding at the end of a row",
+    "another token": "where ranks sample, they need the same random numbers",
+}
+
+
+def test_ranks_that_do_not_do_the_same_all_get_an_error() -> None:
+    def tell(cp: ContextParallel) -> dict[str, str]:
+        model, found = prepare(model_of("llama")), {}
+        for how in APART:
+            with pytest.raises(ValueError, match="rank 1: ") as raised:
+                apart(how, cp, model)
+            found[how] = str(raised.value)
+        assert generated(model, PROMPT, 3, RingCache(cp)).sequences.shape[1] == 53  # the ring is as good as new
+        return found
+
+    for found in on_ring(tell):
+        for how, text in APART.items():
+            assert text in found[how], (how, found[how])
+
+
+def refused(model: Any, **options: Any) -> str:
+    """The error with which a ring of one rank refuses them."""
+    with pytest.raises(ValueError, match="with a RingCache: ") as raised:
+        generated(model, PROMPT, 3, RingCache(ContextParallel()), **options)
+    return str(raised.value)
+
+
+def test_what_is_not_right_on_a_ring_is_refused_by_name() -> None:
+    model = prepare(model_of("llama"))
+    assert "use_cache=False would compute all tokens again" in refused(model, use_cache=False)
+    assert "max_time would stop each rank by its own clock" in refused(model, max_time=1.0)
+    assert "contrastive_search is not supported" in refused(model, penalty_alpha=0.6, top_k=4)
+    assert "output_hidden_states=True would be" in refused(model, output_hidden_states=True)
+    assert "output_attentions=True would be" in refused(model, output_attentions=True)
+    assert "prepare(model) first" in refused(model_of("llama"))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"prepare\(model\) first"):
+        model_of("llama")(PROMPT, **{NAME: RingCache(ContextParallel())})
+    with pytest.raises(ValueError, match=r"no gradients and no dropout; call model.eval\(\)"):
+        model(PROMPT, **{NAME: RingCache(ContextParallel())})
+    with torch.no_grad():
+        cache = RingCache(ContextParallel())
+        with pytest.raises(ValueError, match="labels would be compared with this rank's tokens"):
+            model(PROMPT, labels=PROMPT, **{NAME: cache})
+        model(PROMPT * PADDING, attention_mask=PADDING, **{NAME: cache})
+        with pytest.raises(ValueError, match=r"needs an attention_mask \[2, 51\] of ones and zeros"):
+            model(PROMPT[:, :1], **{NAME: cache})
+        with pytest.raises(ValueError, match="attention_mask hides other tokens than when they were cached"):
+            model(PROMPT[:, :1], attention_mask=torch.ones(2, 51), **{NAME: cache})
+        mask = torch.cat([PADDING, torch.ones(2, 1)], 1)
+        with pytest.raises(ValueError, match=r"do not count the tokens of each row from \[33, 50\] on"):
+            model(PROMPT[:, :1], attention_mask=mask, position_ids=torch.zeros(2, 1), **{NAME: cache})
+        assert cache.lengths == (33, 50)
+    x = torch.ones(2, 2, 1, 8)
+    with pytest.raises(ValueError, match="keys and values that it has not put into the RingCache"):
+        cache.attend("a layer", (x, x, x), Causal(), Scores(), None)
+    with pytest.raises(ValueError, match=r"crop\(3\) is not valid; use -n to forget the last n tokens"):
+        cache.crop(3)
