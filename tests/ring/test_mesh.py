@@ -294,6 +294,9 @@ def test_a_rank_that_is_lost_while_blocks_are_gathered_is_named() -> None:
 def test_what_cannot_be_had_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"ulysses_degree=2 and mesh_degree=4 cannot be had together: .* leave one"):
         Strategy(ulysses_degree=2, mesh_degree=4)
+    for direction in DIRECTIONS:
+        with pytest.raises(ValueError, match=f"{direction}='both' and mesh_degree=2 cannot be had together: .* use"):
+            Strategy(**{direction: "both"}, mesh_degree=2)
     with pytest.raises(ValueError, match="mesh_degree=0 is not valid; use a positive number"):
         Strategy(mesh_degree=0)
     with pytest.raises(ValueError, match=r"mesh_degree=3 does not divide .* use one of \[1, 2, 4, 8\]"):
