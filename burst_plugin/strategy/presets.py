@@ -120,6 +120,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             choose="several nodes, heads for some ranks of a node but not for all",
         ),
+        "mesh": Preset(
+            title="Mesh-Attention",
+            arxiv="2512.20968",
+            what="pairs of ranks gather each other's queries, and a ring of keys and values goes around the pairs",
+            options={**_RING, "layout": "zigzag", "mesh_degree": 2},
+            differs=(
+                "groups are pairs; `mesh_degree` has others, and least is sent near the square root of the number of "
+                "ranks. Within a group all is sent before and after the ring, and not hidden"
+            ),
+            limits=f"an even number of ranks, of one node or of each; {_NO_LIMITS}",
+            choose="long rings, too few heads to exchange",
+        ),
         "all_gather": Preset(
             title="Llama 3's context parallelism",
             arxiv="2407.21783",
