@@ -254,11 +254,11 @@ class ContextParallel(Session):
         With a profile also what was planned, why, and the runner-up; with NCCL also the memory that it has for the
         peers met so far, by its source, on an H100.
         """
-        degree, state = self.strategy.degree, self.rank_state
+        state, degrees = self.rank_state, ("ulysses_degree", "mesh_degree")
         nccl_bytes = state.transport.backend_bytes + state.ulysses_transport.backend_bytes
         return {
             "topology": str(self.topology),
-            **({"ulysses_degree": str(degree)} if degree > 1 else {}),
+            **{name: str(degree) for name in degrees if (degree := getattr(self.strategy, name)) > 1},
             "schedule": self.rank_state.route_table.schedule_name,
             "layout": self.strategy.layout,
             **({"plan": self._planned} if self._planned else {}),

@@ -94,14 +94,14 @@ class Topology:
         """Return the ranks with the same number within every node: the outer ring of `rank`."""
         return tuple(range(self.local_rank(rank), self.ranks, self.ranks_per_node))
 
-    def of_ulysses_groups(self, degree: int) -> Topology:
+    def of_ulysses_groups(self, degree: int, option: str = "ulysses_degree") -> Topology:
         """Return the topology of Ulysses groups of `degree` consecutive ranks, inside nodes or of whole nodes.
 
-        Raises ValueError for other degrees.
+        Raises ValueError for other degrees, naming the `option`. The groups of a `mesh_degree` are the same.
         """
         if degree < 1 or self.ranks % degree or (self.ranks_per_node % degree and degree % self.ranks_per_node):
             raise ValueError(
-                f"ulysses_degree={degree} does not divide {self} into groups inside nodes, or of whole nodes; use "
+                f"{option}={degree} does not divide {self} into groups inside nodes, or of whole nodes; use "
                 f"one of {self.ulysses_degrees}"
             )
         return Topology(max(1, self.ranks // max(degree, self.ranks_per_node)), max(1, self.ranks_per_node // degree))

@@ -79,6 +79,7 @@ SCALARS = [
     *_each("parts=", lambda x: Strategy(parts=x), NOT_WHOLE),
     *_each("parts=", lambda x: Strategy(parts=(1, x)), NOT_WHOLE),
     *_each("ulysses_degree=", lambda x: Strategy(ulysses_degree=x), NOT_WHOLE),
+    *_each("mesh_degree=", lambda x: Strategy(mesh_degree=x), NOT_WHOLE),
     *_each("ranks_per_node=", lambda x: Strategy(ranks_per_node=x), NOT_WHOLE),
     *_each("VirtualRing(seed=", lambda x: VirtualRing(Topology(1, 2), seed=x), NOT_WHOLE[:-1]),
     *_each("Scores(seed=", lambda x: Scores(seed=x), NOT_WHOLE[:-1]),

@@ -98,6 +98,8 @@ def rings(world: World, tokens: int) -> Iterator[Ring]:
         if ranks % degree == 0:
             name = f"heads exchanged by {degree}"
             yield Ring(name, {"ulysses_degree": degree, "ranks_per_node": ranks}, tokens)
+            name = f"blocks gathered by {degree}"
+            yield Ring(name, {"mesh_degree": degree, "ranks_per_node": ranks}, tokens)
     yield Ring("uneven lengths", {}, tokens - 3)
     yield Ring("recomputation", {}, tokens, recomputes=True)
     yield Ring("two rings by turns", {"ranks_per_node": nodes[-1]}, tokens, rings=2)

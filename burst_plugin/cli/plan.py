@@ -172,6 +172,13 @@ _OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "type": _rate("GB/s, such as 40"),
             "help": "rate at which a NIC sends to other nodes, such as 40, and receives at the same time",
         },
+        "--mesh-degree": {
+            "metavar": "N",
+            "type": whole("ranks", _MOST_NODES * _MOST_RANKS_PER_NODE),
+            "default": 1,
+            "help": "ranks that gather each other's blocks, in all plans, in place of an exchange of heads "
+            "(default: %(default)s, none)",
+        },
         "--nic": {
             "choices": ("rank", "node"),
             "default": "rank",
@@ -218,13 +225,16 @@ def lines(options: argparse.Namespace) -> Iterator[str]:
         f"{topology}, {'up to ' if options.seq % topology.ranks else ''}{local} tokens per rank, "
         f"{q_heads}/{kv_heads} heads of {dim}, {options.dtype}, {options.mask}"
     )
-    yield from report(topology, shapes, visit_s, links)
+    yield from report(topology, shapes, visit_s, links, options.mesh_degree)
 
 
-def report(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> Iterator[str]:
+def report(
+    topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links, mesh_degree: int = 1
+) -> Iterator[str]:
     """Yield the table of plans, the best of them, and what the columns mean. See `planner.plans`."""
-    best_first = plans(topology, shapes, visit_s, links, _progress_bar if sys.stderr.isatty() else None)
-    bound_s = least_seconds(topology, shapes, visit_s, links)
+    progress, fixed = _progress_bar if sys.stderr.isatty() else None, {"mesh_degree": mesh_degree}
+    best_first = plans(topology, shapes, visit_s, links, progress, fixed)
+    bound_s = least_seconds(topology, shapes, visit_s, links, mesh_degree)
     yield from _rows(best_first, bound_s)
     for name in left_out(topology):
         yield (

@@ -20,6 +20,7 @@ from burst_plugin.comm.transport import Channel, Message, Pending, Transport, Wa
 
 __all__ = ["HostileNetwork", "InProcessNetwork", "InProcessTransport", "Parcel", "PoolOfNaN"]
 
+_MOST_ASKED = 10_000  # times whether a message has met its other end; no schedule has as many steps
 _NAN_BYTE = 0xFF  # every float type reads a run of these as NaN
 
 _Route = tuple[int, int, Channel]  # from rank to rank
@@ -92,13 +93,20 @@ class InProcessTransport(Transport):
 
     def __init__(self, network: InProcessNetwork, rank: int, pool: BufferPool) -> None:
         super().__init__(pool)
-        self._network, self._rank = network, rank
+        self._network, self._rank, self._asked = network, rank, 0
 
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         put, rank = self._network.put, self._rank
         parcels = [put((m.peer, rank, m.channel), None, m.data) for m in recvs]
         parcels += [put((rank, m.peer, m.channel), m.data, None) for m in sends]
         return [_InProcessPending((*recvs, *sends), self._network, parcels)]
+
+    def has_met(self, under_way: Sequence[Pending]) -> bool:
+        """Return whether both ends of these messages are posted, or never will be: then waiting says which."""
+        parcels = [parcel for each in under_way if isinstance(each, _InProcessPending) for parcel in each.parcels]
+        is_whole = all(parcel.is_whole for parcel in parcels)
+        self._asked = 0 if is_whole else self._asked + 1
+        return is_whole or self._asked > _MOST_ASKED
 
 
 @dataclass

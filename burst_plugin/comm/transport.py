@@ -90,6 +90,10 @@ class Transport(ABC):
     def _start(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[Pending]:
         """Start these messages, as one batch per communicator; return what is under way."""
 
+    def has_met(self, under_way: Sequence[Pending]) -> bool:
+        """Return whether waiting would end; False only where ranks share a process, and others have to run first."""
+        return True
+
     @property
     def backend_bytes(self) -> float:
         """Memory that the backend itself has for the peers that messages came from, about; 0 on CPUs."""

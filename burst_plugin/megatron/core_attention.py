@@ -26,7 +26,7 @@ from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.packed import is_packed
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.scores import Scores
-from burst_plugin.strategy.presets import presets_with
+from burst_plugin.strategy.presets import presets_without_groups
 
 __all__ = ["BurstCoreAttention"]
 
@@ -93,11 +93,12 @@ class BurstCoreAttention(MegatronModule):
                 "deterministic_mode=True needs torch.use_deterministic_algorithms(True), which its flag sets too, "
                 "or install(Strategy(deterministic=True))"
             )
-        if strategy.ulysses_degree != 1 and is_hybrid(config):
-            reasons.append(
-                f"ulysses_degree={strategy.ulysses_degree} is not supported with hybrid_context_parallel, whose "
-                f"groups have any size: use 1, or one of these presets: {presets_with(ulysses_degree=1)}"
-            )
+        for name in ("ulysses_degree", "mesh_degree"):
+            if (degree := getattr(strategy, name)) != 1 and is_hybrid(config):
+                reasons.append(
+                    f"{name}={degree} is not supported with hybrid_context_parallel, whose groups have any size: "
+                    f"use 1, or one of these presets: {presets_without_groups()}"
+                )
         if reasons:
             raise ValueError(f"burst attention cannot run layer {self.layer_number}: " + "; ".join(reasons))
         for name in unknown_fields(config):

@@ -5,18 +5,21 @@ from __future__ import annotations
 from itertools import product
 
 from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
-from burst_plugin.planning.exchange import degrees, exchanged_bytes, in_ring
+from burst_plugin.planning.exchange import exchanged_bytes, groupings, in_ring
 from burst_plugin.planning.links import Links
+from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Topology
 from burst_plugin.types import DIRECTIONS, SIDES, Direction, Side
 
 __all__ = ["least_seconds"]
 
 
-def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links) -> float:
+def least_seconds(
+    topology: Topology, shapes: Shapes, visit_s: tuple[float, float], links: Links, mesh_degree: int = 1
+) -> float:
     """Return the bound: seconds of a forward and a backward pass together that no plan beats.
 
-    For one pass, a degree of the exchange of heads and a moving side it is the longest of
+    For one pass, a degree of the exchange of heads, or a `mesh_degree`, and a moving side it is the longest of
 
     - computing, spread evenly over all ranks, on the slowest of them;
     - sending between nodes, over all NICs evenly: each block of the ring, and its partial results, once per node;
@@ -24,29 +27,30 @@ def least_seconds(topology: Topology, shapes: Shapes, visit_s: tuple[float, floa
       block of its own and the results of the others;
     - sending from one rank: every block but its own, and its partial results, once, over both of its links together.
 
-    The last three include the messages of the exchange. The bound is, for either pass, the shortest over all degrees
+    The last three include what groups send. The bound is, for either pass, the shortest over all degrees
     and sides.
     """
     return sum(
         min(
-            _least_seconds_of_pass(topology, degree, each_s, links, _sent_bytes(shapes, degree, direction, side))
-            for degree, side in product(degrees(topology, shapes), SIDES)
+            _least_seconds_of_pass(topology, grouped, each_s, links, _sent_bytes(shapes, grouped, direction, side))
+            for grouped, side in product(groupings(topology, shapes, mesh_degree), SIDES)
         )
         for direction, each_s in zip(DIRECTIONS, visit_s, strict=True)
     )
 
 
-def _sent_bytes(shapes: Shapes, degree: int, direction: Direction, moving: Side) -> tuple[int, int, int]:
-    """Return the bytes of a block, those of its partial results, and those for each other rank of a Ulysses group."""
-    gather, reduce = hop_bytes_by_traffic(in_ring(shapes, degree), direction, moving)
-    return gather, reduce, exchanged_bytes(shapes, degree, direction)
+def _sent_bytes(shapes: Shapes, grouped: Strategy, direction: Direction, moving: Side) -> tuple[int, int, int]:
+    """Return the bytes of a block, those of its partial results, and those for each other rank of a group."""
+    gather, reduce = hop_bytes_by_traffic(in_ring(shapes, grouped.degree), direction, moving)
+    return gather, reduce, exchanged_bytes(shapes, grouped, direction, moving)
 
 
 def _least_seconds_of_pass(
-    topology: Topology, degree: int, visit_s: float, links: Links, sent_bytes: tuple[int, int, int]
+    topology: Topology, grouped: Strategy, visit_s: float, links: Links, sent_bytes: tuple[int, int, int]
 ) -> float:
     """Return the bound of one pass with such messages; see `least_seconds`."""
-    groups, width = topology.of_ulysses_groups(degree), topology.ranks_per_node
+    degree, width = grouped.group_size, topology.ranks_per_node
+    groups = topology.of_ulysses_groups(degree)
     gather, reduce, exchanged = sent_bytes
     others, block = groups.nodes - 1, gather + reduce
     rates = [rate / (width if links.nic == "node" else 1) for rate in links.nic_rates(topology)]  # for each rank

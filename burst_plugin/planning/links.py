@@ -92,9 +92,9 @@ class Links:
                 )
 
     def of_rings(self, topology: Topology, degree: int) -> list[Links]:
-        """Return the links of the rings that go on beside each other while `degree` ranks exchange heads.
+        """Return the links of the rings that go on beside each other where groups have `degree` ranks.
 
-        The ranks with one number in all Ulysses groups are a ring. Their NICs are their own, or they have a share of
+        The ranks with one number in all groups are a ring. Their NICs are their own, or they have a share of
         their node's. Rings that are alike are returned once.
         """
         share = 1 if self.nic == "rank" else min(degree, topology.ranks_per_node)

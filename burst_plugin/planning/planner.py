@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.bound import least_seconds
 from burst_plugin.planning.buffer_count import as_many_buffers, most_held
-from burst_plugin.planning.exchange import degrees, exchange_seconds, exchanged_bytes, in_ring
+from burst_plugin.planning.exchange import (
+    exchange_buffer_bytes,
+    exchange_seconds,
+    exchanged_bytes,
+    groupings,
+    in_ring,
+)
 from burst_plugin.planning.links import Links, Load
 from burst_plugin.planning.price import Price, price, price_by_name
 from burst_plugin.ring.choices import choose_moving_side
@@ -76,18 +82,17 @@ def pass_price(
     """Return the price of one pass by `strategy`.
 
     `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
-    are longer and have fewer heads, and the time of the exchange, which nothing hides, is added: for all operands
-    before the ring, and all results after it, each with the latency of one message.
+    are longer and have fewer heads, with a `mesh_degree` a visit is with the other side of a whole group. The time of
+    what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
+    with the latency of one message.
     """
-    degree = strategy.degree
-    ring = in_ring(shapes, degree)
-    moving = choose_moving_side(strategy, direction, ring)
-    load = Load.of(ring, direction, moving, degree * visit_s)
-    groups = topology.of_ulysses_groups(degree)
-    parts = strategy.parts_of(direction)
-    rings = links.of_rings(topology, degree)  # one for each rank of a Ulysses group
+    size, ring = strategy.group_size, in_ring(shapes, strategy.degree)
+    groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
+    moving = choose_moving_side(strategy, direction, ring, groups.ranks)
+    load = Load.of(ring, direction, moving, size * visit_s)
+    rings = links.of_rings(topology, size)  # one for each rank of a group
     ring_price = Price.of_last([price_by_name(strategy.schedule_for(groups), groups, parts, load, x) for x in rings])
-    exchange_s = exchange_seconds(degree, topology, exchanged_bytes(shapes, degree, direction), links)
+    exchange_s = exchange_seconds(size, topology, exchanged_bytes(shapes, strategy, direction, moving), links)
     busy_s = {link: ring_price.link_s[link] + exchange_s[link] for link in Link}
     exposed_s = max(exchange_s[link] + 2 * links.latency_s(link) if exchange_s[link] else 0.0 for link in Link)
     return replace(ring_price, time_s=ring_price.time_s + exposed_s, link_s=busy_s)
@@ -107,7 +112,8 @@ def plans(
     the point, are ordered by degree, then by parts, then with the default schedule first. The default side moves,
     unless the other one is cheaper by more than 1 %. Schedules that are `left_out` are missing. `visit_s` is the
     seconds of work on a whole block, forward and backward; `progress` is called with how many passes have been priced
-    and how many there are. `fixed` are options that every plan has.
+    and how many there are. `fixed` are options that every plan has; only with a `mesh_degree` among them are blocks
+    gathered in groups, and no heads are exchanged then.
 
     Raises ValueError if no plan can have what is `fixed`, for links of nodes and ranks that there are not, and for
     uneven ones of more than `MOST_UNEVEN` ranks.
@@ -137,11 +143,11 @@ def plans(
             strategy = replace(plain, parts=parts, forward=forward.option, backward=backward.option)
             moving_sides = forward.moving, backward.moving
             candidates.append(Plan(strategy, forward.price, backward.price, moving_sides))
-    least_s = least_seconds(topology, shapes, visit_s, links)
+    least_s = least_seconds(topology, shapes, visit_s, links, fixed.get("mesh_degree", 1))
 
     def order(plan: Plan) -> tuple[float, int, int, bool, float]:
-        degree = plan.strategy.degree
-        is_unusual = plan.strategy.schedule != default_schedule_name(topology.of_ulysses_groups(degree))
+        groups = topology.of_ulysses_groups(plan.strategy.group_size)
+        degree, is_unusual = plan.strategy.degree, plan.strategy.schedule != default_schedule_name(groups)
         return round(plan.step_s / least_s, 2), degree, plan.parts, is_unusual, plan.step_s
 
     return sorted(candidates, key=order)
@@ -155,7 +161,8 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
     found = []
     plain = Strategy(ranks_per_node=topology.ranks_per_node)
     plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
-    for name, degree in product(SCHEDULES, degrees(topology, shapes)):
+    for name, grouped in product(SCHEDULES, groupings(topology, shapes, fixed.get("mesh_degree", 1))):
+        degree = grouped.degree
         kv_heads = shapes.of_ulysses_group(degree).kv_heads
         several = [n for n in _PARTS if kv_heads % n == 0]
         pairs = list(product(several, several))
@@ -163,8 +170,10 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
             forward, backward = map(Strategy(parts=fixed["parts"]).parts_of, DIRECTIONS)
             pairs = [] if kv_heads % forward or kv_heads % backward else [(forward, backward)]
         is_asked = fixed.get("schedule", name) == name and fixed.get("ulysses_degree", degree) == degree
-        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(degree)):
-            found.append((replace(plain, schedule=name, ulysses_degree=degree), pairs))
+        if is_asked and pairs and name not in left_out(topology.of_ulysses_groups(grouped.group_size)):
+            found.append(
+                (replace(plain, schedule=name, ulysses_degree=degree, mesh_degree=grouped.mesh_degree), pairs)
+            )
     if not found:
         raise ValueError(
             f"no plan for {shapes.q_heads} query and {shapes.kv_heads} key/value heads on {topology} has "
@@ -196,7 +205,8 @@ def _best_moving_side(
     is_fixed: bool,
 ) -> _Choice:
     """Return the moving side of one pass: that of `strategy`, unless it is not fixed and the other one saves time."""
-    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.degree))
+    ring_ranks = topology.ranks // strategy.group_size
+    default_side = choose_moving_side(strategy, direction, in_ring(shapes, strategy.degree), ring_ranks)
     other_side = OTHER_SIDE[default_side]
 
     def price_of(side: Side) -> Price:
@@ -214,10 +224,10 @@ def _best_moving_side(
 def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
     """Return about how many bytes the ring's communication buffers take at most, for all layers together.
 
-    Buffers of one size serve both passes. An exchange of heads has buffers to send and to receive besides.
+    Buffers of one size serve both passes. A mesh has buffers to gather and to reduce besides, which are counted; an
+    exchange of heads has some to send and to receive, which are not.
     """
-    degree = plan.strategy.degree
-    groups, ring = topology.of_ulysses_groups(degree), in_ring(shapes, degree)
+    groups, ring = topology.of_ulysses_groups(plan.strategy.group_size), in_ring(shapes, plan.strategy.degree)
     counts: Counter[float] = Counter()  # by size
     for direction, moving in zip(DIRECTIONS, plan.moving_sides, strict=True):
         load, parts = Load.of(ring, direction, moving, 0.0), plan.strategy.parts_of(direction)
@@ -226,7 +236,8 @@ def buffer_bytes(plan: Plan, topology: Topology, shapes: Shapes) -> float:
         in_pass = Counter({load.gather_bytes / parts: held.operands})
         in_pass[load.reduce_bytes / parts] += held.results
         counts |= in_pass
-    return sum(size * count for size, count in counts.items())
+    gathered = exchange_buffer_bytes(shapes, plan.strategy, plan.moving_sides)
+    return gathered + sum(size * count for size, count in counts.items())
 
 
 def visit_seconds(shapes: Shapes, flops_per_s: float, causal: bool) -> tuple[float, float]:

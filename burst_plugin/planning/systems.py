@@ -9,8 +9,10 @@ import torch
 
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.buffer_count import most_held
+from burst_plugin.planning.exchange import exchange_buffer_bytes
 from burst_plugin.planning.links import Links
 from burst_plugin.planning.planner import pass_price
+from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.schedule.schedule import Schedule
 from burst_plugin.strategy import Strategy
@@ -79,6 +81,10 @@ def _bytes(shapes: Shapes) -> Iterator[str]:
         sent = (sent_bytes(strategy, direction, TOPOLOGY, shapes) for direction in DIRECTIONS)
         counts = [f"{nbytes / 2**20:.1f}" for by_link in sent for nbytes in by_link.values()]
         exchange = f"{2 - 2 / strategy.degree:g}" if strategy.degree > 1 else "–"
+        if strategy.mesh_degree > 1:
+            moving = [choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS]
+            own = shapes.dtype.itemsize * shapes.q_len * shapes.qk_dim * (shapes.q_heads + 2 * shapes.kv_heads)
+            exchange = f"{exchange_buffer_bytes(shapes, strategy, moving) / own:.2g}"
         yield _row(f"`{name}`", *counts, *(_buffers(strategy, each) for each in DIRECTIONS), exchange)
 
 
@@ -89,7 +95,7 @@ def _buffers(strategy: Strategy, direction: Direction) -> str:
 
 
 def _schedule(strategy: Strategy, reduces: bool) -> Schedule:
-    groups = TOPOLOGY.of_ulysses_groups(strategy.degree)
+    groups = TOPOLOGY.of_ulysses_groups(strategy.group_size)
     return SCHEDULES[strategy.schedule_for(groups)](groups, reduces)
 
 

@@ -22,7 +22,8 @@ def uneven_in_words(
 
     `best_first` are all plans on these links, see `planner.plans`; `shapes` and `visit_s` are those of its arguments.
     """
-    best, even = best_first[0], plans(topology, shapes, visit_s, links.even)[0]
+    best = best_first[0]
+    even = plans(topology, shapes, visit_s, links.even, fixed={"mesh_degree": best.strategy.mesh_degree})[0]
     usual = next(plan for plan in best_first if _is_like(plan, even))
     saved = usual.step_s / best.step_s - 1
     cost = best.step_s / even.step_s - 1

@@ -21,6 +21,7 @@ from burst_plugin.compute.tile_attention import bias_grad
 from burst_plugin.kernels import Queries
 from burst_plugin.ring.executor import Visit
 from burst_plugin.ring.memo import Memo
+from burst_plugin.ring.mesh import BackwardOperands
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.request import Inputs, Outputs
@@ -78,7 +79,7 @@ class Saved(NamedTuple):
 def forward_program(
     plan: Plan, which: CallId, inputs: Inputs, memo: Memo | None = None
 ) -> Generator[None, None, tuple[Outputs, Saved]]:
-    """Run a rank's forward pass, with heads exchanged before and after the ring.
+    """Run a rank's forward pass, with heads exchanged, or blocks gathered and reduced, before and after the ring.
 
     What `memo` has of an earlier run is not computed again. Returns the outputs of the rank, and what its backward
     pass needs.
@@ -88,11 +89,14 @@ def forward_program(
     memo = memo or Memo(0.0)
     computed, missing = None, memo.missing(plan)
     if missing is not None:
-        parts = missing.forward_parts(given)
+        mesh = missing.mesh_exchange("forward", which)
+        parts = missing.forward_parts((yield from mesh.gathered(given)))
         (out, lse), _ = yield from run_pass(missing, missing.forward, parts, which)
+        largest = [part.max_logits for part in parts if part.max_logits is not None]
+        del parts  # with the group's queries, whose memory the exchange may have
+        out, lse = yield from mesh.merged(out, lse)
         if given.sink is not None:
             out, lse = add_sink(out, lse, given.sink)
-        largest = [part.max_logits for part in parts if part.max_logits is not None]
         computed = Outputs(out.to(given.q.dtype), lse, torch.cat(largest) if largest else None)
     ring_outputs = memo.completed(plan, computed)
     outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
@@ -103,22 +107,26 @@ def forward_program(
 def backward_program(
     plan: Plan, which: CallId, dout: Tensor, saved: Saved, wants_dbias: bool = True
 ) -> Generator[None, None, Inputs]:
-    """Run a rank's backward pass, with heads exchanged before and after the ring.
+    """Run a rank's backward pass, with heads exchanged, or blocks gathered and reduced, before and after the ring.
 
     Returns the gradients of its inputs, in their types.
     """
     given, out, lse = saved
-    wants_dbias = wants_dbias or plan.rank_state.ulysses_group.degree > 1  # others of the group may want theirs
-    exchange = plan.head_exchange("backward", which)
+    wants_dbias = wants_dbias or plan.rank_state.exchange_group.degree > 1  # others of the group may want theirs
+    exchange, mesh = plan.head_exchange("backward", which), plan.mesh_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
     factor = row_factor(out, dout) if plan.sends_row_factor else None
-    parts = plan.backward_parts(Queries(given.q, dout, out, lse), given, factor, wants_dbias)
+    own = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
+    operands = yield from mesh.gathered_backward(own)
+    parts, bias = plan.backward_parts(*operands, wants_dbias), operands.inputs.bias
+    del own, operands
     (dq,), (dk, dv) = yield from run_pass(plan, plan.backward, parts, which)
     dsink = None if given.sink is None else sink_grad(given.sink, out, dout, lse)
-    dbias = bias_grad(given.bias, parts) if given.bias is not None and wants_dbias else None
-    added_up_later = ("k", "v") if plan.ranks_per_kv_head > 1 else ()
-    grads = _rounded(given, Inputs(dq, dk, dv, dsink, dbias), but=added_up_later)
-    del dout, factor, parts, dq, dk, dv  # whose memory the exchange may have
+    dbias = bias_grad(bias, parts) if bias is not None and wants_dbias else None
+    grads = Inputs(dq, dk, dv, dsink, dbias)
+    del dout, factor, parts, bias, dq, dk, dv, dbias  # whose memory the exchanges may have
+    grads = yield from mesh.summed(grads)
+    grads = _rounded(given, grads, but=("k", "v") if plan.ranks_per_kv_head > 1 else ())
     return _rounded(given, (yield from exchange.grads_to_tokens(grads, plan.extras.shared_bias)))
 
 

@@ -22,7 +22,7 @@ from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens, token_count
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.strategy.presets import presets_with
-from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction, Side
+from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
 __all__ = ["features_of", "is_deterministic", "kernel_for", "make_plan"]
 
@@ -62,7 +62,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     if request.forward is not None:
         strategy = replace(strategy, forward=request.forward)
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
-    extras = _extras(inputs, strategy.degree)
+    extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
     features = features_of(shapes, scores, deterministic, extras)
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
@@ -70,10 +70,13 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
     moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
     # Results that something else is added to first stay as wide as they were accumulated.
-    rounded: dict[Direction, Mapping[Side, bool]] = {
+    rounded: dict[Direction, dict[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
         "backward": {"q": True, "kv": ranks_per_kv_head == 1},
     }
+    if strategy.mesh_degree > 1:  # one side moves
+        for direction in DIRECTIONS:
+            rounded[direction][OTHER_SIDE[moving[direction][0]]] = False
     same = partial(
         PassPlan,
         rank_state=rank_state,
@@ -135,7 +138,7 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
-    degree, lengths = rank_state.strategy.degree, {"q": local.q_len, "kv": local.kv_len}
+    degree, lengths = rank_state.strategy.group_size, {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
@@ -245,15 +248,18 @@ def _moving_sides(
             )
         if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
             moving[direction] = ("kv",)
+        elif asked == BOTH:
+            moving[direction] = ("kv", "q")
         else:
-            moving[direction] = ("kv", "q") if asked == BOTH else (choose_moving_side(strategy, direction, shapes),)
+            moving[direction] = (choose_moving_side(strategy, direction, shapes, ring_ranks),)
     return moving
 
 
-def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes) -> Side:
+def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes, ring_ranks: int = 1) -> Side:
     """Return the side that moves: the one asked for, else the one with fewer bytes per hop (kv if equal).
 
-    Raises ValueError for "both", of which there is no price.
+    With a `mesh_degree` blocks of the other side are gathered, and count as well: see `mesh`. Raises ValueError for
+    "both", of which there is no price.
     """
     asked = strategy.forward if direction == "forward" else strategy.backward
     if asked == BOTH:
@@ -263,4 +269,11 @@ def choose_moving_side(strategy: Strategy, direction: Direction, shapes: Shapes)
         )
     if asked != AUTO:
         return "q" if asked == "q" else "kv"
-    return min(reversed(SIDES), key=lambda moving: hop_bytes(shapes, direction, moving))
+    gathered = strategy.mesh_degree - 1
+    hops = ring_ranks - 1 if gathered else 1
+
+    def sent_bytes(moving: Side) -> int:
+        stays = OTHER_SIDE[moving]
+        return hops * hop_bytes(shapes, direction, moving) + gathered * hop_bytes(shapes, direction, stays)
+
+    return min(reversed(SIDES), key=sent_bytes)

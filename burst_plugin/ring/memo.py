@@ -135,7 +135,7 @@ class Memo:
 def _rows_from(first: int, plan: Plan) -> Tensor:
     """Return which of this rank's query rows are at position `first` or later, without waiting for the device."""
     found, offset = [torch.empty(0, dtype=torch.int64, device="cpu")], 0
-    for run in plan.forward.route.runs["q"][plan.rank_state.ring_rank]:
+    for run in plan.q_runs:
         before = min(max(0, ceil((first - run.start) / run.stride)), run.length)
         found.append(torch.arange(offset + before, offset + run.length, device="cpu"))
         offset += run.length

@@ -66,7 +66,7 @@ class PassPlan:
     """What a rank of the ring does in one direction of a call.
 
     moving: the side whose blocks go around.
-    rounded: by side, whether complete results may be in the type of contributions.
+    rounded: by side, whether results may be in the type of contributions: if nothing is added to them any more.
     packing: how tensors travel.
     halved: whether this is a half of the pass, and the other side moves in the other one.
     other: the other half, if this is the first.
@@ -102,8 +102,10 @@ class PassPlan:
     def route(self) -> Route:
         """The visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
-        table, rank = self.rank_state.route_table, self.rank_state.ring_rank
-        return table.route(rank, self.attending, self.moving, bool(results), self.parts, self.halved)
+        state, place = self.rank_state, self.rank_state.mesh_group.place
+        return state.route_table.route(
+            state.ring_rank, self.attending, self.moving, bool(results), self.parts, place, self.halved
+        )
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
@@ -158,5 +160,6 @@ class PassPlan:
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
         """By side and rank of the ring, tokens of its block."""
-        table = self.rank_state.route_table
-        return {side: [*map(token_count, table.runs(self.attending.of(side)))] for side in SIDES}
+        state = self.rank_state
+        runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
+        return {side: [*map(token_count, held)] for side, held in runs.items()}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,16 @@ from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
 from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.executor import RingPass
+from burst_plugin.ring.mesh import MeshExchange
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.ulysses import HeadExchange
-from burst_plugin.ring.ulysses_groups import GroupBlock, member_rows
+from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup, member_rows
 from burst_plugin.scores import Scores
-from burst_plugin.types import FULL, SIDES, Direction, Side, Spec
+from burst_plugin.sequence.layout import Run
+from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Side, Spec
 
 __all__ = ["Extras", "Plan"]
 
@@ -113,9 +115,10 @@ class Plan:
     @property
     def sends_row_factor(self) -> bool:
         """Whether queries travel backward, with a factor per row in place of out (`online_softmax.row_factor`)."""
-        if self.rank_state.route_table.ring_ranks == 1 or self.shapes.sends_out:
-            return False
-        return any(half.moving == "q" for half in self.backward.halves)
+        state = self.rank_state
+        around = state.route_table.ring_ranks > 1 and any(half.moving == "q" for half in self.backward.halves)
+        in_group = self.backward.moving == "kv" and state.mesh_group.degree > 1
+        return (around or in_group) and not self.shapes.sends_out
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
@@ -198,25 +201,42 @@ class Plan:
         state.progress.ring_pass = rings[0]
         return rings
 
+    @property
+    def q_runs(self) -> tuple[Run, ...]:
+        """The queries, of those that this rank works on, whose outputs it has in the end."""
+        state, whole = self.rank_state, self.attending.q
+        table = state.route_table
+        return table.shards(whole)[state.rank] if state.mesh_group.degree > 1 else table.runs(whole)[state.ring_rank]
+
     def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
         """Return the exchange of heads before and after the ring, in one pass."""
+        return HeadExchange(**self._exchange(self.rank_state.ulysses_group, direction, which))
+
+    def mesh_exchange(self, direction: Direction, which: CallId) -> MeshExchange:
+        """Return what the ranks of a group gather and reduce before and after the ring, in one pass."""
+        moving = self.forward.moving if direction == "forward" else self.backward.moving
+        exchange = self._exchange(self.rank_state.mesh_group, direction, which)
+        return MeshExchange(**exchange, stays=OTHER_SIDE[moving])
+
+    def _exchange(self, group: UlyssesGroup, direction: Direction, which: CallId) -> dict[str, Any]:
+        """Return what an exchange between the ranks of a group takes."""
         state = self.rank_state
-        exchanges = state.ulysses_group.degree > 1  # without it there are no messages to label
+        exchanges = group.degree > 1  # without it there are no messages to label
         label = self.label(direction, which) if exchanges else None
-        return HeadExchange(
-            ulysses_group=state.ulysses_group,
-            transport=state.ulysses_transport,
-            blocks=self._group_blocks,
-            expected_bytes=state.expected_bytes,
-            packing=self.packing,
-            label=label,
-            profile=state.profile,
-            ranks_per_kv_head=self.ranks_per_kv_head,
-            rows=self._exchanged_rows() if exchanges and label is None else None,
-        )
+        return {
+            "ulysses_group": group,
+            "transport": state.ulysses_transport,
+            "blocks": self._group_blocks,
+            "expected_bytes": state.expected_bytes,
+            "packing": self.packing,
+            "label": label,
+            "profile": state.profile,
+            "ranks_per_kv_head": self.ranks_per_kv_head,
+            "rows": self._exchanged_rows() if exchanges and label is None else None,
+        }
 
     def _exchanged_rows(self) -> dict[Side, Tensor] | None:
-        """Return the rows of all members of the Ulysses group, by side, if they can be exchanged all at once.
+        """Return the rows of all members of this rank's group, by side, if they can be exchanged all at once.
 
         That saves launches: on CPUs, whose messages have labels, an index takes four times as long as copies of runs.
         Where PyTorch is to be deterministic it sorts indices first.
@@ -228,7 +248,7 @@ class Plan:
         table, most = state.exchanged_rows, self.attending.q.length + self.attending.kv.length
 
         def rows_of(side: Side) -> Tensor:
-            return sent(member_rows(blocks[side], state.ulysses_group.place), self.device)
+            return sent(member_rows(blocks[side], state.exchange_group.place), self.device)
 
         return {
             side: table.of((self.attending.of(side), self.device), most, partial(rows_of, side)) for side in blocks
@@ -236,7 +256,7 @@ class Plan:
 
     @cached_property
     def _group_blocks(self) -> dict[Side, GroupBlock]:
-        """What the Ulysses group of this rank holds of either side."""
+        """What the group of this rank holds of either side."""
         table, rank = self.rank_state.route_table, self.rank_state.ring_rank
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 

@@ -31,7 +31,9 @@ __all__ = ["RankState"]
 
 @dataclass(eq=False, repr=False)
 class RankState:
-    """A rank of the context-parallel group, and its transports: of its ring, and of its Ulysses group.
+    """A rank of the context-parallel group, and its transports: of its ring, and of its group of neighbours.
+
+    With a `ulysses_degree` that is its Ulysses group, with a `mesh_degree` the one that gathers blocks.
 
     `consistency` is how it compares its calls with those of the other ranks, where these are other processes.
     """
@@ -63,24 +65,36 @@ class RankState:
     @cached_property
     def ulysses_group(self) -> UlyssesGroup:
         """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
-        degree = self.strategy.degree
+        return self._group(self.strategy.degree)
+
+    @cached_property
+    def mesh_group(self) -> UlyssesGroup:
+        """The ranks that this one gathers blocks of; itself alone without a `mesh_degree`."""
+        return self._group(self.strategy.mesh_degree)
+
+    @property
+    def exchange_group(self) -> UlyssesGroup:
+        """The one of both that has several ranks, if there is one."""
+        return self.mesh_group if self.strategy.mesh_degree > 1 else self.ulysses_group
+
+    def _group(self, degree: int) -> UlyssesGroup:
         first, place = self.rank - self.rank % degree, self.rank % degree
         return UlyssesGroup(self.topology, range(first, first + degree), place)
 
     @property
     def ring_rank(self) -> int:
-        """The number of this rank in its ring: that of its Ulysses group."""
-        return self.rank // self.strategy.degree
+        """The number of this rank in its ring: that of its group."""
+        return self.rank // self.strategy.group_size
 
     @property
     def ring_peers(self) -> range:
         """The ranks of its ring."""
-        degree = self.strategy.degree
+        degree = self.strategy.group_size
         return range(self.rank % degree, self.topology.ranks, degree)
 
     @property
     def pools(self) -> tuple[BufferPool, BufferPool]:
-        """The buffers of the ring, and those of its Ulysses group."""
+        """The buffers of the ring, and those of its group."""
         return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
@@ -88,7 +102,7 @@ class RankState:
 
         `apart`: also where all of its ring share the one between nodes, that inside the node is of the node's alone.
         """
-        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.degree)
+        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.group_size)
         in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
         if by_link:
             return {

@@ -99,16 +99,20 @@ class RouteTable:
 
     With a `ulysses_degree` rank r of the ring is Ulysses group r, and its block is what that group holds. Only
     `shards` goes by the ranks of the context-parallel group, all else by those of the ring.
+
+    With a `mesh_degree` that is so for the side that stays. Blocks of the side that moves are those of single ranks,
+    at one `place` in their groups: every such ring has routes of its own.
     """
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
         self._cp_topology, self._strategy = topology, strategy
-        self._ring_topology = topology.of_ulysses_groups(strategy.degree)
-        self._pairs: dict[Attending, Pairs] = {}
+        option = "mesh_degree" if strategy.mesh_degree > 1 else "ulysses_degree"
+        self._ring_topology = topology.of_ulysses_groups(strategy.group_size, option)
+        self._pairs: dict[tuple[Attending, Side, int], Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
-        self._schedules: dict[tuple[Attending, str, bool, int, bool], Schedule] = {}
+        self._schedules: dict[tuple[Attending, str, bool, int, int, bool], Schedule] = {}
         self._dense: dict[tuple[bool, int], Schedule] = {}
-        self._routes: dict[tuple[int, Attending, str, bool, int, bool], Route] = {}
+        self._routes: dict[tuple[int, Attending, str, bool, int, int, bool], Route] = {}
 
     @property
     def cp_ranks(self) -> int:
@@ -163,50 +167,61 @@ class RouteTable:
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
-        """Return what every Ulysses group holds."""
+        """Return what every group of neighbours holds."""
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
-            shards, degree = self.shards(tokens), self._strategy.degree
+            shards, degree = self.shards(tokens), self._strategy.group_size
             self._group_blocks[tokens] = [
                 group_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
             ]
         return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
-        """Return what every rank of the ring holds: the block of its Ulysses group."""
+        """Return what every rank of the ring holds: the block of its group."""
         return [group.runs for group in self.group_blocks(tokens)]
 
-    def pairs(self, attending: Attending) -> Pairs:
-        """Return the tiles of every pair of ranks."""
-        if attending not in self._pairs:
-            if len(self._pairs) >= _KNOWN:
+    def pairs(self, attending: Attending, moving: Side = "kv", place: int = 0) -> Pairs:
+        """Return the tiles of every pair of ranks of a ring: in a mesh, where `moving` and `place` say which one."""
+        degree = self._strategy.mesh_degree
+        key = (attending, moving, place) if degree > 1 else (attending, "kv", 0)
+        if key not in self._pairs:
+            if len(self._pairs) >= _KNOWN * degree:
                 for known in (self._pairs, self._schedules, self._routes):
                     known.clear()
-            self._pairs[attending] = Pairs(attending, {side: self.runs(attending.of(side)) for side in SIDES})
-        return self._pairs[attending]
+            runs: dict[str, list[tuple[Run, ...]]] = {side: self.runs(attending.of(side)) for side in SIDES}
+            if degree > 1:
+                runs[moving] = self.shards(attending.of(moving))[place::degree]
+            self._pairs[key] = Pairs(attending, runs)
+        return self._pairs[key]
 
     def route(
-        self, ring_rank: int, attending: Attending, moving: Side, reduces: bool, parts: int = 1, halved: bool = False
+        self,
+        ring_rank: int,
+        attending: Attending,
+        moving: Side,
+        reduces: bool,
+        parts: int = 1,
+        place: int = 0,
+        halved: bool = False,
     ) -> Route:
         """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`.
 
-        `halved`: of the half of the visits in which this side travels where both do (`_half`).
+        `place`: which ring of a mesh. `halved`: of the half of the visits in which this side travels where both do
+        (`_half`).
         """
-        pairs = self.pairs(attending)
-        key = (ring_rank, attending, moving, reduces, parts, halved)
+        pairs = self.pairs(attending, moving, place)
+        key = (ring_rank, attending, moving, reduces, parts, place, halved)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces, parts, halved).of_rank(ring_rank)
+            schedule = self._schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
             runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), moving: {}}
             tiles = {}
             for owner in owners:
-                rows, block = (
-                    rows_of.get(owner),
-                    pairs.runs[moving][owner],
-                )  # part 0 of a block has its owner's number
+                rows = rows_of.get(owner)  # part 0 of a block has its owner's number
+                block = pairs.runs[moving][owner]
                 runs[moving][owner] = block if rows is None else cut_runs(block, rows)
                 if rows is None:
                     tiles[owner] = pairs.of_visit(moving, owner, ring_rank)
@@ -224,7 +239,7 @@ class RouteTable:
 
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
-        lengths = [token_count(held) for held in self.runs(attending.kv)]
+        lengths = [token_count(held) for held in self.pairs(attending).runs["kv"]]
         return self._schedule(attending, "kv", False).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
@@ -245,10 +260,16 @@ class RouteTable:
         return work
 
     def _schedule(
-        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, halved: bool = False
+        self,
+        attending: Attending,
+        moving: Side,
+        reduces: bool,
+        parts: int = 1,
+        place: int = 0,
+        halved: bool = False,
     ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending), (attending, moving, reduces, parts, halved)
+        pairs, key = self.pairs(attending, moving, place), (attending, moving, reduces, parts, place, halved)
         required: Required | None = pairs.required(moving)
         if halved:
             required = _half(required, moving, self.ring_ranks)

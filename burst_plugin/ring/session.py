@@ -120,7 +120,7 @@ class Session:
             return
         if not self.rank_state.ring_id:
             self._meet(self._consistency)
-        if self.rank_state.route_table.ring_ranks == 1:  # all ranks exchange heads: none to go around with
+        if self.rank_state.route_table.ring_ranks == 1:  # all ranks are one group: none to go around with
             return
         if by_link is None:
             by_link = {self.rank_state.route_table.dense(True).by_link}
@@ -161,10 +161,10 @@ class Session:
         consistency.board = board
         state, pools = self.rank_state, self.rank_state.pools  # which a warm-up may have filled
         state.transport = DistributedTransport(self._communicators, self._global_ranks, board)
-        if self.strategy.degree > 1:
+        if (group := state.exchange_group).degree > 1:
             exchange = self._communicators.whole
-            if launches_batches(exchange) and state.ulysses_group.nodes < state.topology.nodes:
-                exchange = self._communicators.of_ranks(state.ulysses_group.peers, ring_id)
+            if launches_batches(exchange) and group.nodes < state.topology.nodes:
+                exchange = self._communicators.of_ranks(group.peers, ring_id)
             channels = {Channel(traffic, link): exchange for traffic in Traffic for link in Link}
             state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         state.transport.pool, state.ulysses_transport.pool = pools

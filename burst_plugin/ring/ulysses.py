@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class HeadExchange:
     profile: Profile | None = None
     ranks_per_kv_head: int = 1
     rows: Mapping[Side, Tensor] | None = None
+    what: ClassVar[str] = "the exchange of heads"
 
     def run(
         self, to_heads: bool, tensors: Sequence[Tensor], sides: Sequence[Side]
@@ -69,9 +71,14 @@ class HeadExchange:
         the other way round, and what members have of a head that they share is added up. Yields once, while messages
         are under way, for ranks that take turns.
         """
-        log = None if self.profile is None else self.profile.begin_pass("exchange", tensors[0].device)
-        transport = self.transport if log is None else log.watch(self.transport)
         pieces = [self._piece(to_heads, x, side) for x, side in zip(tensors, sides, strict=True)]
+        yield from self.move(pieces, sides)
+        return [piece.result for piece in pieces]
+
+    def move(self, pieces: Sequence[Piece], sides: Sequence[Side]) -> Generator[None, None, None]:
+        """Send pieces, each of a side, between the ranks of the group, all in one message to each of the others."""
+        log = None if self.profile is None else self.profile.begin_pass("exchange", pieces[0].local.device)
+        transport = self.transport if log is None else log.watch(self.transport)
         packings = [
             self.packing(tuple(piece.spec(member) for piece in pieces)) for member in range(self.ulysses_group.degree)
         ]
@@ -83,6 +90,8 @@ class HeadExchange:
                 else:
                     leased, under_way = self._begin_at_once(transport, pieces, packings[0], rows)
             yield
+            while not transport.has_met(under_way):  # rings of other places may take more steps
+                yield
             with nullcontext() if log is None else log.timed("move"):
                 for pending in under_way:
                     pending.wait()
@@ -92,8 +101,7 @@ class HeadExchange:
                     self._finish_at_once(transport, pieces, packings[0], rows, leased[0])
         except PeerLostError as lost:
             rank = self.ulysses_group.peers[self.ulysses_group.place]
-            raise lost_peer_error(transport, rank, "the exchange of heads", lost) from lost
-        return [piece.result for piece in pieces]
+            raise lost_peer_error(transport, rank, self.what, lost) from lost
 
     def to_heads(self, inputs: Inputs) -> Generator[None, None, Inputs]:
         """Return what the ring is given: the group's rows of this rank's share of the heads."""

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from burst_plugin.compute.online_softmax import add_
 from burst_plugin.ring.ulysses_groups import GroupBlock
 from burst_plugin.topology import Traffic
 from burst_plugin.types import Spec
@@ -27,7 +28,7 @@ class Piece(ABC):
     """A tensor on both sides of the exchange: `local` [B, S_local, H, D], `joint` [B, S_group, h, D].
 
     Each member has h heads: those after the ones of the member before it, or, where a head has several ranks
-    (`ranks_per_head`), the same ones.
+    (`ranks_per_head`), the same ones. With as many ranks per head as there are members, each has all heads.
     """
 
     local: Tensor
@@ -85,6 +86,9 @@ class Piece(ABC):
     def _heads_of_others(self, place: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield which of the messages there are for consecutive members, and their heads [members, B, S, h, D]."""
         (batch, rows, all_heads, dim), heads = self.local.shape, self.joint.shape[2]
+        if self.ranks_per_head > 1:  # then all members have all heads: see `Plan._exchanged_rows`
+            yield slice(None), self.local.unsqueeze(0)
+            return
         by_member = self.local.view(batch, rows, all_heads // heads, heads, dim).permute(2, 0, 1, 3, 4)
         if place > 0:
             yield slice(0, place), by_member[:place]
@@ -169,9 +173,12 @@ class ToTokens(Piece):
         _take_rows(self.joint, rows[:-1], messages.transpose(0, 1))
 
     def arrive_all(self, messages: Tensor, rows: Tensor, place: int) -> None:
-        """Put this rank's rows of all senders' heads in place."""
+        """Put this rank's rows of all senders' heads in place, or add them up where all members share all heads."""
         for some, heads in self._heads_of_others(place):
-            heads.copy_(messages[some])
+            if self.ranks_per_head > 1:
+                add_(heads[0], messages[some].unbind())
+            else:
+                heads.copy_(messages[some])
 
     def stay_at(self, rows: Tensor, place: int) -> None:
         """Put this rank's rows of its own heads in place."""

@@ -12,8 +12,8 @@ from burst_plugin.checks import check_one_of, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.strategy.presets import presets_with, with_preset
-from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, kept_share, validated
+from burst_plugin.strategy.presets import presets_without_groups, with_preset
+from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, check_kernel, kept_share, validated
 from burst_plugin.topology import Topology
 from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
-PLANNED = ("schedule", "ulysses_degree", "parts", "forward", "backward")  # by the links that were measured
+PLANNED = ("schedule", "ulysses_degree", "mesh_degree", "parts", "forward", "backward")  # by measured links
 
 
 def _about(
@@ -44,8 +44,7 @@ class Strategy:
 
     - forward, backward: moving queries are "pass-Q" forward (arXiv 2411.01783), BurstAttention backward (2403.09347);
       keys and values are "pass-KV", ring attention (2310.01889); both is DistFlashAttn's schedule (2310.03294).
-    - kernel: also an object of your own, such as `burst_plugin.kernels.Kernel` describes. Ranks compare kernels by
-      name.
+    - kernel: also an object of your own, as `burst_plugin.kernels.Kernel` describes. Ranks compare them by name.
     - check: backward passes are compared if their forward passes were. On CPUs every message also carries a label of
       its call. "sparse" is refused on CPUs.
     - deterministic: `torch.use_deterministic_algorithms(True)` has the same effect. The ring itself is always
@@ -116,6 +115,13 @@ class Strategy:
             words=(OF_NODE, ALL_RANKS),
         ),
     )
+    mesh_degree: int = field(
+        default=1,
+        metadata=_about(
+            "how many neighbouring ranks [gather each other's blocks](internals.md#blocks-may-be-gathered) of the "
+            "side that stays, so that rings are shorter: Mesh-Attention. Not with a `ulysses_degree`, nor with `both`"
+        ),
+    )
     max_ctas: int = field(
         default=8,
         metadata=_about(
@@ -173,8 +179,7 @@ class Strategy:
     late_after: float = field(
         default=60.0,
         metadata=_about(
-            "how many seconds a rank waits for another one until a line in the log says which ranks wait for which, "
-            "on CPUs",
+            "how many seconds a rank on a CPU waits until a line in the log says which ranks wait for which",
             compared=False,
         ),
     )
@@ -187,9 +192,7 @@ class Strategy:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.kernel, type):
-            name = self.kernel.__name__
-            raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
+        check_kernel(self.kernel)
         for each in fields(self):
             is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
             if each.metadata["choices"] and not is_object:
@@ -209,18 +212,23 @@ class Strategy:
             raise ValueError(f"ulysses_degree={self.ulysses_degree!r} depends on the ring: use strategy.on(topology)")
         return self.ulysses_degree
 
+    @property
+    def group_size(self) -> int:
+        """How many neighbouring ranks send each other something before and after the ring: heads, or blocks."""
+        return self.degree * self.mesh_degree
+
     def on(self, topology: Topology) -> Strategy:
         """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
 
-        Raises ValueError if ranks cannot exchange heads in such groups there, with what can be had.
+        Raises ValueError if ranks cannot be put into such groups there, with what can be had.
         """
         if isinstance(self.ulysses_degree, str):
             degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}
             return replace(self, ulysses_degree=degrees[self.ulysses_degree])
         try:
-            topology.of_ulysses_groups(self.degree)
+            topology.of_ulysses_groups(self.group_size, "mesh_degree" if self.mesh_degree > 1 else "ulysses_degree")
         except ValueError as error:
-            raise ValueError(f"{error}; or a preset without groups: {presets_with(ulysses_degree=1)}") from None
+            raise ValueError(f"{error}; or a preset without groups: {presets_without_groups()}") from None
         return self
 
     @classmethod
@@ -237,9 +245,7 @@ class Strategy:
         for name in options:
             check_one_of("option", name, [*(each.name for each in fields(cls)), "preset"])
         if strategy is not None and options:
-            raise ValueError(
-                f"got strategy= and also {', '.join(sorted(options))}: put these into the Strategy, or leave it out"
-            )
+            raise ValueError(f"got strategy= and also {', '.join(sorted(options))}: put these into it, or drop it")
         return strategy if strategy is not None else cls(**with_preset(options))
 
     @classmethod
@@ -248,8 +254,7 @@ class Strategy:
 
             Strategy.preset("ring", layout="zigzag")
 
-        docs/systems.md has all of them, each with its paper. Raises ValueError for other names, and for options that
-        are not valid.
+        docs/systems.md has all, with their papers. Raises ValueError for other names, and options that are not valid.
         """
         return cls.of(None, preset=name, **changes)
 

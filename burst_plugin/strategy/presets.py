@@ -1,6 +1,6 @@
 """Published systems by their names, as options: `Strategy.preset("usp")`.
 
-A new one is an entry of `PRESETS`. It sets the five options that say what is sent where, so that none of them is
+A new one is an entry of `PRESETS`. It sets the six options that say what is sent where, so that none of them is
 left to be chosen, and more only if the system needs them. docs/systems.md is made of the entries and of what is
 counted for them.
 
@@ -17,9 +17,9 @@ from typing import Any
 from burst_plugin.checks import check_one_of
 from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE
 
-__all__ = ["PRESETS", "Preset", "presets_with", "with_preset"]
+__all__ = ["PRESETS", "Preset", "presets_with", "presets_without_groups", "with_preset"]
 
-_RING = {"schedule": "flat_ring", "forward": "kv", "backward": "kv", "ulysses_degree": 1}
+_RING = {"schedule": "flat_ring", "forward": "kv", "backward": "kv", "ulysses_degree": 1, "mesh_degree": 1}
 _HEADS = "{} divide the query heads, and divide the key/value heads or are a multiple of them; any length"
 _NO_LIMITS = "any number of heads, any length"
 _NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
@@ -120,6 +120,18 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             choose="several nodes, heads for some ranks of a node but not for all",
         ),
+        "mesh": Preset(
+            title="Mesh-Attention",
+            arxiv="2512.20968",
+            what="pairs of ranks gather each other's queries, and a ring of keys and values goes around the pairs",
+            options={**_RING, "layout": "zigzag", "mesh_degree": 2},
+            differs=(
+                "groups are pairs; `mesh_degree` has others, and least is sent near the square root of the number of "
+                "ranks. Within a group all is sent before and after the ring, and not hidden"
+            ),
+            limits=f"an even number of ranks, of one node or of each; {_NO_LIMITS}",
+            choose="long rings, too few heads to exchange",
+        ),
         "all_gather": Preset(
             title="Llama 3's context parallelism",
             arxiv="2407.21783",
@@ -190,3 +202,8 @@ def presets_with(**options: Any) -> str:
         for name, preset in PRESETS.items()
         if all(preset.options.get(option) == value for option, value in options.items())
     )
+
+
+def presets_without_groups() -> str:
+    """Return the names of the presets for any number of ranks, heads and tokens, for a message."""
+    return presets_with(ulysses_degree=1, mesh_degree=1)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from burst_plugin.checks import as_number, as_positive, shown, whole_number
+from burst_plugin.types import BOTH, DIRECTIONS
 
-__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "kept_share", "validated"]
+__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "check_kernel", "kept_share", "validated"]
 
 AUTO = "auto"
 OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
@@ -40,12 +41,23 @@ def validated(options: Mapping[str, Any]) -> dict[str, Any]:
             f"keep_attention={shown(options['keep_attention'])} is not valid; use 'none', 'all', or a share of the "
             "sequence from 0 to 1, such as 0.5"
         )
-    return {
+    found: dict[str, Any] = {
         "parts": _parts(options["parts"]),
         "ulysses_degree": _number_or_word("ulysses_degree", options, OF_NODE, ALL_RANKS),
         "ranks_per_node": _number_or_word("ranks_per_node", options, AUTO),
+        "mesh_degree": whole_number("mesh_degree={}", options["mesh_degree"], "use a positive number", 1),
         **_counts(options),
     }
+    if found["mesh_degree"] > 1:
+        _check_mesh({**options, **found})
+    return found
+
+
+def check_kernel(kernel: object) -> None:
+    """Raise ValueError for a kernel that is a class."""
+    if isinstance(kernel, type):
+        name = kernel.__name__
+        raise ValueError(f"kernel={name} is a class; pass an object of it, {name}(), or one of the names")
 
 
 def kept_share(kept: float | str) -> float:
@@ -60,6 +72,22 @@ def _parts(given: Any) -> int | tuple[int, ...]:
     if not len(parts) == len(pair) == 2:
         raise ValueError(f"parts={shown(given)} is not valid; use a positive number, or two: forward and backward")
     return parts[0] if parts[0] == parts[1] else parts
+
+
+def _check_mesh(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for what cannot be had with a mesh."""
+    mesh = f"mesh_degree={options['mesh_degree']}"
+    if options["ulysses_degree"] != 1:
+        raise ValueError(
+            f"ulysses_degree={options['ulysses_degree']} and {mesh} cannot be had together: groups exchange heads or "
+            "gather blocks; leave one out"
+        )
+    for direction in DIRECTIONS:
+        if options[direction] == BOTH:
+            raise ValueError(
+                f"{direction}='both' and {mesh} cannot be had together: groups gather blocks of a side that stays; "
+                f"use {direction}='q', 'kv' or 'auto', or leave mesh_degree out"
+            )
 
 
 def _number_or_word(name: str, options: Mapping[str, Any], *words: str) -> int | str:

@@ -162,6 +162,14 @@ def test_heads_are_exchanged_again_but_the_ring_is_not_run(share: float | str) -
         assert plain < sent < plain + forward
 
 
+@pytest.mark.parametrize("share", ["all", 0.5])
+def test_blocks_are_not_gathered_again_where_all_is_kept(share: float | str) -> None:
+    strategy = Strategy(keep_attention=share, mesh_degree=2)
+    for error, plain, sent, forward in run_ranks(_against_plain, 4, strategy, NON_REENTRANT, Causal(), {}):
+        assert error < 1e-13
+        assert sent == plain if share == "all" else plain < sent < plain + forward
+
+
 def _several_in_flight(rank: int, wrapped: Wrapped) -> Any:
     """Three microbatches whose backward passes come in another order, as in pipelines."""
     layers = Layers(Strategy(keep_attention="all"))

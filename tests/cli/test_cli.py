@@ -170,6 +170,18 @@ def test_plan_has_the_rows_of_a_small_cluster_on_4096_ranks(capsys: pytest.Captu
     assert {degree for _, degree in rows["8"]} == {degree for _, degree in rows["512"]}
 
 
+def test_plan_prices_a_mesh_if_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*PLAN, "--ranks-per-node", "4", "--heads", "32/8", "--inter-gb-s", "2", "--mesh-degree", "4"]
+    assert main(asked) == 0
+    out = capsys.readouterr().out
+    assert {degree for _, degree, *_ in ROW.findall(out)} == {"1"}, "no heads are exchanged"
+    assert re.search(r"Best: Strategy\(.*mesh_degree=4\)", out)
+    assert main([*asked[:-1], "3"]) != 0
+    assert "no plan for 32 query and 8 key/value heads on 2x4 (nodes x ranks per node) has mesh_degree=3" in (
+        capsys.readouterr().err
+    )
+
+
 def test_plan_says_what_it_leaves_out(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--ranks-per-node", "80", "--heads", "3/1", "--inter-gb-s", "40"]) == 0
     assert "flat_ring        is left out without an exchange: it would take minutes" in capsys.readouterr().out

@@ -263,7 +263,9 @@ def test_packed_sections_are_aligned_and_do_not_overlap(specs: list[tuple[tuple[
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"parts": 2}, {"ulysses_degree": 2}, {"backward": "q"}, {"backward": "kv"}], ids=str
+    "options",
+    [{}, {"parts": 2}, {"ulysses_degree": 2}, {"mesh_degree": 2}, {"backward": "q"}, {"backward": "kv"}],
+    ids=str,
 )
 def test_training_after_inference_mode_uses_what_that_has_made(options: dict[str, Any]) -> None:
     """Tensors made in it can never be written to outside of it, which buffers are."""

@@ -51,6 +51,7 @@ def attend(ring: VirtualRing, problem: Problem, mask: Mask, **options: Any) -> t
         ((2, 2), Strategy(layout="zigzag")),
         ((1, 4), Strategy(layout="contiguous", schedule="direct", backward="q")),
         ((2, 2), Strategy(layout="zigzag", ulysses_degree=2)),
+        ((2, 2), Strategy(layout="zigzag", mesh_degree=2)),
         ((1, 3), Strategy(layout="contiguous", forward="q", backward="kv")),
     ],
     ids=str,

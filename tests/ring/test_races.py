@@ -39,6 +39,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     (LATE, {"schedule": "two_level_ring", "backward": "q"}),
     *((NCCL, {"parts": 2, "backward": side}) for side in SIDES),
     *((NCCL, {"ulysses_degree": 2, "backward": side}) for side in SIDES),
+    *((NCCL, {"mesh_degree": 2, "backward": side}) for side in SIDES),
     *((NCCL, {"keeps": 0.0, "backward": side}) for side in SIDES),
     (NCCL, {"topology": Topology(1, 4), "backward": "q"}),
     (NCCL, {"topology": Topology(1, 4), "backward": "kv", "parts": 2, "ulysses_degree": 2}),

@@ -49,6 +49,7 @@ class Noting(TorchCpuKernel):
         {"backward": "q"},
         {"backward": "kv", "parts": 2},
         {"forward": "q", "ulysses_degree": 2},
+        {"mesh_degree": 2},
         {"schedule": "direct", "layout": "contiguous"},  # in which ranks receive that never send
     ],
     ids=str,
@@ -97,7 +98,7 @@ def _warmed_up(rank: int, problem: Problem, options: dict[str, Any]) -> tuple[Re
     return found, made, [len(cp.created_groups), cp.allocated_bytes(), len(cp.plans)]
 
 
-@pytest.mark.parametrize("options", [{"backward": "q"}, {"ulysses_degree": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"backward": "q"}, {"ulysses_degree": 2}, {"mesh_degree": 2}], ids=str)
 def test_the_first_call_finds_communicators_buffers_and_its_plan(options: dict[str, Any]) -> None:
     problem = Problem.draw(32, (4, 2))
     for found, before, after in run_ranks(_warmed_up, 4, problem, options):

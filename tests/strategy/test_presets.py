@@ -41,6 +41,7 @@ from tests.support.reference import Problem, Result, errors, reference
 HEADS = (8, 4)
 SHAPES = Shapes(2, 4, 4, *HEADS, 8, 8, torch.float32)  # of a rank
 WITHOUT_GROUPS = "burst, ring, zigzag_ring, striped, double_ring, all_gather, ring_self_attention, pass_kv, pass_q"
+OF_ANY_HEADS = WITHOUT_GROUPS.replace("all_gather", "mesh, all_gather")
 
 
 # ----------------------------------------------------------------------------------------------------- what they set
@@ -96,7 +97,7 @@ def test_groups_by_a_word_are_counted_when_the_topology_is_known() -> None:
 def test_a_refusal_names_the_presets_that_can() -> None:
     six = Problem.draw(24, (6, 6))
     for name in ("ulysses", "usp"):
-        with pytest.raises(ValueError, match=rf"ulysses_degree=4 ranks cannot share the 6 .*: {WITHOUT_GROUPS}$"):
+        with pytest.raises(ValueError, match=rf"ulysses_degree=4 ranks cannot share the 6 .*: {OF_ANY_HEADS}$"):
             VirtualRing(Topology(1, 4), Strategy.preset(name)).attention(*six[:3])
     with pytest.raises(
         ValueError, match=rf"ulysses_degree=2 does not divide 2x3 .*; or a preset .*: {WITHOUT_GROUPS}$"
@@ -180,7 +181,7 @@ def on_the_page(
     with_lse: whether lse, too, is sent back where heads are exchanged, as in a virtual ring.
     """
     strategy, found = Strategy.preset(name).on(topology), Counter[Link]()
-    degree, inside = strategy.degree, min(strategy.degree, topology.ranks_per_node)
+    degree, inside = strategy.group_size, min(strategy.group_size, topology.ranks_per_node)
     groups, others = topology.of_ulysses_groups(degree), {Link.INTRA: inside - 1, Link.INTER: degree - inside}
     for direction in DIRECTIONS:
         found.update(sent_bytes(strategy, direction, topology, SHAPES._replace(dtype=dtype)))
@@ -189,6 +190,7 @@ def on_the_page(
         for link in Link:
             hops = max(sum(schedule.hops(rank)[link].values()) for rank in range(groups.ranks))
             found[link] += LABEL_BYTES * (hops + 2 * others[link])  # heads are exchanged before the ring and after it
+    with_lse = with_lse and strategy.mesh_degree == 1  # a mesh sends it anyway
     lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // degree
     return {link.value: found[link] + lse_bytes * others[link] for link in Link}
 
