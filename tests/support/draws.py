@@ -180,10 +180,11 @@ def options(
     draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
 ) -> Strategy:
     """Draw a strategy; few are refused."""
-    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else ["kv", "q", "auto", "both"])
     fitting = [n for n in topology.ulysses_degrees if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
     rings_of_groups = [n for n in fitting if 1 < n < topology.ranks]
     gathers = draw(st.sampled_from([False, False, True]))  # blocks, in place of an exchange of heads
+    of_any = ["kv", "q", "auto"] if gathers else ["kv", "q", "auto", "both"]
+    sides = st.sampled_from([*["kv"] * 20, *["auto"] * 9, "q"] if bias else of_any)
     degree = 1 if gathers else draw(st.sampled_from(rings_of_groups if in_pieces and rings_of_groups else fitting))
     own = max(1, heads[1] // degree)
     parts = st.sampled_from([1, 1, *(n for n in range(1, own + 1) if own % n == 0)])
