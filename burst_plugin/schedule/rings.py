@@ -53,7 +53,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 from burst_plugin.schedule.direct import direct
-from burst_plugin.schedule.disjoint_rings import disjoint_ring
 from burst_plugin.schedule.schedule import Required, Schedule, Transfer
 from burst_plugin.topology import Link, Topology, Traffic
 
@@ -109,6 +108,8 @@ def tasp(
     """
     ring = flat_ring(topology, reduces, None, drawn)
     each_step = tuple(range(len(ring.visits[0])))  # the tail too, so that parts are sent on behind the tails of all
+    from burst_plugin.schedule.disjoint_rings import disjoint_ring
+
     return replace(ring, name="tasp", phases=each_step, ring_of_part=disjoint_ring).pruned(required)
 
 

@@ -10,9 +10,8 @@ Sources are in the entries. Where what runs is not what the paper describes, the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from burst_plugin.checks import check_one_of
 from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE
@@ -25,26 +24,25 @@ _NO_LIMITS = "any number of heads, any length"
 _NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preset:
+class Preset(NamedTuple):
     """One published system.
 
     title: what the field calls it.
     arxiv: the number of its paper.
     what: what it is here.
     options: the fields of `Strategy` that it sets.
+    choose: when to choose it.
     differs: in what it differs from the paper; "" if in nothing that decides what is sent or computed where.
     limits: on heads and lengths.
-    choose: when to choose it.
     """
 
     title: str
     arxiv: str
     what: str
     options: Mapping[str, Any]
+    choose: str
     differs: str = ""
     limits: str = _NO_LIMITS
-    choose: str
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
