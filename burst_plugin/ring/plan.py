@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from burst_plugin.compute.varlen import SpanTable
 from burst_plugin.kernels import How, Kernel, Queries
 from burst_plugin.kernels.varlen import sent
 from burst_plugin.ring.executor import RingPass
-from burst_plugin.ring.mesh import MeshExchange
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs
@@ -34,6 +33,9 @@ from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup, member_ro
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Run
 from burst_plugin.types import FULL, OTHER_SIDE, SIDES, Direction, Side, Spec
+
+if TYPE_CHECKING:
+    from burst_plugin.ring.mesh import MeshExchange
 
 __all__ = ["Extras", "Plan"]
 
@@ -216,6 +218,8 @@ class Plan:
         """Return what the ranks of a group gather and reduce before and after the ring, in one pass."""
         moving = self.forward.moving if direction == "forward" else self.backward.moving
         exchange = self._exchange(self.rank_state.mesh_group, direction, which)
+        from burst_plugin.ring.mesh import MeshExchange
+
         return MeshExchange(**exchange, stays=OTHER_SIDE[moving])
 
     def _exchange(self, group: UlyssesGroup, direction: Direction, which: CallId) -> dict[str, Any]:
