@@ -61,7 +61,7 @@ class ModelHooks:
             return None
         check_shard(kwargs)
         if SHARD_KEY in kwargs:
-            kwargs = by_name(model, args, kwargs)
+            kwargs = by_name(model.forward, args, kwargs)
             self._check_count(kwargs)
             if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
                 self._check_takes_shards(model)
@@ -73,7 +73,7 @@ class ModelHooks:
 
     def _cut(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's shard of a whole batch."""
-        kwargs = by_name(model, args, kwargs)
+        kwargs = by_name(model.forward, args, kwargs)
         if self._session.cp.ranks > 1 and kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
             raise ValueError(
                 f"{type(model).__name__} got a batch without labels in training: it would be cut, and a loss on this "

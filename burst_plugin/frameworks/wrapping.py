@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from burst_plugin.context import ContextParallel
@@ -38,9 +37,9 @@ def wrap_everywhere(owner: Any, name: str, around: Callable[..., Any]) -> None:
             names[name] = wrapper
 
 
-def by_name(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by their names, without those that are None."""
-    signature = inspect.signature(model.forward)
+def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by their names, without those that are None."""
+    signature = inspect.signature(function)
     given = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:

@@ -158,7 +158,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     cache.in_forward = True
     try:
-        given = by_name(model, args, kwargs)
+        given = by_name(model.forward, args, kwargs)
         tokens = _NewTokens.of(model, given, cache)
     except Exception as error:  # of any kind: the other ranks must know of it
         tell(cache.cp, error)

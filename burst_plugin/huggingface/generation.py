@@ -21,7 +21,7 @@ from transformers.generation import GenerationMode
 from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
-from burst_plugin.frameworks.wrapping import wrap
+from burst_plugin.frameworks.wrapping import by_name, wrap
 from burst_plugin.huggingface.attention import EXAMINED
 from burst_plugin.huggingface.ring_cache import RingCache, ring_cache_of, tell
 
@@ -63,7 +63,7 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, name_of_cache(): cache}
     if cache is None:
         return original(model, *args, **kwargs)
-    given = _by_name(original, model, args, kwargs)
+    given = by_name(original, (model, *args), kwargs)
     _compare_settings(cache.cp, model, given)
     cache.in_forward = False
     try:
@@ -85,12 +85,6 @@ def name_of_cache() -> str:
     """Return what the argument of `generate` is called in this release of transformers."""
     parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     return next(name for name in _CACHES if name in parameters)
-
-
-def _by_name(original: Callable[..., Any], model: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `generate` by their names."""
-    given = dict(inspect.signature(original).bind(model, *args, **kwargs).arguments)
-    return {**given, **given.pop("kwargs", {})}
 
 
 def _compare_settings(cp: ContextParallel, model: Any, given: Mapping[str, Any]) -> None:

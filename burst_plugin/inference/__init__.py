@@ -8,6 +8,6 @@ from __future__ import annotations
 from burst_plugin.inference.attending import pass_q_share
 from burst_plugin.inference.cache import KVCache
 from burst_plugin.inference.tree import decode_bytes
-from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn import Turn, are_few
 
-__all__ = ["KVCache", "Turn", "decode_bytes", "pass_q_share"]
+__all__ = ["KVCache", "Turn", "are_few", "decode_bytes", "pass_q_share"]

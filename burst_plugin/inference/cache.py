@@ -18,7 +18,7 @@ from burst_plugin.inference.attending import Asked, LayerCall, attend_in_tree, a
 from burst_plugin.inference.gathering import gathered
 from burst_plugin.inference.layer import LayerCache, checked_windows
 from burst_plugin.inference.merging import TreeMerge
-from burst_plugin.inference.turn import Turn
+from burst_plugin.inference.turn import Turn, are_few
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO
@@ -138,7 +138,7 @@ class KVCache:
 
         def prepared() -> Turn:
             new = self._checked_lengths(lengths)
-            all_compute = max(new) <= 2 * self._ranks if replicated is None else bool(replicated)
+            all_compute = are_few(max(new), self._ranks) if replicated is None else bool(replicated)
             starts = self._lengths or (0,) * len(new)
             stops = tuple(start + n for start, n in zip(starts, new, strict=True))
             return Turn(self._turns, starts, stops, self._cp.rank, self._ranks, all_compute or self._ranks == 1)

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from burst_plugin.sequence.turns import held_run
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "are_few"]
+
+
+def are_few(tokens: int, ranks: int) -> bool:
+    """Return whether new tokens, of the longest row, are so few that by default every rank computes all of them."""
+    return tokens <= 2 * ranks
 
 
 @dataclass(frozen=True, eq=False)

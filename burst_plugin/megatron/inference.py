@@ -32,7 +32,7 @@ from torch import Tensor
 
 from burst_plugin.context import ContextParallel
 from burst_plugin.frameworks.wrapping import wrap
-from burst_plugin.inference import KVCache, Turn
+from burst_plugin.inference import KVCache, Turn, are_few
 from burst_plugin.megatron.arguments import parsed_arguments
 from burst_plugin.megatron.config import asks_for_burst
 from burst_plugin.megatron.core_attention import BurstCoreAttention
@@ -113,7 +113,7 @@ class _Inference:
         cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
         cache = _cache_at(context, cp, len(cores), len(tokens))
         length = tokens.shape[1]
-        turn = cache.begin([length] * len(tokens), ids=tokens, replicated=_is_replicated(length, cp.ranks))
+        turn = cache.begin([length] * len(tokens), ids=tokens)
         given.arguments.update(
             input_ids=turn.take(tokens),
             position_ids=None if positions is None else turn.take(positions.expand(len(tokens), -1)),
@@ -154,14 +154,9 @@ class _Inference:
         if asks_for_burst(model.config):
             cp = self._registry.context(model.config, getattr(model, "pg_collection", None))
             start = wrapper.inference_context.sequence_len_offset
-            replicated = _is_replicated(seq_len, cp.ranks)
-            seq_len = Turn(0, (start,), (start + seq_len,), cp.rank, cp.ranks, replicated).size
+            turn = Turn(0, (start,), (start + seq_len,), cp.rank, cp.ranks, are_few(seq_len, cp.ranks))
+            seq_len = turn.size
         return original(wrapper, batch_size, seq_len)
-
-
-def _is_replicated(tokens: int, ranks: int) -> bool:
-    """Return whether every rank computes all new tokens of a row: a rule that all stages of a pipeline know."""
-    return tokens <= 2 * ranks
 
 
 def _cache_at(context: Any, cp: ContextParallel, layers: int, rows: int) -> KVCache:

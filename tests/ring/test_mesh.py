@@ -6,7 +6,6 @@ What attention gives with it, for drawn shapes, masks and options, is in `test_d
 from __future__ import annotations
 
 import functools
-import os
 import re
 from typing import Any
 
@@ -43,7 +42,7 @@ from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.topology import Link
 from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
-from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
+from tests.support.ranks import error_of_survivor, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference
 
 
@@ -275,20 +274,9 @@ def test_ranks_that_gather_in_unlike_groups_are_told() -> None:
         assert "rank 0: mesh_degree=1; rank 1: mesh_degree=2" in outcome.error
 
 
-def _die(rank: int) -> None:
-    cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(mesh_degree=2)))
-    x = torch.randn(1, 4, 2, 8, requires_grad=True)
-    for _ in range(3):  # the third is not compared, nor its backward pass
-        out = burst_attention(x, x, x, cp)
-    if rank == 1:
-        os._exit(1)
-    out.sum().backward()
-
-
 def test_a_rank_that_is_lost_while_blocks_are_gathered_is_named() -> None:
-    survivor = run_ranks_outcomes(_die, 2)[0]
-    assert survivor.error is not None
-    assert re.search(r"rank 1 of .* was missed at the exchange of blocks of call 3", survivor.error)
+    error = error_of_survivor(mesh_degree=2)
+    assert re.search(r"rank 1 of .* was missed at the exchange of blocks of call 3", error)
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:

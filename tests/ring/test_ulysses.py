@@ -6,7 +6,6 @@ What attention gives with it, for drawn shapes, masks and options, is in `test_d
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections import Counter
 from typing import Any
@@ -44,7 +43,7 @@ from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import UlyssesGroup, group_block
 from burst_plugin.sequence.layout import LAYOUTS, Run, positions
 from burst_plugin.strategy.presets import presets_with
-from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
+from tests.support.ranks import error_of_survivor, run_ranks, run_ranks_outcomes
 from tests.support.reference import Problem, Result, errors, reference, reference_lse, relative
 
 SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
@@ -347,20 +346,9 @@ def test_gradients_of_shared_heads_are_added_up_in_float32() -> None:
     assert error[8] < 1.1 * error[1], error
 
 
-def _die(rank: int) -> None:
-    cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(ulysses_degree=2)))
-    x = torch.randn(1, 4, 2, 8, requires_grad=True)
-    for _ in range(3):  # the third is not compared, nor its backward pass
-        out = burst_attention(x, x, x, cp)
-    if rank == 1:
-        os._exit(1)
-    out.sum().backward()
-
-
 def test_a_rank_that_is_lost_is_named() -> None:
-    survivor = run_ranks_outcomes(_die, 2)[0]
-    assert survivor.error is not None
+    error = error_of_survivor(ulysses_degree=2)
     missed = (
         r"rank 1 of the context-parallel group \(global rank 1 on .*\) was missed at the exchange of heads of call 3"
     )
-    assert re.search(missed, survivor.error)
+    assert re.search(missed, error)

@@ -10,15 +10,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from burst_plugin import ContextParallel
+from burst_plugin import ContextParallel, Strategy, burst_attention
 from tests.support.processes import Outcome, RankError, launch, values
 
 __all__ = [
     "Outcome",
     "RankError",
     "as_on_gpus",
+    "error_of_survivor",
     "join_gloo",
     "last_lines",
     "launcher_environment",
@@ -101,3 +103,20 @@ def last_lines(fn: Callable[..., Any], ranks: int, *args: Any, timeout_s: float 
     """Return the last line of each rank's error, or nothing where it had none."""
     outcomes = run_ranks_outcomes(fn, ranks, *args, timeout_s=timeout_s)
     return [(outcome.error or "").strip().splitlines()[-1] if outcome.error else "" for outcome in outcomes]
+
+
+def error_of_survivor(**options: Any) -> str:
+    """Return the error of one of two ranks, of which the other ends before the backward pass of its third call."""
+
+    def end_early(rank: int) -> None:
+        cp = as_on_gpus(ContextParallel(dist.group.WORLD, strategy=Strategy(**options)))
+        x = torch.randn(1, 4, 2, 8, requires_grad=True)
+        for _ in range(3):  # the third is not compared, nor its backward pass
+            out = burst_attention(x, x, x, cp)
+        if rank == 1:
+            os._exit(1)
+        out.sum().backward()
+
+    error = run_ranks_outcomes(end_early, 2)[0].error
+    assert error is not None
+    return error
