@@ -154,25 +154,21 @@ def burst_attention(
 
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """Return what this rank gets; see `burst_attention`."""
-    calls = by_head_group(inputs, request) or [(inputs, request)]
-    outputs = [_one_call(*calls[0], cp, tag, others=calls[1:])]  # with which the others are checked
-    outputs += [_one_call(*call, cp, tag) for call in calls[1:]]
-    return joined(outputs)
+    calls = by_head_group(inputs, request)
+    if not calls:
+        return _first_of([(inputs, request)], cp, tag)
+    outputs = [_first_of(calls, cp, tag)]  # checks all of them
+    return joined(outputs + [_first_of([call], cp, tag) for call in calls[1:]])
 
 
-def _one_call(
-    inputs: Inputs,
-    request: Request,
-    cp: ContextParallel,
-    tag: object,
-    others: Sequence[tuple[Inputs, Request]] = (),
-) -> Outputs:
-    """Return what this rank gets of heads that share a mask; raise ValueError if it cannot make the `others`, too."""
+def _first_of(calls: Sequence[tuple[Inputs, Request]], cp: ContextParallel, tag: object) -> Outputs:
+    """Return what this rank gets of the first of `calls`; raise ValueError if it cannot make the others, too."""
+    inputs, _ = calls[0]
     if isinstance(inputs.q, Tensor):  # anything else is refused below, on all ranks
         cp.rank_state.check_usable(inputs.q.device)
     with unseen_by_selective_checkpoints():
         memo = next_memo(cp.strategy.kept_share, inputs)
-        plan, which = _agreed_plan([(inputs, request), *others], cp, tag, memo)
+        plan, which = _agreed_plan(calls, cp, tag, memo)
         again = memo.rest if memo is not None else None
         cp.connect(plan.by_link if again is None else plan.by_link | again.by_link)
         return Outputs(*RingAttention.apply([plan], which, memo, *inputs))  # type: ignore[no-untyped-call]

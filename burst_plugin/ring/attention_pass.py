@@ -23,7 +23,7 @@ from burst_plugin.ring.executor import Visit
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.pass_plan import PassPlan
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.request import Inputs, Outputs
+from burst_plugin.ring.request import BackwardOperands, Inputs, Outputs
 from burst_plugin.types import SIDES, Side
 
 __all__ = ["Saved", "backward_program", "forward_program", "run_pass"]
@@ -115,8 +115,6 @@ def backward_program(
     exchange, mesh = plan.head_exchange("backward", which), plan.mesh_exchange("backward", which)
     dout = yield from exchange.dout_to_heads(dout)
     factor = row_factor(out, dout) if plan.sends_row_factor else None
-    from burst_plugin.ring.mesh import BackwardOperands  # rarely needed otherwise
-
     own = BackwardOperands(Queries(given.q, dout, out, lse), given, factor)
     operands = yield from mesh.gathered_backward(own)
     parts, bias = plan.backward_parts(*operands, wants_dbias), operands.inputs.bias

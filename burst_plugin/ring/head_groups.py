@@ -50,8 +50,6 @@ def why_uncut(inputs: Inputs, request: Request) -> str:
 
 def joined(outputs: Sequence[Outputs]) -> Outputs:
     """Return the outputs of all groups of heads as those of one call."""
-    if len(outputs) == 1:
-        return outputs[0]
     lse = [each.lse for each in outputs if each.lse is not None]
     largest = [each.max_logits for each in outputs if each.max_logits is not None]
     return Outputs(

@@ -35,27 +35,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import Tensor
 
 from burst_plugin.compute.online_softmax import merge_, project
 from burst_plugin.kernels import Queries
-from burst_plugin.ring.request import Inputs
+from burst_plugin.ring.request import BackwardOperands, Inputs
 from burst_plugin.ring.ulysses import HeadExchange
 from burst_plugin.ring.ulysses_groups import GroupBlock
 from burst_plugin.ring.ulysses_pieces import Piece, ToHeads, ToTokens
 from burst_plugin.types import Side
 
-__all__ = ["BackwardOperands", "MeshExchange"]
-
-
-class BackwardOperands(NamedTuple):
-    """What a backward pass is given: of the queries, all inputs, and `factor` [B, H, S] of queries that move."""
-
-    queries: Queries
-    inputs: Inputs
-    factor: Tensor | None
+__all__ = ["MeshExchange"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

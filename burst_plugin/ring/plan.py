@@ -212,21 +212,35 @@ class Plan:
 
     def head_exchange(self, direction: Direction, which: CallId) -> HeadExchange:
         """Return the exchange of heads before and after the ring, in one pass."""
-        return HeadExchange(**self._exchange(self.rank_state.ulysses_group, direction, which))
+        group = self.rank_state.ulysses_group
+        if group.degree == 1:
+            return self._no_heads
+        return HeadExchange(**self._exchange(group, self.label(direction, which)))
 
     def mesh_exchange(self, direction: Direction, which: CallId) -> MeshExchange:
         """Return what the ranks of a group gather and reduce before and after the ring, in one pass."""
-        moving = self.forward.moving if direction == "forward" else self.backward.moving
-        exchange = self._exchange(self.rank_state.mesh_group, direction, which)
+        group = self.rank_state.mesh_group
+        if group.degree == 1:
+            return self._no_mesh
         from burst_plugin.ring.mesh import MeshExchange
 
-        return MeshExchange(**exchange, stays=OTHER_SIDE[moving])
+        moving = self.forward.moving if direction == "forward" else self.backward.moving
+        return MeshExchange(**self._exchange(group, self.label(direction, which)), stays=OTHER_SIDE[moving])
 
-    def _exchange(self, group: UlyssesGroup, direction: Direction, which: CallId) -> dict[str, Any]:
+    @cached_property
+    def _no_heads(self) -> HeadExchange:
+        """The exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
+        return HeadExchange(**self._exchange(self.rank_state.ulysses_group))
+
+    @cached_property
+    def _no_mesh(self) -> MeshExchange:
+        from burst_plugin.ring.mesh import MeshExchange  # rarely needed otherwise
+
+        return MeshExchange(**self._exchange(self.rank_state.mesh_group), stays="q")
+
+    def _exchange(self, group: UlyssesGroup, label: Tensor | None = None) -> dict[str, Any]:
         """Return what an exchange between the ranks of a group takes."""
         state = self.rank_state
-        exchanges = group.degree > 1  # without it there are no messages to label
-        label = self.label(direction, which) if exchanges else None
         return {
             "ulysses_group": group,
             "transport": state.ulysses_transport,
@@ -236,7 +250,7 @@ class Plan:
             "label": label,
             "profile": state.profile,
             "ranks_per_kv_head": self.ranks_per_kv_head,
-            "rows": self._exchanged_rows() if exchanges and label is None else None,
+            "rows": self._exchanged_rows() if group.degree > 1 and label is None else None,
         }
 
     def _exchanged_rows(self) -> dict[Side, Tensor] | None:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_whole, shown, unreadable
+from burst_plugin.kernels import Queries
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
 
 __all__ = [
+    "BackwardOperands",
     "ExtraTensors",
     "Inputs",
     "Outputs",
@@ -59,6 +61,14 @@ class Outputs(NamedTuple):
     out: Tensor
     lse: Tensor | None
     max_logits: Tensor | None = None
+
+
+class BackwardOperands(NamedTuple):
+    """What a backward pass is given: of the queries, all inputs, and `factor` [B, H, S] of queries that move."""
+
+    queries: Queries
+    inputs: Inputs
+    factor: Tensor | None
 
 
 class Request(NamedTuple):
