@@ -187,6 +187,12 @@ def _check_mask(request: Request, batch: int) -> None:
             "alibi_slopes need positions that count alike for queries and keys, but the mask's documents have keys "
             "that begin elsewhere; add the slopes as a bias"
         )
+    by_row = {request.mask.of_row(row).trees for row in range(rows or 1)} if request.scores.needs_positions else ()
+    if len(by_row) > 1:
+        raise ValueError(
+            "alibi_slopes and dropout go by the positions of tokens, which batch rows with different prefix trees do "
+            "not share; give all rows one tree, or make a call for each row"
+        )
 
 
 def _extras(inputs: Inputs, degree: int) -> Extras:

@@ -1,0 +1,116 @@
+"""Prefix trees: the mask's definition, path by path; what cannot be a tree is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from burst_plugin import (
+    Causal,
+    CausalBottomRight,
+    Documents,
+    Full,
+    Keys,
+    Mask,
+    PerRow,
+    PrefixLM,
+    PrefixTree,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Tokens,
+    Topology,
+    VirtualRing,
+)
+from burst_plugin.sequence.regions import Region, allowed, work_by_token
+from tests.support.reference import painted
+
+# Two prompts, of which the first has three answers, two of them alike at first; and an empty node.
+TREE = PrefixTree((-1, 0, 1, 1, 0, None, 5, 6), (4, 1, 2, 2, 3, 0, 3, 2))  # type: ignore[arg-type]
+LENGTH = 17
+MASKS: list[Mask] = [
+    TREE,
+    TREE & SlidingWindow(2),
+    SlidingWindow(1) & TREE & Keys(((2, 9),)),
+    (TREE & Keys(((1, 12),))) & SlidingWindow(3, None),
+    TREE & SlidingWindow(5) & SlidingWindow(3),
+    TREE & PrefixLM(3) & SlidingWindow(0),
+    CausalBottomRight() & (Full() & TREE),
+    Documents(TREE.documents) & TREE & Causal(),
+    PerRow((TREE, PrefixTree((-1,), (17,)) & SlidingWindow(1))) & SlidingWindow(3),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_regions_are_the_definition_path_by_path_and_disjoint(mask: Mask) -> None:
+    expected = painted(mask, 2, LENGTH, LENGTH)
+    found = allowed(mask, (LENGTH, LENGTH), torch.arange(LENGTH), torch.arange(LENGTH))
+    assert torch.equal(found.expand_as(expected), expected)
+    rows = expected if mask.rows else expected[:1]
+    assert torch.equal(work_by_token(mask, (LENGTH, LENGTH)), rows.sum((0, 2)))
+    assert torch.equal(work_by_token(mask, (LENGTH, LENGTH), "kv"), rows.sum((0, 1)))
+
+
+def test_a_tree_is_one_region_per_node_and_with_a_window_one_per_node_that_it_reaches() -> None:
+    tree = PrefixTree((-1, *[0] * 8), (400, *[100] * 8))
+    assert len(tree.regions(1200, 1200)) == 9
+    assert tree.regions(1200, 1200)[0] == Region(0, 1200, 0, 400, None, 0)
+    assert len((tree & SlidingWindow(50)).regions(1200, 1200)) == 17
+    deep = PrefixTree((-1, 0, 1, 2), (100,) * 4)
+    assert len((deep & SlidingWindow(50)).regions(400, 400)) == 7  # each node and its parent
+
+
+def test_logical_positions_and_the_token_before_count_along_a_path() -> None:
+    assert TREE.logical(torch.arange(LENGTH)).tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 4, 5, 6, 0, 1, 2, 3, 4]
+    assert TREE.before().tolist() == [-1, 0, 1, 2, 3, 4, 5, 4, 7, 3, 9, 10, -1, 12, 13, 14, 15]
+    assert TREE.documents == (0, 12, 17)
+    assert TREE.padded(20).documents == (0, 12, 17, 20)
+    assert TREE.padded(17) == TREE
+
+
+def ring_of(mask: Mask, length: int = 8, **scores: object) -> Callable[[], object]:
+    """Return a call of attention by two ranks."""
+    x = torch.zeros(2, length, 2, 4)
+    return lambda: VirtualRing(Topology(1, 2), Strategy()).attention(
+        x,
+        x,
+        x,
+        mask=mask,
+        scores=Scores(**scores),
+        tokens=Tokens(length),  # type: ignore[arg-type]
+    )
+
+
+ONE, OTHER = PrefixTree((-1, 0, 0), (4, 2, 2)), PrefixTree((-1, 0, 0), (4, 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PrefixTree((-1, 2, 1), (1, 1, 1)), "parent of node 1, 2, comes after it, or is itself"),
+        (lambda: PrefixTree((0,), (1,)), "parent of node 0, 0, comes after it, or is itself"),
+        (lambda: PrefixTree((-1, 7), (1, 1)), "parent of node 1, 7, does not exist"),
+        (lambda: PrefixTree((-1, -2), (1, 1)), "parent of node 1, -2, does not exist"),
+        (lambda: PrefixTree((-1, 0, 0, 1), (1,) * 4), "node 3 continues node 1, but other nodes come between"),
+        (lambda: PrefixTree((-1, -1, 0), (1,) * 3), "node 2 continues node 0, but .* number nodes depth-first"),
+        (lambda: PrefixTree((-1, 0), (1,)), "2 parents and 1 lengths; give one of each"),
+        (lambda: PrefixTree((), ()), "at least one node"),
+        (lambda: PrefixTree((-1, 0), (4, -1)), r"node 1 has -1 tokens; give 0 or more"),
+        (lambda: PrefixTree((-1, 0.5), (4, 1)), r"PrefixTree\(parents=...\) is not valid: entry 1 is 0.5"),  # type: ignore[arg-type]
+        (lambda: PrefixTree(-1, (4,)), r"PrefixTree\(parents=-1\) is not valid; give the parent of every node"),  # type: ignore[arg-type]
+        (lambda: PrefixTree((-1,), "4"), r"PrefixTree\(lengths='4'\) is not valid"),  # type: ignore[arg-type]
+        (ring_of(ONE, 9), "nodes of PrefixTree add up to 8 tokens, but the sequence has 9.*tree.padded"),
+        (lambda: ONE.regions(8, 9), "there are 8 queries and 9 keys"),
+        (lambda: ONE & OTHER, "two prefix trees do not combine"),
+        (lambda: PerRow((ONE, Causal())) & (OTHER & SlidingWindow(2)), "two prefix trees do not combine"),
+        (lambda: ONE & Documents((0, 8), None, (0, 8), (7,)) & OTHER, "two prefix trees do not combine"),
+        (lambda: ONE & Documents((0, 4, 8), None, (0, 2, 8)), "have no common positions"),
+        (ring_of(PerRow((ONE, OTHER)), dropout=0.1), "which batch rows with different prefix trees do not share"),
+        (ring_of(PerRow((ONE, Causal())), alibi_slopes=(1.0, 2.0)), "batch rows with different prefix trees"),
+    ],
+)
+def test_what_is_no_tree_or_cannot_combine_is_refused_by_name(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
