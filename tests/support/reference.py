@@ -33,6 +33,7 @@ __all__ = [
     "NAMES",
     "Problem",
     "Result",
+    "attention",
     "errors",
     "painted",
     "positions_of",
@@ -211,15 +212,20 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
     assert q is not None
     assert k is not None
     assert v is not None
-    logits = _logits(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
-    values = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-    p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
-    if scores.dropout:
-        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), *_positions(mask, p.shape[2:])).double()
-    out = torch.einsum("bhij,bjhd->bihd", p, values)
+    out = attention(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
     wanted = [x for x in inputs if x is not None]
     grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
     return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+
+
+def attention(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
+    """Return out [B, Sq, Hq, Dv] from the definition, with a gradient; `dout` does not matter."""
+    logits, v = _logits(problem, mask, scores), problem.v
+    values = v.repeat_interleave(problem.q.shape[2] // v.shape[2], dim=2)
+    p = logits.softmax(-1).nan_to_num(0.0) if problem.sink is None else logits.softmax(-1)[..., :-1]
+    if scores.dropout:
+        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), *_positions(mask, p.shape[2:])).double()
+    return torch.einsum("bhij,bjhd->bihd", p, values)
 
 
 def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) -> Tensor:
