@@ -145,7 +145,7 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
         tree.beside_trees(shape[1], shape[1])  # raises ValueError if it is of another length
     for name in ("labels", "cu_seq_lens_q"):
         if batch.get(name) is not None:
-            why = "a token has several next ones: take the loss of edges" if name == "labels" else "roots are documents"
+            why = "a token has several next ones: use edges" if name == "labels" else "roots are documents"
             raise ValueError(f"{name} is given with a tree, in which {why}; leave it out")
     logical = torch.stack([tree.logical(torch.arange(shape[1])) for tree in trees]).expand(shape)
     positions = tensors["position_ids"]

@@ -158,6 +158,9 @@ def _add(root: _Node, text: Tensor) -> None:
     node, place = root, 0
     while place < len(text):
         child = node.children.get(int(text[place]))
+        if child is None and node is not root and not node.children:  # a rollout that ended here goes on
+            node.tokens = torch.cat([node.tokens, text[place:]])
+            return
         if child is None:
             node.children[int(text[place])] = _Node(text[place:], {})
             return

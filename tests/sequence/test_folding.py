@@ -40,6 +40,7 @@ def test_drawn_rollouts_are_on_their_paths_and_no_beginning_is_there_twice(seed:
     for x, rollout, path in zip(unfold(edges.queries, edges), rollouts, edges.paths, strict=True):
         assert torch.equal(x, path[:-1])
         assert len(x) == len(rollout) - 1
+    assert all(tree.parents.count(node) != 1 for node in range(len(tree.parents))), "nodes end where paths part"
     assert fold([x.tolist() for x in rollouts]).tree == tree
 
 
@@ -53,7 +54,7 @@ def test_an_edge_gets_the_sum_of_its_rollouts_gradients() -> None:
 
 
 def test_long_rollouts_are_folded_in_less_than_a_second() -> None:
-    """64 rollouts of 8192 tokens, 8 of each prompt of 6554: 0.05 s on a core that has nothing else to do."""
+    """64 rollouts of 8192 tokens, 8 of each prompt of 6554: 0.02 s on a core that has nothing else to do."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(1000, (8, 6554), generator=generator)
     answers = torch.randint(1000, (64, 1638), generator=generator)
