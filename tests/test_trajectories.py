@@ -33,7 +33,7 @@ from burst_plugin.trajectories import edge_log_probs, fold, unfold
 from tests.support.ranks import last_lines, run_ranks
 from tests.support.rollouts import HEADS, Given, TinyModel, alone, draw_rollouts, gradients, grpo_loss, head_of
 
-FORESTS = int(os.environ.get("BURST_SOAK", "0")) or 30
+FORESTS = int(os.environ.get("BURST_SOAK", "0")) or 40
 LAYOUTS = ("zigzag", "striped", "contiguous", "auto")
 SCORES = (
     Scores(),

@@ -104,8 +104,13 @@ def fold(rollouts: Iterable[Sequence[int] | Tensor]) -> Folded:
     before, counts = tree.before(), torch.bincount(torch.cat(paths), minlength=len(ids))
     follows = before >= 0
     arrivals = follows.cumsum(0) - 1
-    each = (before[follows], ids[follows], counts[follows])
-    edges = Edges(*(x.to(device) for x in each), tuple(path.to(device) for path in paths), arrivals.to(device))
+    edges = Edges(
+        queries=before[follows].to(device),
+        tokens=ids[follows].to(device),
+        counts=counts[follows].to(device),
+        paths=tuple(path.to(device) for path in paths),
+        _arrivals=arrivals.to(device),
+    )
     positions = tree.logical(torch.arange(len(ids)))
     return Folded(ids[None].to(device), positions[None].to(device), tree, edges)
 

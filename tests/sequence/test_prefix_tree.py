@@ -24,8 +24,10 @@ from burst_plugin import (
     Topology,
     VirtualRing,
 )
+from burst_plugin.ring.load_balance import choose_tokens, imbalance
+from burst_plugin.ring.routes import Attending
 from burst_plugin.sequence.regions import Region, allowed, work_by_token
-from tests.support.reference import painted
+from tests.support.reference import Problem, Result, errors, painted, reference
 
 # Two prompts, of which the first has three answers, two of them alike at first; and an empty node.
 TREE = PrefixTree((-1, 0, 1, 1, 0, None, 5, 6), (4, 1, 2, 2, 3, 0, 3, 2))  # type: ignore[arg-type]
@@ -81,6 +83,33 @@ def ring_of(mask: Mask, length: int = 8, **scores: object) -> Callable[[], objec
         scores=Scores(**scores),
         tokens=Tokens(length),  # type: ignore[arg-type]
     )
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("direct", 64), ("two_level_ring", 96)])
+def test_a_prompts_keys_cross_to_a_node_once(schedule: str, rows: int) -> None:
+    """Eight answers of 16 tokens to a prompt of 64; node 0 holds the prompt and two of them, node 1 the others.
+
+    Of 96 rows in node 0 `direct` sends those of the prompt, a ring all.
+    """
+    tree = PrefixTree((-1, *[0] * 8), (64, *[16] * 8))
+    problem = Problem.draw(tree.length, (4, 2))
+    ring = VirtualRing(Topology(2, 2), Strategy(layout="contiguous", schedule=schedule, forward="kv"))
+    out, _ = ring.attention(*problem[:3], mask=tree)
+    assert errors(Result(out, *problem[:3]), reference(problem, tree))["out"] < 2e-6
+    crossed = sum(ring.traffic(rank)["inter"]["gather"] for rank in range(4))
+    row_bytes = 2 * (2 * 2 * 8) * 4  # two batch rows and two heads of 8 keys and 8 values in float32
+    assert crossed // row_bytes == rows
+    assert crossed % row_bytes < 100, "labels of messages"
+    assert sum(ring.traffic(rank)["inter"]["reduce"] for rank in range(4)) == 0
+    assert all(ring.traffic(rank) == ring.expected_traffic(rank) for rank in range(4))
+
+
+@pytest.mark.parametrize("ranks", [(1, 4), (2, 4)])
+def test_a_tree_is_assigned_by_its_work(ranks: tuple[int, int]) -> None:
+    tree = PrefixTree((-1, *[0] * 8, -1, *[9] * 3), (4096, *[1024] * 8, 900, *[500, 1700, 20]))
+    table = VirtualRing(Topology(*ranks), Strategy(layout="auto")).rank_states[0].route_table
+    tokens = choose_tokens(table, tree.length, tree, False)
+    assert imbalance(table, Attending(tokens, tokens, tree)) < 1.2
 
 
 ONE, OTHER = PrefixTree((-1, 0, 0), (4, 2, 2)), PrefixTree((-1, 0, 0), (4, 1, 3))
