@@ -28,8 +28,9 @@ from burst_plugin import (
 )
 from burst_plugin.activations import Head
 from burst_plugin.ring.load_balance import choose_tokens
+from burst_plugin.sequence import prefix_tree
 from burst_plugin.sequence.layout import Tokens
-from burst_plugin.trajectories import edge_log_probs, fold, unfold
+from burst_plugin.trajectories import Folded, edge_log_probs, fold, unfold
 from tests.support.ranks import last_lines, run_ranks
 from tests.support.rollouts import HEADS, Given, TinyModel, alone, draw_rollouts, gradients, grpo_loss, head_of
 
@@ -49,11 +50,9 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_warn_once", lambda text: None)  # of slow kernels
 
 
-def folded(
-    model: TinyModel, rollouts: list[Tensor], masks: tuple[Mask, Mask], scores: Scores, ring: VirtualRing
-) -> Given:
+def folded(model: TinyModel, batch: Folded, masks: tuple[Mask, Mask], scores: Scores, ring: VirtualRing) -> Given:
     """Return what the model gives for folded rollouts over a ring in one process."""
-    ids, position_ids, tree, edges = fold(rollouts)
+    ids, position_ids, tree, edges = batch
     table = ring.rank_states[0].route_table
     is_auto = ring.rank_states[0].strategy.layout == "auto"
     tokens = choose_tokens(table, ids.shape[1], tree, False) if is_auto else Tokens(ids.shape[1])
@@ -90,7 +89,7 @@ def test_drawn_forests_are_exact_on_rings_of_up_to_eight_ranks() -> None:
     model = TinyModel()
     for seed in range(FORESTS):
         rollouts, masks, scores, ring = draw_case(seed)
-        error = folded(model, rollouts, masks, scores, ring).error(alone(model, rollouts, masks, scores))
+        error = folded(model, fold(rollouts), masks, scores, ring).error(alone(model, rollouts, masks, scores))
         assert error < 1e-12, (seed, error)
 
 
@@ -157,3 +156,27 @@ def test_bad_input_ends_on_every_rank(kind: str, message: str) -> None:
     for line in last_lines(_unlike, 2, kind):
         assert line.startswith("ValueError"), line
         assert re.search(message, line), line
+
+
+@pytest.mark.parametrize("kind", ["window", "alibi", "dropout"])
+def test_positions_in_the_folded_sequence_would_be_found(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of two answers comes directly after the prompt, but not in the folded sequence."""
+    model, batch = TinyModel(), fold([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 8, 9, 1, 2]])
+    rollouts = [batch.ids[0, path] for path in batch.edges.paths]
+    masks: tuple[Mask, Mask] = (SlidingWindow(2), Full()) if kind == "window" else (Full(), Full())
+    slopes = (0.2,) * HEADS[0] if kind == "alibi" else None
+    scores = Scores(alibi_slopes=slopes, dropout=0.4 if kind == "dropout" else 0.0)
+    truth = alone(model, rollouts, masks, scores)
+    assert folded(model, batch, masks, scores, VirtualRing(Topology(1, 2))).error(truth) < 1e-12
+    if kind == "window":
+        monkeypatch.setattr(prefix_tree._Node, "shift", 0)
+    else:
+        monkeypatch.setattr(PrefixTree, "logical", lambda self, positions: positions)
+    assert folded(model, batch, masks, scores, VirtualRing(Topology(1, 2))).error(truth) > 1e-3
+
+
+def test_exact_in_fp32() -> None:
+    model, rollouts, masks = TinyModel(), draw_rollouts(5), (SlidingWindow(4), Full())
+    truth = alone(model, rollouts, masks, SCORES[1])
+    ring = VirtualRing(Topology(2, 2), Strategy(backward="q"))
+    assert folded(model.float(), fold(rollouts), masks, SCORES[1], ring).error(truth) < 1e-5

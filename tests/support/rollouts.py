@@ -58,8 +58,9 @@ class TinyModel(nn.Module):
 def _rotated(x: Tensor, position_ids: Tensor) -> Tensor:
     """Return [B, S, H, D] with rotary positions."""
     angles = position_ids[..., None, None] * torch.tensor([1.0, 0.1], dtype=torch.float64)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b = x[..., ::2], x[..., 1::2]
-    return torch.stack([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1).flatten(-2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
 def draw_rollouts(seed: int, most: int = 8) -> list[Tensor]:
@@ -95,7 +96,7 @@ class Given(NamedTuple):
 
 def grpo_loss(log_probs: Sequence[Tensor], entropies: Sequence[Tensor]) -> Tensor:
     """Return a loss in which every rollout has an advantage of its own, and ratios are clipped in places."""
-    loss = torch.zeros((), dtype=torch.float64)
+    loss = torch.zeros(())
     for number, (log_prob, entropy) in enumerate(zip(log_probs, entropies, strict=True)):
         advantage = (-1) ** number * (1 + number) / 3
         ratio = (log_prob + 2.4 + 0.1 * number).exp()
