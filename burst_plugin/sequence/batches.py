@@ -55,8 +55,7 @@ def read_batch(batch: Mapping[str, Any], ranks: int, pad_token_id: int) -> Whole
     padded = even_length(tensors["position_ids"].shape[1], ranks)
     trees = _trees(batch, tensors)
     mask = _mask(batch, tensors["position_ids"], padded, trees)
-    nodes = [torch.tensor((tree.parents, tree.lengths)) for tree in trees]
-    compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q"), *nodes]
+    compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     return WholeBatch(tensors, padded, mask, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
 
@@ -131,6 +130,8 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
 
 def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[PrefixTree, ...]:
     """Return the prefix trees of a batch, one, or one for each row, and put their positions into `tensors`.
+
+    From logical positions a tree can be told, so that ranks need not compare more than these.
 
     Raises ValueError for what is no tree of this batch, or does not go with one.
     """

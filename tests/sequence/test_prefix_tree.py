@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from burst_plugin import (
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.routes import Attending
 from burst_plugin.sequence.regions import Region, allowed, work_by_token
+from tests.support.drawn import Drawn
 from tests.support.reference import Problem, Result, errors, painted, reference
 
 # Two prompts, of which the first has three answers, two of them alike at first; and an empty node.
@@ -102,6 +104,15 @@ def test_a_prompts_keys_cross_to_a_node_once(schedule: str, rows: int) -> None:
     assert crossed % row_bytes < 100, "labels of messages"
     assert sum(ring.traffic(rank)["inter"]["reduce"] for rank in range(4)) == 0
     assert all(ring.traffic(rank) == ring.expected_traffic(rank) for rank in range(4))
+
+
+@pytest.mark.parametrize("mask", [TREE & SlidingWindow(3), PerRow((TREE, TREE & Keys(((2, 9),))))], ids=str)
+def test_scores_count_logical_positions_and_a_bias_those_of_the_sequence(mask: Mask) -> None:
+    slopes = Scores(alibi_slopes=(0.1, 0.2, 0.3, 0.4), dropout=0.3)
+    tokens = Tokens(LENGTH)
+    case = Drawn(Topology(2, 2), Strategy(), (LENGTH,) * 2, (4, 2), mask=mask, scores=slopes, tokens=tokens)
+    assert not replace(case, bias=(2, 4)).check()
+    assert not replace(case, strategy=Strategy(forward="q", backward="both"), has_sink=True).check()
 
 
 @pytest.mark.parametrize("ranks", [(1, 4), (2, 4)])
