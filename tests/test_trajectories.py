@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin import (
+    Causal,
     ContextParallel,
     Full,
     Mask,
@@ -32,6 +34,7 @@ from burst_plugin.sequence import prefix_tree
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.trajectories import Folded, edge_log_probs, fold, unfold
 from tests.support.ranks import last_lines, run_ranks
+from tests.support.reference import Problem, attention
 from tests.support.rollouts import HEADS, Given, TinyModel, alone, draw_rollouts, gradients, grpo_loss, head_of
 
 FORESTS = int(os.environ.get("BURST_SOAK", "0")) or 40
@@ -123,6 +126,40 @@ def test_a_batch_with_a_tree_is_cut_over_ranks_and_exact(ranks: int, layout: str
     truth = alone(TinyModel(), rollouts, masks, scores)
     for given in run_ranks(over_a_group, ranks, rollouts, masks, scores, layout):
         assert given.error(truth) < 1e-12
+
+
+def _as_on_the_page(rank: int, rollouts: list[list[int]]) -> tuple[float, Tensor]:
+    page = (Path(__file__).parents[1] / "docs" / "prefix_trees.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    tiny, cp = TinyModel(), ContextParallel(dist.group.WORLD)
+
+    def model(ids: Tensor, position_ids: Tensor, attend: Any) -> Tensor:
+        return tiny(ids, position_ids, lambda q, k, v, sink, layer: attend(q, k, v))
+
+    model.head = tiny.head  # type: ignore[attr-defined]
+    names: dict[str, Any] = {"rollouts": rollouts, "cp": cp, "model": model, "advantages": [1.0, -2.0]}
+    exec(example, names)
+    names["loss"].backward()
+    assert tiny.embedding.weight.grad is not None
+    dist.all_reduce(tiny.embedding.weight.grad)
+    return float(names["loss"].detach()), tiny.embedding.weight.grad
+
+
+def test_the_example_of_the_page_is_exact() -> None:
+    rollouts, model = [[1, 2, 3, 4, 5], [1, 2, 3, 6]], TinyModel()
+    loss = torch.zeros(())
+    for ids, advantage in zip(rollouts, (1.0, -2.0), strict=True):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sink: Tensor, layer: int) -> Tensor:
+            return attention(Problem(q, k, v, q), Causal(), Scores())
+
+        hidden = model(torch.tensor([ids]), torch.arange(len(ids))[None], attend)
+        of_all = model.head(hidden[0, :-1]).log_softmax(-1)
+        loss = loss - advantage * of_all.gather(1, torch.tensor(ids[1:])[:, None]).mean()
+    loss.backward()
+    for found, grad in run_ranks(_as_on_the_page, 2, rollouts):
+        assert found == pytest.approx(float(loss.detach()), abs=1e-12)
+        assert torch.allclose(grad, model.embedding.weight.grad, rtol=0, atol=1e-12)
 
 
 def _unlike(rank: int, kind: str) -> None:
