@@ -176,7 +176,7 @@ def _tokens(cp: ContextParallel, read: WholeBatch) -> Tokens:
         _looked_at[cp] = looks + 1 if uneven <= _UNEVEN else _LOOKS
         if uneven > _UNEVEN:
             _LOG.warning(
-                'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" '
+                'documents, trees or padding give one rank %.1f times the attention work of the mean; layout="auto" '
                 "balances every batch",
                 uneven,
             )

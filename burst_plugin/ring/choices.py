@@ -68,7 +68,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
+    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks, bool(request.mask.trees))
     # Results that something else is added to first stay as wide as they were accumulated.
     rounded: dict[Direction, dict[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
@@ -240,9 +240,13 @@ def is_deterministic(strategy: Strategy) -> bool:
 
 
 def _moving_sides(
-    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int
+    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int, has_trees: bool
 ) -> Mapping[Direction, tuple[Side, ...]]:
-    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
+    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is.
+
+    Under a prefix tree keys move unless queries are asked for: ranks that hold a prompt would have the work of all
+    its answers.
+    """
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)
@@ -252,7 +256,8 @@ def _moving_sides(
                 f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
                 f"move: {presets_with(forward='kv', backward='kv')}"
             )
-        if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
+        half_is_all = asked == BOTH and ring_ranks <= 2  # half way round is all of the way
+        if extras.bias or half_is_all or (has_trees and asked == AUTO):
             moving[direction] = ("kv",)
         elif asked == BOTH:
             moving[direction] = ("kv", "q")

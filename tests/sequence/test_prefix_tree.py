@@ -120,7 +120,21 @@ def test_a_tree_is_assigned_by_its_work(ranks: tuple[int, int]) -> None:
     tree = PrefixTree((-1, *[0] * 8, -1, *[9] * 3), (4096, *[1024] * 8, 900, *[500, 1700, 20]))
     table = VirtualRing(Topology(*ranks), Strategy(layout="auto")).rank_states[0].route_table
     tokens = choose_tokens(table, tree.length, tree, False)
-    assert imbalance(table, Attending(tokens, tokens, tree)) < 1.2
+    assert imbalance(table, Attending(tokens, tokens, tree)) < 1.1
+
+
+def test_keys_move_under_a_tree_unless_queries_are_asked_to() -> None:
+    """Queries have even work in zigzag; of the keys, those of the prompt have the work of all answers."""
+    tree, x = PrefixTree((-1, *[0] * 8), (64, *[32] * 8)), torch.zeros(1, 320, 4, 8)
+    for backward, moving, uneven in (("auto", "kv", 1.14), ("q", "q", 2.26)):
+        ring = VirtualRing(Topology(1, 8), Strategy(backward=backward))
+        ring.attention(x, x, x, mask=tree)
+        state = ring.rank_states[0]
+        assert (state.choices["forward"], state.choices["backward"]) == ("kv", moving)
+        found = imbalance(state.route_table, Attending(Tokens(320), Tokens(320), tree))
+        assert found == pytest.approx(uneven, abs=0.005)
+        ring.attention(x, x, x)
+        assert state.choices["backward"] == "q", "which is less to send"
 
 
 ONE, OTHER = PrefixTree((-1, 0, 0), (4, 2, 2)), PrefixTree((-1, 0, 0), (4, 1, 3))
