@@ -59,59 +59,65 @@ def edge_log_probs(
     if cp is None or cp.ranks == 1:
         _check(hidden, edges)
         _check_length(edges, hidden.shape[1])
-        return token_log_probs(hidden[0][edges.queries], head, edges.tokens)
+        queries, targets = (x.to(hidden.device) for x in (edges.queries, edges.tokens))
+        return token_log_probs(hidden[0][queries], head, targets)
 
     def agree(share: _Share | None, problem: str) -> int:
         compared = {} if share is None else {"checksum of edges": share.checksum, "hidden states": hidden.dtype}
         return cp.agree(compared, problem, "log-probabilities of edges")
 
-    share, _ = prepared_together(partial(_share, hidden, head, edges, cp, tokens), agree)
-    rows = Tokens(len(share.found) * cp.ranks, holders=tuple(range(cp.ranks)))  # those of one rank after the other
-    gathered = cp.unshard(share.found.detach(), 0, rows)[share.places]
-    whole = gathered.index_put((share.own,), share.found[: len(share.own)])
+    share, _ = prepared_together(partial(_share, hidden, edges, cp, tokens), agree)
+    # Ranks with fewer edges have the head compute some more: a sharded one is gathered by all ranks alike.
+    missing = share.most - len(share.own)
+    mine, targets = pad(hidden[0][share.rows], (0, 0, 0, missing)), pad(share.targets, (0, missing))
+    found = torch.stack(token_log_probs(mine, head, targets), 1)
+    by_rank = Tokens(share.most * cp.ranks, holders=tuple(range(cp.ranks)))  # those of one rank after the other
+    gathered = cp.unshard(found.detach(), 0, by_rank)[share.places]
+    whole = gathered.index_put((share.own,), found[: len(share.own)])
     return whole[:, 0], whole[:, 1]
 
 
 class _Share(NamedTuple):
-    """What a rank computes.
+    """What a rank has to compute.
 
-    found: [N, 2], log-probabilities and entropies of its own edges, and some more, so that all ranks have N.
-    own: the edges of this rank.
-    places: [E], where each edge is among the rows of all ranks, one after the other.
+    own: its edges, [N], by their numbers.
+    rows, targets: [N], their rows of its hidden states, and their tokens.
+    most: how many edges any rank has, at least 1.
+    places: [E], where each edge is among `most` rows of one rank after the other.
     checksum: of all edges.
     """
 
-    found: Tensor
     own: Tensor
+    rows: Tensor
+    targets: Tensor
+    most: int
     places: Tensor
     checksum: int
 
 
-def _share(hidden: Tensor, head: Head, edges: Edges, cp: ContextParallel, tokens: Tokens | None) -> _Share:
-    """Return what this rank computes. Raise ValueError for what does not fit together."""
+def _share(hidden: Tensor, edges: Edges, cp: ContextParallel, tokens: Tokens | None) -> _Share:
+    """Return what this rank has to compute. Raise ValueError for what does not fit together."""
     _check(hidden, edges)
     tokens = Tokens(max(1, hidden.shape[1] * cp.ranks)) if tokens is None else as_tokens(tokens)
     _check_length(edges, tokens.length)
-    owners, rows = _holders(cp, tokens, edges.queries.device)
+    owners, rows = _holders(cp, tokens, hidden.device)
     held = int((owners == cp.rank).sum())
     if held != hidden.shape[1]:
         raise ValueError(
             f"rank {cp.rank} holds {held} of {tokens.length} tokens, but hidden {list(hidden.shape)} has "
             f"{hidden.shape[1]}; pass the tokens= of its shard"
         )
-    owners, rows = owners[edges.queries], rows[edges.queries]
-    most = max(1, int(torch.bincount(owners).max())) if len(owners) else 1
+    queries, targets = (x.to(hidden.device) for x in (edges.queries, edges.tokens))
+    owners, rows = owners[queries], rows[queries]
+    of_ranks = [(owners == rank).nonzero()[:, 0] for rank in range(cp.ranks)]
+    most = max(1, *map(len, of_ranks))
     places = torch.empty_like(rows)
-    for rank in range(cp.ranks):
-        own = (owners == rank).nonzero()[:, 0]
-        places[own] = torch.arange(len(own), device=own.device) + rank * most
-    own = (owners == cp.rank).nonzero()[:, 0]
-    # Ranks with fewer edges have the head compute some more: a sharded one is gathered by all ranks alike.
-    missing = most - len(own)
-    mine, targets = pad(hidden[0][rows[own]], (0, 0, 0, missing)), pad(edges.tokens[own], (0, missing))
-    found = torch.stack(token_log_probs(mine, head, targets), 1)
-    weights = torch.arange(1, len(owners) + 1, device=own.device) % 65521
-    return _Share(found, own, places, int((weights * (edges.tokens + 31 * edges.queries)).sum()))
+    for rank, some in enumerate(of_ranks):
+        places[some] = torch.arange(len(some), device=hidden.device) + rank * most
+    own = of_ranks[cp.rank]
+    weights = torch.arange(1, len(owners) + 1, device=hidden.device) % 65521
+    checksum = int((weights * (targets + 31 * queries)).sum())
+    return _Share(own, rows[own], targets[own], most, places, checksum)
 
 
 def _holders(cp: ContextParallel, tokens: Tokens, device: torch.device) -> tuple[Tensor, Tensor]:
