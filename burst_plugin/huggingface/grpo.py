@@ -1,14 +1,16 @@
 """TRL's GRPOTrainer on a ring: the log-probabilities of its loss are those of folded rollouts.
 
-Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss of
-its own, and gradients are averaged over all of them. What the model says of the completions is computed by the ring,
-for the rollouts of all its ranks at once.
+Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss
+of its own, and gradients are averaged over all of them. What the model says of the completions is computed by the
+ring, for the rollouts of all its ranks at once.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
+from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.models import prepare_model
 from burst_plugin.huggingface.rollouts import rollout_log_probs
@@ -39,7 +42,7 @@ _FIELDS = ("model", "ref_model", "temperature", "accelerator", "aux_loss_enabled
 
 
 def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
-    """Have a GRPOTrainer of TRL compute log-probabilities of its completions folded, over the ranks of `cp`.
+    """Have TRL's GRPOTrainer compute its log-probabilities folded, over the ranks of `cp`; collective.
 
     Everything else stays as it is: ranks draw prompts, generate, reward and average gradients as data-parallel ones.
     So losses and gradients are those of TRL on as many ranks.
@@ -53,33 +56,42 @@ def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
         The same trainer.
 
     Raises:
-        ValueError: for another trainer, another release of TRL whose trainer computes otherwise, models that cannot
-            run on a ring, and options that are not supported, each by name.
-        ImportError: TRL is not installed.
+        ValueError: on every rank, for another trainer, another release of TRL whose trainer computes otherwise,
+            models that cannot run on a ring, and options that are not supported, each by name.
 
     Example:
         trainer = fold_rollouts(GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=prompts), cp)
         trainer.train()
     """
-    problem = _problem(trainer, cp)
-    if problem:
-        raise ValueError(problem)
-    own: Any = trainer
-    for model in (own.model, own.ref_model):
-        if model is not None:
-            prepare_model(model)
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
+
+    def agree(temperature: float | None, problem: str) -> None:
+        cp.agree({} if temperature is None else {"temperature": temperature}, problem, "a trainer")
+
+    prepared_together(partial(_prepared, trainer, cp), agree)
     setattr(trainer, _METHOD, MethodType(_Folded(cp), trainer))
     return trainer
 
 
+def _prepared(trainer: Any, cp: ContextParallel) -> float:
+    """Put a trainer's models on the ring and return its temperature. Raise ValueError if that cannot be."""
+    problem = _problem(trainer, cp)
+    if problem:
+        raise ValueError(problem)
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            prepare_model(model)
+    return float(trainer.temperature)
+
+
 def _problem(trainer: Any, cp: ContextParallel) -> str:
     """Return why a trainer's rollouts cannot be folded; empty if they can."""
-    import trl
-
+    trl: Any = import_module("trl")
     if not isinstance(trainer, trl.GRPOTrainer):
-        return f"fold_rollouts is for TRL's GRPOTrainer, got {shown(trainer)}; fold others with rollout_log_probs"
-    if not isinstance(cp, ContextParallel):
-        return f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it"
+        return (
+            f"fold_rollouts is for TRL's GRPOTrainer, got {type(trainer).__name__}; use rollout_log_probs for others"
+        )
     method = getattr(trainer, _METHOD, None)
     found = tuple(inspect.signature(method).parameters) if callable(method) else ()
     missing = [name for name in _FIELDS if not hasattr(trainer, name)]
@@ -141,7 +153,11 @@ class _Folded:
             ids, mask = input_ids[rows], attention_mask[rows].bool()
             with trainer.accelerator.autocast():
                 values = rollout_log_probs(
-                    model, _texts(ids, mask, logits_to_keep, given), self._cp, own=True, temperature=trainer.temperature
+                    model,
+                    _texts(ids, mask, logits_to_keep, given),
+                    self._cp,
+                    own=True,
+                    temperature=trainer.temperature,
                 )
             parts.append(tuple(_padded(each, mask)[:, -logits_to_keep:] for each in values[:2]))
         log_probs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import os
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import transformers
 from datasets import Dataset
@@ -16,11 +19,14 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+import burst_plugin.deepspeed
 from burst_plugin import ContextParallel
 from burst_plugin.huggingface import fold_rollouts
 from tests.support.deepspeed_run import VOCAB
 
 __all__ = ["Outcome", "make_trainer", "save_model", "train"]
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # about rollout_func
 
 GENERATIONS, PROMPTS = 4, 2  # of a step
 WORDS = [f"w{number}" for number in range(VOCAB)]
@@ -38,7 +44,7 @@ class Outcome:
 
 
 def save_model(directory: Path) -> str:
-    """Write a tiny Qwen2 down, as TRL's tests have."""
+    """Write a tiny Qwen2 down, as TRL's tests have one, and return where."""
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=VOCAB,
@@ -117,7 +123,7 @@ def make_trainer(directory: str, ranks: int, *, generates: bool = False, **optio
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": "deepspeed" not in options,
         "bf16": False,
         "dataloader_num_workers": 0,
     }
@@ -132,20 +138,22 @@ def make_trainer(directory: str, ranks: int, *, generates: bool = False, **optio
     )
 
 
-def train(
-    directory: str, ranks: int, cp: ContextParallel | None, changed: Callable[[Any], None] | None = None, **options: Any
-) -> Outcome:
-    """Train and evaluate, with rollouts folded over `cp` if there is one. `changed` is given the trainer before."""
+def train(directory: str, ranks: int, cp: ContextParallel | None, **options: Any) -> Outcome:
+    """Train and evaluate, with rollouts folded over `cp` if there is one."""
     found = Outcome()
-    trainer = make_trainer(directory, ranks, **options)
-    if cp is not None:
-        assert fold_rollouts(trainer, cp) is trainer
-    if changed is not None:
-        changed(trainer)
-    trainer.add_callback(_NotesGradients(found.grads))
-    trainer.train()
-    found.losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    found.entropies = [entry["entropy"] for entry in trainer.state.log_history if "loss" in entry]
-    found.weights = {name: p.detach().clone() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
-    found.eval_loss = trainer.evaluate()["eval_loss"]
+    if "deepspeed" in options:
+        burst_plugin.deepspeed.install()  # for DeepSpeed without a GPU
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    with redirect_stdout(io.StringIO()):  # which has a line for every step
+        trainer = make_trainer(directory, ranks, **options)
+        if cp is not None:
+            assert fold_rollouts(trainer, cp) is trainer
+        trainer.add_callback(_NotesGradients(found.grads))
+        trainer.train()
+        found.eval_loss = trainer.evaluate()["eval_loss"]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found.losses, found.entropies = ([entry[name] for entry in logged] for name in ("loss", "entropy"))
+    for name, x in trainer.accelerator.unwrap_model(trainer.model).named_parameters():
+        with deepspeed.zero.GatheredParameters([x], enabled=hasattr(x, "ds_id")):
+            found.weights[name] = x.detach().clone()
     return found
