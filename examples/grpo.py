@@ -32,8 +32,8 @@ def tiny_llama(length: int) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
+        hidden_size=192,
+        intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer (default: 32)")
-    parser.add_argument("--steps", type=int, default=25, help="generations, two updates each (default: 25)")
+    parser.add_argument("--steps", type=int, default=30, help="generations, two updates each (default: 30)")
     parser.add_argument("--out", default="grpo.png", help="the picture (default: grpo.png)")
     parser.add_argument("--smoke", action="store_true", help="two generations of a few tokens")
     options = parser.parse_args()

@@ -108,6 +108,9 @@ def _problem(trainer: Any, cp: ContextParallel) -> str:
     accelerator = trainer.accelerator
     if getattr(trainer, "is_fsdp_enabled", False):
         return "fold_rollouts is not for FSDP, which gathers parameters on its own; use DDP or DeepSpeed"
+    engine = getattr(getattr(accelerator.state, "deepspeed_plugin", None), "deepspeed_config", None) or {}
+    if engine.get("burst_attention", {}).get("enabled"):
+        return "the burst_attention block of DeepSpeed's config cuts batches itself; leave it out, cp is the ring"
     sizes = getattr(accelerator, "parallelism_config", None)
     split = [f"{name}={getattr(sizes, name)}" for name in ("cp_size", "sp_size", "tp_size") if _is_split(sizes, name)]
     if split:

@@ -102,6 +102,10 @@ def _refused(rank: int, directory: str, kind: str) -> None:
         trainer.args.use_liger_kernel = True
     if kind == "split":
         trainer.accelerator.state.parallelism_config = SimpleNamespace(sp_size=2)
+    if kind == "block":
+        config = {"burst_attention": {"enabled": True}}
+        state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config))
+        trainer.accelerator = SimpleNamespace(state=state)
     if kind == "a state":
         trainer.model._is_stateful = True
         trainer.model.scan = torch.nn.ModuleList([torch.nn.Conv1d(2, 2, 3)])
@@ -122,6 +126,7 @@ def _refused(rank: int, directory: str, kind: str) -> None:
         ("router", 2, "rank 1: router_aux_loss_coef adds a loss that is not one of tokens; set it to 0.0"),
         ("liger", 1, "use_liger_kernel changes models after they are examined"),
         ("split", 1, "leave sp_size=2 of ParallelismConfig out"),
+        ("block", 1, "the burst_attention block of DeepSpeed's config cuts batches itself"),
         ("a state", 1, "carries a state along the sequence"),
         ("no prompt", 2, "rank 1: a prompt has no token that could predict"),
         ("images", 2, "rank 1: fold_rollouts does not support pixel_values"),
