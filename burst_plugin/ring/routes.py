@@ -213,7 +213,7 @@ class RouteTable:
         pairs = self.pairs(attending, moving, place)
         key = (ring_rank, attending, moving, reduces, parts, place, halved)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
+            schedule = self.schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
@@ -240,7 +240,7 @@ class RouteTable:
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
         lengths = [token_count(held) for held in self.pairs(attending).runs["kv"]]
-        return self._schedule(attending, "kv", False).most_rows_moved(lengths)
+        return self.schedule(attending, "kv", False).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
         """Return by rank of the ring how many rows of keys its queries meet, in all its visits."""
@@ -259,7 +259,7 @@ class RouteTable:
                 work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
         return work
 
-    def _schedule(
+    def schedule(
         self,
         attending: Attending,
         moving: Side,

@@ -144,6 +144,40 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             ),
             choose="a node in which any two ranks have a link; masks that need few of the keys",
         ),
+        "tasp": Preset(
+            title="TASP",
+            arxiv="2509.26541",
+            what="`zigzag_ring`, with blocks in four parts, which go around rings of their own that share no link",
+            options={**_RING, "layout": "zigzag", "schedule": "tasp", "parts": 4},
+            differs=(
+                "there are four parts, of the heads; the paper has one for each ring, of which there are `ranks - 1` "
+                "in a node. `parts` has other numbers, which must divide the key/value heads"
+            ),
+            limits="a number of key/value heads that 4 divides; any length",
+            choose="nodes in which any two ranks have a link of their own, most of which a single ring leaves idle",
+        ),
+        "dist_flash": Preset(
+            title="DistFlashAttn",
+            arxiv="2310.03294",
+            what=(
+                "keys and values go half way around, and queries come to ranks beyond, so that ranks with few keys "
+                "before them take over query blocks of the others; checkpoints keep what attention gave"
+            ),
+            options={
+                **_RING,
+                "layout": "contiguous",
+                "schedule": "direct",
+                "forward": "both",
+                "backward": "both",
+                "keep_attention": "all",
+            },
+            differs=(
+                "blocks of another node come over a counterpart in one's own; the paper has them sent straight from "
+                "their owners. Between two ranks only keys and values move"
+            ),
+            limits=_NO_BIAS,
+            choose="a causal mask on consecutive tokens, which leaves half of the visits, evenly shared",
+        ),
         "ring_self_attention": Preset(
             title="Ring Self-Attention",
             arxiv="2105.13120",
@@ -194,14 +228,14 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def presets_with(**options: Any) -> str:
-    """Return the names of the presets in which options have these values, for a message."""
+    """Return the names of the presets in which options have these values, or are left open, for a message."""
     return ", ".join(
         name
         for name, preset in PRESETS.items()
-        if all(preset.options.get(option) == value for option, value in options.items())
+        if all(preset.options.get(option, value) == value for option, value in options.items())
     )
 
 
 def presets_without_groups() -> str:
     """Return the names of the presets for any number of ranks, heads and tokens, for a message."""
-    return presets_with(ulysses_degree=1, mesh_degree=1)
+    return presets_with(ulysses_degree=1, mesh_degree=1, parts=1)

@@ -299,7 +299,7 @@ def test_presets_run_beside_the_automatic_choice(monkeypatch: pytest.MonkeyPatch
         assert seen == ["burst", *(f"preset {name}" for name in expected)]
     six = case_of("2x4", "6/6", None, options())
     refused = {name for name, each in PRESETS.items() if each.reason(six)}
-    assert refused == {"ulysses", "usp"}
+    assert refused == {"ulysses", "usp", "tasp"}
     assert "no groups of 4 ranks can share 6 query" in PRESETS["usp"].reason(six)["refused"]
     assert "does not divide 2x3" in PRESETS["loongtrain"].reason(replace(six, ranks_per_node=3))["refused"]
     (usp,) = PRESETS["usp"].configurations(replace(six, q_heads=16, kv_heads=16))
