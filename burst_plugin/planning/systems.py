@@ -46,12 +46,11 @@ def sent_bytes(
     strategy = strategy.on(topology)
     ring, halves = in_ring(shapes, strategy.degree), _halves(strategy, direction, topology, shapes)
     exchanged = exchanged_bytes(shapes, strategy, direction, halves[0].moving)
-    inside = min(strategy.group_size, topology.ranks_per_node)
-    others = {Link.INTRA: inside - 1, Link.INTER: strategy.group_size - inside}
-    sent = [
-        Counter({link: count * (exchanged + 2 * label_bytes) for link, count in others.items()})
-        for _ in range(halves[0].schedule.ranks)
-    ]
+    first, *others = strategy.groups(topology).members(0)
+    to_others = dict.fromkeys(Link, 0)
+    for other in others:
+        to_others[topology.link(first, other)] += exchanged + 2 * label_bytes
+    sent = [Counter(to_others) for _ in range(halves[0].schedule.ranks)]
     for moving, schedule in halves:
         of_block = dict(zip(Traffic, hop_bytes_by_traffic(ring, direction, moving), strict=True))
         for t in schedule.transfers:

@@ -138,13 +138,13 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
-    degree, lengths = rank_state.strategy.group_size, {"q": local.q_len, "kv": local.kv_len}
+    lengths = {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
     for side, whole in tokens.items():
         held = [token_count(runs) for runs in table.shards(whole)]
-        longest[side] = max(sum(held[first : first + degree]) for first in range(0, ranks, degree))
+        longest[side] = max(block.length for block in table.group_blocks(whole))
         if lengths[side] != held[rank]:
             raise ValueError(
                 f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {table.layout(whole).name!r}, but "

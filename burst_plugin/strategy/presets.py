@@ -1,6 +1,6 @@
 """Published systems by their names, as options: `Strategy.preset("usp")`.
 
-A new one is an entry of `PRESETS`. It sets the six options that say what is sent where, so that none of them is
+A new one is an entry of `PRESETS`. It sets the seven options that say what is sent where, so that none of them is
 left to be chosen, and more only if the system needs them. docs/systems.md is made of the entries and of what is
 counted for them.
 
@@ -14,11 +14,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from burst_plugin.checks import check_one_of
-from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE
+from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE, PLACEMENTS
+from burst_plugin.topology import Groups
 
-__all__ = ["PRESETS", "Preset", "presets_with", "presets_without_groups", "with_preset"]
+__all__ = ["PRESETS", "Preset", "check_groups", "presets_with", "presets_without_groups", "with_preset"]
 
-_RING = {"schedule": "flat_ring", "forward": "kv", "backward": "kv", "ulysses_degree": 1, "mesh_degree": 1}
+_HEAD_FIRST, _CONTEXT_FIRST = PLACEMENTS
+_RING = {
+    "schedule": "flat_ring",
+    "forward": "kv",
+    "backward": "kv",
+    "ulysses_degree": 1,
+    "ulysses_placement": _HEAD_FIRST,
+    "mesh_degree": 1,
+}
 _HEADS = "{} divide the query heads, and divide the key/value heads or are a multiple of them; any length"
 _NO_LIMITS = "any number of heads, any length"
 _NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
@@ -104,19 +113,37 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             choose="several nodes, heads enough for the ranks of a node",
         ),
         "loongtrain": Preset(
-            title="LoongTrain's 2D-Attention",
+            title="LoongTrain's 2D-Attention, head-first",
             arxiv="2406.18485",
             what="pairs of ranks in a node exchange heads, and a two-level ring goes around the pairs",
             options={**_RING, "layout": "zigzag", "schedule": "two_level_ring", "ulysses_degree": 2},
-            differs=(
-                "this is head-first placement. Context-first, with heads exchanged between nodes, does not run here, "
-                "since groups are neighbouring ranks. The paper leaves the sizes open: `ulysses_degree` has others"
-            ),
+            differs="the paper leaves the sizes open: `ulysses_degree` has others",
             limits=(
                 "an even number of ranks per node, of query heads, and of key/value heads unless there is one; any "
                 "length"
             ),
             choose="several nodes, heads for some ranks of a node but not for all",
+        ),
+        "loongtrain_context_first": Preset(
+            title="LoongTrain's 2D-Attention, context-first",
+            arxiv="2406.18485",
+            what=(
+                "pairs of ranks as far apart as can be exchange heads, between nodes if there are several, and two "
+                "rings go around neighbours, half of the ranks each"
+            ),
+            options={
+                **_RING,
+                "layout": "zigzag",
+                "schedule": "two_level_ring",
+                "ulysses_degree": 2,
+                "ulysses_placement": _CONTEXT_FIRST,
+            },
+            differs="the paper leaves the sizes open: `ulysses_degree` has others",
+            limits=(
+                "an even number of nodes, or of ranks in the only one; an even number of query heads, and of "
+                "key/value heads unless there is one; any length"
+            ),
+            choose="two nodes, about as many key/value heads as query heads; what crosses between them is not hidden",
         ),
         "mesh": Preset(
             title="Mesh-Attention",
@@ -225,6 +252,14 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
     name = given.pop("preset")
     check_one_of("preset", name, PRESETS)
     return {**PRESETS[name].options, **given}
+
+
+def check_groups(groups: Groups) -> None:
+    """Raise ValueError if there is no ring of such groups, with what can be had."""
+    try:
+        _ = groups.ring_topology
+    except ValueError as error:
+        raise ValueError(f"{error}; or a preset without groups: {presets_without_groups()}") from None
 
 
 def presets_with(**options: Any) -> str:

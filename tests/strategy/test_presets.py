@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.megatron import arguments
 from burst_plugin.planning.choice import planned
 from burst_plugin.planning.links import Links
-from burst_plugin.planning.planner import pass_price
+from burst_plugin.planning.planner import has_price, pass_price
 from burst_plugin.planning.systems import page, sent_bytes
 from burst_plugin.strategy import PLANNED
 from burst_plugin.strategy.presets import PRESETS
-from burst_plugin.types import BOTH, DIRECTIONS
+from burst_plugin.types import DIRECTIONS
 from tests.planning.test_choice import PROFILE
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem, Result, errors, reference
@@ -161,6 +162,9 @@ def test_with_a_profile_a_preset_stays_and_the_rest_is_planned(monkeypatch: pyte
     assert planned(measured.on(topology), topology)[0] == Strategy.preset("tasp")
     with pytest.raises(ValueError, match=r"forward='both' cannot be planned: it has no price"):
         planned(Strategy.from_profile(PROFILE.as_dict(), model=sizes, preset="dist_flash"), topology)
+    for more in ({"preset": "loongtrain_context_first"}, {"ulysses_placement": "context_first"}):
+        with pytest.raises(ValueError, match="ulysses_placement='context_first' cannot be planned: it has no price"):
+            planned(Strategy.from_profile(PROFILE.as_dict(), model=sizes, **more), topology)
     block = Block.of({BLOCK: {"profile": PROFILE.as_dict(), "preset": "pass_q", "seq_length": 1 << 17}})
     assert block is not None
     assert block.strategy == Strategy.from_profile(PROFILE.as_dict(), model={"seq": 1 << 17}, preset="pass_q")
@@ -191,18 +195,18 @@ def on_the_page(
     with_lse: whether lse, too, is sent back where heads are exchanged, as in a virtual ring.
     """
     strategy = Strategy.preset(name).on(topology)
-    degree, inside = strategy.group_size, min(strategy.group_size, topology.ranks_per_node)
-    others = {Link.INTRA: inside - 1, Link.INTER: degree - inside}
+    first, *rest = strategy.groups(topology).members(0)
+    others = Counter(topology.link(first, other) for other in rest)
     shapes = SHAPES._replace(dtype=dtype)
     passes = [sent_bytes(strategy, direction, topology, shapes, LABEL_BYTES) for direction in DIRECTIONS]
     both = [forward + backward for forward, backward in zip(*passes, strict=True)]
     with_lse = with_lse and strategy.mesh_degree == 1  # a mesh sends it anyway
-    lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // degree
+    lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // strategy.degree
     return {link.value: max(found[link] for found in both) + lse_bytes * others[link] for link in Link}
 
 
 @pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2), Topology(2, 4)], ids=str)
-@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.options["forward"] != BOTH])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if has_price(Strategy(**preset.options))])
 def test_the_planner_counts_the_bytes_of_the_page(name: str, topology: Topology) -> None:
     strategy, byte_per_s = Strategy.preset(name).on(topology), Links(1.0, 1.0)
     for direction in DIRECTIONS:
@@ -277,7 +281,10 @@ def _in_ranks(rank: int, names: list[str], per_node: int) -> dict[str, tuple[flo
     [
         (Topology(1, 2), list(PRESETS)),
         (Topology(2, 2), list(PRESETS)),
-        (Topology(2, 4), ["burst", "usp", "loongtrain", "all_gather", "tasp", "dist_flash"]),
+        (
+            Topology(2, 4),
+            ["burst", "usp", "loongtrain", "loongtrain_context_first", "all_gather", "tasp", "dist_flash"],
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, Topology) else f"{len(value)} presets",
 )
