@@ -31,7 +31,7 @@ __all__ = ["RankState"]
 
 @dataclass(eq=False, repr=False)
 class RankState:
-    """A rank of the context-parallel group, and its transports: of its ring, and of its group of neighbours.
+    """A rank of the context-parallel group, and its transports: of its ring, and of its group.
 
     With a `ulysses_degree` that is its Ulysses group, with a `mesh_degree` the one that gathers blocks.
 

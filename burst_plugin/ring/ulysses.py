@@ -1,6 +1,6 @@
 """Exchange heads inside Ulysses groups of ranks, so that a ring of groups is left: "2D attention".
 
-`ulysses_degree` consecutive ranks are a *Ulysses group*. Before the ring each of them sends its tokens of some heads
+`ulysses_degree` ranks are a *Ulysses group*, here consecutive ones (`topology.Groups` has others). Before the ring each of them sends its tokens of some heads
 to the ranks that work on these heads, and has the tokens of the whole group for its own share of the heads;
 afterwards outputs take the way back. Rank j of every group goes around a ring with the ranks j of the others.
 

@@ -214,7 +214,8 @@ def test_the_price_is_that_of_the_strategy() -> None:
     for parts in (1, 4):
         assert model_s(Strategy(parts=parts)) == pytest.approx(3 * hop_s + 2 * 0.030 / parts, rel=1e-3)
     assert model_s(Strategy(schedule="flat_ring")) == pytest.approx(7 * hop_s + 0.030, rel=1e-3)
-    assert cluster.bounds_of(case, SLEPT, LINKS, RingFlashAttn()) == {}
+    without = [PRESETS["dist_flash"], PRESETS["loongtrain_context_first"], RingFlashAttn()]
+    assert [cluster.bounds_of(case, SLEPT, LINKS, each) for each in without] == [{}] * 3
 
 
 def test_parts_are_those_that_the_planner_says() -> None:
