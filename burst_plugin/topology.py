@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
 
@@ -158,8 +159,7 @@ class Topology:
         return cls(len(ids) // size, size)
 
 
-@dataclass(frozen=True)
-class Groups:
+class Groups(NamedTuple):
     """Ranks in groups of `size`; those at one place in all groups are a ring.
 
     apart: whether rings are of neighbours, and the ranks of a group as far apart as can be, or the other way round.
@@ -176,25 +176,25 @@ class Groups:
     option: str = "ulysses_degree"
 
     @property
-    def count(self) -> int:
-        """How many groups there are, and ranks of a ring."""
+    def ring_size(self) -> int:
+        """Ranks of a ring, which is how many groups there are."""
         return self.topology.ranks // self.size
 
     def of(self, rank: int) -> tuple[int, int]:
         """Return the group of a rank, and its place in it."""
         if self.apart:
-            return rank % self.count, rank // self.count
+            return rank % self.ring_size, rank // self.ring_size
         return rank // self.size, rank % self.size
 
     def members(self, group: int) -> range:
         """Return the ranks of a group, by place."""
         if self.apart:
-            return range(group, self.topology.ranks, self.count)
+            return range(group, self.topology.ranks, self.ring_size)
         return range(group * self.size, (group + 1) * self.size)
 
     def ring(self, place: int) -> range:
         """Return the ranks at one place in their groups, by group."""
-        return Groups(self.topology, self.count, not self.apart).members(place)
+        return Groups(self.topology, self.ring_size, not self.apart).members(place)
 
     @property
     def ring_topology(self) -> Topology:
@@ -210,7 +210,7 @@ class Groups:
                 f"{self.option}={self.size} does not divide {self.topology} into rings of neighbours, inside nodes "
                 f"or of whole nodes; use one of {sizes[::-1]}"
             )
-        return Topology(max(1, self.count // per_node), min(self.count, per_node))
+        return Topology(max(1, self.ring_size // per_node), min(self.ring_size, per_node))
 
 
 def node_sizes(ids: Sequence[str]) -> list[int]:

@@ -37,7 +37,7 @@ def test_ranks_in_groups_and_in_rings(groups: Groups, members: str, rings: str, 
     def written(ranges: list[range]) -> str:
         return " ".join("".join(map(str, ranks)) for ranks in ranges)
 
-    assert written([groups.members(group) for group in range(groups.count)]) == members
+    assert written([groups.members(group) for group in range(groups.ring_size)]) == members
     assert written([groups.ring(place) for place in range(groups.size)]) == rings
     assert groups.ring_topology == ring
     for rank in range(groups.topology.ranks):

@@ -111,7 +111,7 @@ def _of_members(tokens: Tokens, groups: Groups) -> Tokens:
     """Return an assignment that has neighbours in groups as one to the members that groups have."""
     if not groups.apart or tokens.holders is None:
         return tokens
-    ranks = [rank for group in range(groups.count) for rank in groups.members(group)]
+    ranks = [rank for group in range(groups.ring_size) for rank in groups.members(group)]
     return replace(tokens, holders=tuple(ranks[holder] for holder in tokens.holders))
 
 

@@ -171,7 +171,7 @@ class RouteTable:
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
-            shards, groups = self.shards(tokens), map(self.groups.members, range(self.groups.count))
+            shards, groups = self.shards(tokens), map(self.groups.members, range(self.groups.ring_size))
             self._group_blocks[tokens] = [group_block([shards[rank] for rank in members]) for members in groups]
         return self._group_blocks[tokens]
 

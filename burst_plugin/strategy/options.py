@@ -108,7 +108,7 @@ class Strategy:
     ulysses_placement: str = field(
         default="head_first",
         metadata=_about(
-            "[which ranks](internals.md#heads-may-be-exchanged) exchange heads: `head_first`, neighbours; "
+            "which ranks [exchange heads](internals.md#heads-may-be-exchanged): `head_first`, neighbours; "
             "`context_first`, ranks as far apart as can be, so that rings are of neighbours",
             PLACEMENTS,
         ),
