@@ -214,7 +214,8 @@ def test_the_price_is_that_of_the_strategy() -> None:
     for parts in (1, 4):
         assert model_s(Strategy(parts=parts)) == pytest.approx(3 * hop_s + 2 * 0.030 / parts, rel=1e-3)
     assert model_s(Strategy(schedule="flat_ring")) == pytest.approx(7 * hop_s + 0.030, rel=1e-3)
-    assert cluster.bounds_of(case, SLEPT, LINKS, RingFlashAttn()) == {}
+    without = [PRESETS["dist_flash"], PRESETS["loongtrain_context_first"], RingFlashAttn()]
+    assert [cluster.bounds_of(case, SLEPT, LINKS, each) for each in without] == [{}] * 3
 
 
 def test_parts_are_those_that_the_planner_says() -> None:
@@ -299,7 +300,7 @@ def test_presets_run_beside_the_automatic_choice(monkeypatch: pytest.MonkeyPatch
         assert seen == ["burst", *(f"preset {name}" for name in expected)]
     six = case_of("2x4", "6/6", None, options())
     refused = {name for name, each in PRESETS.items() if each.reason(six)}
-    assert refused == {"ulysses", "usp"}
+    assert refused == {"ulysses", "usp", "tasp"}
     assert "no groups of 4 ranks can share 6 query" in PRESETS["usp"].reason(six)["refused"]
     assert "does not divide 2x3" in PRESETS["loongtrain"].reason(replace(six, ranks_per_node=3))["refused"]
     (usp,) = PRESETS["usp"].configurations(replace(six, q_heads=16, kv_heads=16))
