@@ -38,6 +38,7 @@ from burst_plugin.topology import Link, Topology, Traffic
 
 if TYPE_CHECKING:
     from burst_plugin.batch import shard_batch
+    from burst_plugin.sequence.prefix_tree import PrefixTree
     from burst_plugin.virtual import VirtualRing
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ __all__ = [
     "PerHeadGroup",
     "PerRow",
     "PrefixLM",
+    "PrefixTree",
     "RingError",
     "Schedule",
     "ScheduleError",
@@ -78,7 +80,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load what training does not need, when it is first asked for."""
+    """Load what most training does not need, when it is first asked for."""
     if name == "VirtualRing":
         from burst_plugin.virtual import VirtualRing
 
@@ -87,4 +89,8 @@ def __getattr__(name: str) -> Any:
         from burst_plugin.batch import shard_batch
 
         return shard_batch
+    if name == "PrefixTree":
+        from burst_plugin.sequence.prefix_tree import PrefixTree
+
+        return PrefixTree
     raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")

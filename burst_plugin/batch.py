@@ -80,8 +80,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
     Args:
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
-            document bounds as `cu_seq_lens_q` or as positions that start again. Anything else of that shape is cut
-            as well; numbers, strings and tensors of one dimension are passed on.
+            document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
+            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well;
+            numbers, strings and tensors of one dimension are passed on.
         pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
 
     Returns:
@@ -175,7 +176,7 @@ def _tokens(cp: ContextParallel, read: WholeBatch) -> Tokens:
         _looked_at[cp] = looks + 1 if uneven <= _UNEVEN else _LOOKS
         if uneven > _UNEVEN:
             _LOG.warning(
-                'documents or padding give one rank %.1f times the attention work of the mean; layout="auto" '
+                'documents, trees or padding give one rank %.1f times the attention work of the mean; layout="auto" '
                 "balances every batch",
                 uneven,
             )

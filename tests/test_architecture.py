@@ -25,7 +25,7 @@ FLOORS = (
     ("activations",),
     ("planning",),
     ("context",),
-    ("attention", "batch"),
+    ("attention", "batch", "trajectories"),
     ("virtual", "inference"),
     ("__init__",),
     ("check",),

@@ -29,10 +29,15 @@ __all__ = [
 
 
 class VisitPositions(NamedTuple):
-    """Which tokens meet in a visit: positions [Sq] and [Sk], int64; None where nothing depends on them."""
+    """Which tokens meet in a visit, int64; None where nothing depends on them.
+
+    q, k: [Sq] and [Sk], positions as scores count them, logical ones under a prefix tree.
+    columns: [Sk], the positions of the keys in the sequence, as a bias has them.
+    """
 
     q: Tensor | None = None
     k: Tensor | None = None
+    columns: Tensor | None = None
 
 
 NO_POSITIONS = VisitPositions()
@@ -89,7 +94,8 @@ class TileAttention:
         q, k = positions.q[tile.q], positions.k[tile.k]
         bias = self._bias
         if bias is not None:
-            bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, k)
+            assert positions.columns is not None
+            bias = bias[_bias_batch(bias, tile), :, tile.q].index_select(3, positions.columns[tile.k])
         return self._base._replace(band=tile.band, bias=bias, q_positions=q, k_positions=k, first_batch_row=first)
 
     def add_to_dbias(self, dbias: Tensor | None, tile: Tile, positions: VisitPositions) -> None:
@@ -97,10 +103,10 @@ class TileAttention:
         bias = self._bias
         if dbias is None or bias is None:
             return
-        assert positions.k is not None
+        assert positions.columns is not None
         if self.dbias is None:
             self.dbias = torch.zeros_like(bias, dtype=dbias.dtype)
-        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, positions.k[tile.k], dbias)
+        self.dbias[_bias_batch(bias, tile), :, tile.q].index_add_(3, positions.columns[tile.k], dbias)
 
 
 def bias_grad(bias: Tensor, parts: Sequence[TileAttention]) -> Tensor:

@@ -61,6 +61,8 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     strategy, device = rank_state.strategy, inputs.q.device
     if request.forward is not None:
         strategy = replace(strategy, forward=request.forward)
+    if request.mask.trees:
+        strategy = _with_keys_moving(strategy)
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
@@ -105,6 +107,15 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
         spans=SpanTable(shapes.batch, device),
         packing=packing,
     )
+
+
+def _with_keys_moving(strategy: Strategy) -> Strategy:
+    """Return the strategy under a prefix tree, in which keys move unless queries are asked to.
+
+    Ranks that hold a prompt would else have the work of all its answers.
+    """
+    forward, backward = ("kv" if each == AUTO else each for each in (strategy.forward, strategy.backward))
+    return replace(strategy, forward=forward, backward=backward)
 
 
 def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
@@ -186,6 +197,12 @@ def _check_mask(request: Request, batch: int) -> None:
         raise ValueError(
             "alibi_slopes need positions that count alike for queries and keys, but the mask's documents have keys "
             "that begin elsewhere; add the slopes as a bias"
+        )
+    by_row = {request.mask.of_row(row).trees for row in range(rows or 1)} if request.scores.needs_positions else ()
+    if len(by_row) > 1:
+        raise ValueError(
+            "alibi_slopes and dropout go by the positions of tokens, which batch rows with different prefix trees do "
+            "not share; give all rows one tree, or make a call for each row"
         )
 
 

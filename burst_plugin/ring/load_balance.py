@@ -48,9 +48,15 @@ def work_by_rank(table: RouteTable, attending: Attending, local: Side) -> list[i
     return _shares(table, attending.of(local), _work(attending, local))
 
 
+def _staying(table: RouteTable, mask: Mask) -> tuple[Side, ...]:
+    """Return the sides that may stay where they are: under a prefix tree queries, unless they are asked to move."""
+    return ("q",) if mask.trees and not table.moving & {"q", BOTH} else SIDES
+
+
 def imbalance(table: RouteTable, attending: Attending) -> float:
     """Return the most over the mean of the ranks' work, whichever side moves; 1 is even, as is no work at all."""
-    shares = [] if table.moving == {BOTH} else [work_by_rank(table, attending, local) for local in SIDES]
+    sides = () if table.moving == {BOTH} else _staying(table, attending.mask)
+    shares = [work_by_rank(table, attending, local) for local in sides]
     if BOTH in table.moving:
         shares.append(table.work_in_halves(attending))
     return max(map(_uneven, shares))
@@ -126,12 +132,12 @@ class _ByToken:
     @cached_property
     def _work(self) -> dict[Side, Tensor]:
         plain = Attending(Tokens(self.length), Tokens(self.length), self.mask)
-        return {local: _work(plain, local) for local in SIDES}
+        return {local: _work(plain, local) for local in _staying(self.table, self.mask)}
 
     def shares(self, tokens: Tokens) -> list[list[float]]:
         """Return the work of every rank, by side; that of all batch rows is divided by their number."""
         batch = self.mask.rows or 1
-        return [[share / batch for share in _shares(self.table, tokens, self._work[local])] for local in SIDES]
+        return [[share / batch for share in _shares(self.table, tokens, work)] for work in self._work.values()]
 
     def time(self, tokens: Tokens) -> float:
         """Return for how long the slowest rank computes and sends, in pairs."""
@@ -189,10 +195,10 @@ class _ByDocument:
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:
     """Return for how long the slowest rank computes and sends, in pairs of a query and a key."""
     batch = attending.mask.rows or 1  # work is that of all batch rows, if they differ
-    shares = zip(*(_shares(table, attending.of(local), work[local]) for local in SIDES), strict=True)
+    shares = zip(*(_shares(table, attending.of(local), work[local]) for local in work), strict=True)
     computes = 0.0
-    for both, visited in zip(shares, table.rows_visited(attending), strict=True):
-        computes = max(computes, max(both) / batch + _VISITED * visited)
+    for by_side, visited in zip(shares, table.rows_visited(attending), strict=True):
+        computes = max(computes, max(by_side) / batch + _VISITED * visited)
     return _duration(computes, *table.most_rows_moved(attending))
 
 

@@ -120,11 +120,16 @@ class PassPlan:
         """Return the positions of the tokens that meet in a visit, if anything depends on them."""
         if not self.kernel_tiles.uses_positions:
             return NO_POSITIONS
-        table, most = self.rank_state.positions, self.attending.q.length + self.attending.kv.length
-        held = (self.route.runs[side][owner] for side in SIDES)
-        return VisitPositions(
-            *(table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
-        )
+        table, trees = self.rank_state.positions, self.attending.mask.trees
+        most = (self.attending.q.length + self.attending.kv.length) * (2 if trees else 1)
+        held = [self.route.runs[side][owner] for side in SIDES]
+        q, k = (table.of((runs, self.device), most, partial(positions, runs, self.device)) for runs in held)
+        if len(trees) != 1:  # of several none counts: see `choices`
+            return VisitPositions(q, k, columns=k)
+        (tree,) = trees
+        places = zip(held, (q, k), strict=True)
+        logical = [table.of((runs, self.device, tree), most, partial(tree.logical, x)) for runs, x in places]
+        return VisitPositions(logical[0], logical[1], columns=k)
 
     @cached_property
     def send_recv(self) -> SendRecvPlan:

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from burst_plugin.checks import whole_number
+from burst_plugin.checks import shown, whole_number
 from burst_plugin.sequence.layout import even_length
 from burst_plugin.sequence.masks import Documents, Mask, PerRow, key_padding
+from burst_plugin.sequence.prefix_tree import PrefixTree
 
 __all__ = ["IGNORED_LABEL", "MASK_KEYS", "SEEDS", "WholeBatch", "read_batch", "shifted"]
 
 IGNORED_LABEL = -100  # label of a token that is not part of the loss
 # Entries of a batch that say which tokens attend to which; a shard has a mask in their place.
-MASK_KEYS = frozenset({"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+MASK_KEYS = frozenset(
+    {"attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "tree"}
+)
 SEEDS = 2**31 - 1  # checksums, and seeds made of them, are below this
 
 
@@ -50,7 +53,8 @@ def read_batch(batch: Mapping[str, Any], ranks: int, pad_token_id: int) -> Whole
     whole_number("pad_token_id={}", pad_token_id, "use the id of the token that fills up sequences, or leave it out")
     tensors = _tensors_to_cut(batch)
     padded = even_length(tensors["position_ids"].shape[1], ranks)
-    mask = _mask(batch, tensors["position_ids"], padded)
+    trees = _trees(batch, tensors)
+    mask = _mask(batch, tensors["position_ids"], padded, trees)
     compared = [*tensors.values(), batch.get("attention_mask"), batch.get("cu_seq_lens_q")]
     return WholeBatch(tensors, padded, mask, _checksum_of([x for x in compared if isinstance(x, Tensor)]))
 
@@ -124,13 +128,44 @@ def _check_masks(batch: Mapping[str, Any], ids: Tensor) -> None:
         )
 
 
-def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int) -> Mask | None:
-    """Return the mask of a whole batch: padding and document bounds; None for neither."""
+def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[PrefixTree, ...]:
+    """Return the prefix trees of a batch, one, or one for each row, and put their positions into `tensors`.
+
+    From logical positions a tree can be told, so that ranks need not compare more than these.
+
+    Raises ValueError for what is no tree of this batch, or does not go with one.
+    """
+    given = batch.get("tree")
+    if given is None:
+        return ()
+    shape = tensors["position_ids"].shape[:2]
+    trees = tuple(given) if isinstance(given, list | tuple) else (given,)
+    if not all(isinstance(tree, PrefixTree) for tree in trees) or len(trees) not in (1, shape[0]):
+        raise ValueError(f"tree={shown(given)} is not valid; give a PrefixTree, or a list, one for each batch row")
+    for tree in trees:
+        tree.beside_trees(shape[1], shape[1])  # raises ValueError if it is of another length
+    for name in ("labels", "cu_seq_lens_q"):
+        if batch.get(name) is not None:
+            why = "a token has several next ones: use edges" if name == "labels" else "roots are documents"
+            raise ValueError(f"{name} is given with a tree, in which {why}; leave it out")
+    logical = torch.stack([tree.logical(torch.arange(shape[1])) for tree in trees]).expand(shape)
+    positions = tensors["position_ids"]
+    if batch.get("position_ids") is not None and not torch.equal(positions.cpu().long(), logical):
+        raise ValueError("position_ids are not those of the tree, which count along each path; leave them out")
+    tensors["position_ids"] = logical.to(positions.device)
+    return trees
+
+
+def _mask(batch: Mapping[str, Any], positions: Tensor, padded: int, trees: Sequence[PrefixTree]) -> Mask | None:
+    """Return the mask of a whole batch: padding, document bounds or trees; None for none of these."""
     masks: list[Mask] = []
     valid = batch.get("attention_mask")
     valid = valid.bool() if isinstance(valid, Tensor) else torch.ones_like(positions, dtype=torch.bool)
     if not bool(valid.all()):
         masks.append(key_padding(torch.nn.functional.pad(valid, (0, padded - valid.shape[1]), value=False)))
+    if trees:
+        own = tuple(tree.padded(padded) for tree in trees)
+        return reduce(and_, [*masks, own[0] if len(own) == 1 else PerRow(own)])
     if isinstance(batch.get("cu_seq_lens_q"), Tensor):
         masks.append(_documents(batch["cu_seq_lens_q"].tolist(), positions.shape, padded))
         return reduce(and_, masks)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.topology import Topology
-from burst_plugin.types import SIDES, Side
+from burst_plugin.types import Side
 
 __all__ = ["assign_chunks"]
 
@@ -35,13 +35,13 @@ def assign_chunks(
     """Return the rank of every chunk, `per_rank` chunks for each rank.
 
     Args:
-        work: by side, pairs of all tokens before each, int64 [S + 1].
+        work: by each side that may stay, pairs of all tokens before each, int64 [S + 1].
         topology: of the ring, whose ranks are groups of `degree` ranks. A group has the work of all its chunks.
         cu_seqlens: bounds of documents; if given, chunks are assigned to nodes first, and then inside them.
     """
     per_group, length = per_rank * degree, len(work["q"]) - 1
     count = topology.ranks * per_group
-    weights = torch.stack([_work_by_chunk(work[side], count) for side in SIDES])
+    weights = torch.stack([_work_by_chunk(of_side, count) for of_side in work.values()])
     chunks = list(range(count))
     if cu_seqlens is None or topology.nodes == 1:
         groups = _by_work(chunks, topology.ranks, weights)

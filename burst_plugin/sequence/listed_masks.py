@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
 from burst_plugin.sequence.regions import Mask, Region
+
+if TYPE_CHECKING:
+    from burst_plugin.sequence.prefix_tree import PrefixTree
 
 __all__ = [
     "Keys",
@@ -101,6 +105,11 @@ class _Several(Mask):
     def shifts(self) -> bool:
         """Whether any mask does."""
         return any(mask.shifts for mask in self.masks)
+
+    @property
+    def trees(self) -> frozenset[PrefixTree]:
+        """Those of all masks."""
+        return frozenset().union(*(mask.trees for mask in self.masks))
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown
 from burst_plugin.types import Side
+
+if TYPE_CHECKING:
+    from burst_plugin.sequence.prefix_tree import PrefixTree
 
 __all__ = ["Both", "Mask", "Region", "allowed", "work_by_token"]
 
@@ -128,6 +131,15 @@ class Mask(ABC):
         """Whether queries attend to keys at unrelated positions, so that distances between the two mean nothing."""
         return False
 
+    @property
+    def trees(self) -> frozenset[PrefixTree]:
+        """The prefix trees in it, by which tokens have logical positions, of all batch rows and groups of heads."""
+        return frozenset()
+
+    def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return the regions without those of a prefix tree; with one, bands count logical positions."""
+        return self.regions(q_len, kv_len)
+
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that allows what both masks allow."""
         return Both(self, other)
@@ -157,6 +169,11 @@ class Both(Mask):
             raise ValueError(
                 "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
                 "or a window means nothing there; use the Documents alone"
+            )
+        if all(mask.trees for mask in parts) and len(self.trees) > 1:
+            raise ValueError(
+                "two prefix trees do not combine: a token has one path; give every batch row its own tree, "
+                "PerRow((tree, ...)), and combine that with masks of other kinds"
             )
 
     @property
@@ -204,10 +221,20 @@ class Both(Mask):
         """Whether either mask does."""
         return self.one.shifts or self.other.shifts
 
+    @property
+    def trees(self) -> frozenset[PrefixTree]:
+        """Those of either mask."""
+        return self.one.trees | self.other.trees
+
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
-        """Return every region of one mask cut to every region of the other."""
-        others = self.other.regions(q_len, kv_len)
-        regions = (a.intersect(b) for a in self.one.regions(q_len, kv_len) for b in others)
+        """Return every region of one mask cut to every region of the other, and to a prefix tree at last."""
+        regions = self.beside_trees(q_len, kv_len)
+        return next(iter(self.trees)).within(regions) if self.trees else regions
+
+    def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return the same without the tree."""
+        others = self.other.beside_trees(q_len, kv_len)
+        regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
         return tuple(region for region in regions if not region.is_empty)
 
 

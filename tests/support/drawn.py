@@ -22,6 +22,7 @@ from burst_plugin import (
     PerHeadGroup,
     PerRow,
     PrefixLM,
+    PrefixTree,
     Scores,
     SlidingWindow,
     Strategy,
@@ -45,6 +46,7 @@ __all__ = [
     "PerHeadGroup",
     "PerRow",
     "PrefixLM",
+    "PrefixTree",
     "Scores",
     "SlidingWindow",
     "Strategy",
@@ -60,6 +62,7 @@ REFUSALS = (  # what may be refused, of what is drawn
     r"runs of unlike strides do not make tiles",
     r"(forward|backward)='q' cannot be had with a bias",
     r"alibi_slopes need positions that count alike",
+    r"alibi_slopes and dropout go by the positions of tokens, which batch rows",
     r"parts=.* does not divide the \d+ key/value heads",
     r"ulysses_degree=\d+ ranks cannot share",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -18,6 +18,7 @@ from burst_plugin import (
     PerHeadGroup,
     PerRow,
     PrefixLM,
+    PrefixTree,
     Scores,
     SlidingWindow,
     Strategy,
@@ -30,7 +31,7 @@ from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence.layout import LAYOUTS, Layout, in_chunks
 from tests.support.drawn import Drawn
 
-__all__ = ["calls", "cu_seqlens", "layouts", "masks", "runnable"]
+__all__ = ["calls", "cu_seqlens", "layouts", "masks", "prefix_trees", "runnable"]
 
 FEW_RANKS = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (1, 4)]
 MANY_RANKS = [(2, 2), (4, 2), (2, 4), (3, 2), (2, 3), (3, 3)]
@@ -89,10 +90,27 @@ def block_masks(draw: st.DrawFn, q_len: int, kv_len: int) -> BlockMask:
     return BlockMask.of(torch.rand(rows, columns, generator=generator) < rare, block)
 
 
+@st.composite
+def prefix_trees(draw: st.DrawFn, length: int) -> PrefixTree:
+    """Draw a forest of up to nine nodes, some of them empty."""
+    path: list[int] = []
+    parents = []
+    for node in range(draw(st.integers(1, 9))):
+        depth = draw(st.integers(0, len(path)))
+        del path[depth:]
+        parents.append(path[-1] if path else -1)
+        path.append(node)
+    inner = st.lists(st.integers(0, length), min_size=len(parents) - 1, max_size=len(parents) - 1).map(sorted)
+    bounds = (0, *draw(inner), length)
+    return PrefixTree(tuple(parents), tuple(b - a for a, b in pairwise(bounds)))
+
+
 def single(q_len: int, kv_len: int) -> st.SearchStrategy[Mask]:
     """Draw one mask for all batch rows."""
+    trees = prefix_trees(q_len) if q_len == kv_len else st.just(Causal())
     return st.one_of(
         sparse(q_len, kv_len),
+        trees,
         st.sampled_from([Causal(), Full(), CausalBottomRight()]),
         st.builds(SlidingWindow, st.one_of(st.none(), st.integers(0, kv_len)), st.sampled_from([0, 2, None])),
         st.builds(PrefixLM, st.integers(0, kv_len)),
@@ -135,7 +153,12 @@ def masks(draw: st.DrawFn, q_len: int, kv_len: int, per_row: bool = True, least:
 
 
 def combined(one: Mask, other: Mask) -> Mask:
-    """Return both masks combined, or the first where documents with key offsets leave no positions to compare."""
+    """Return both masks combined, or the first where documents with key offsets leave no positions to compare.
+
+    So do two prefix trees.
+    """
+    if one.trees and other.trees:
+        return one
     clash = (one.shifts or other.shifts) and (one.compares_positions or other.compares_positions)
     return one if clash else one & other
 

@@ -5,6 +5,7 @@ Masks are painted here from their definitions, pair by pair, without the package
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,16 +20,28 @@ from burst_plugin import (
     Full,
     Keys,
     Mask,
-    PerHeadGroup,
     PerRow,
     PrefixLM,
+    PrefixTree,
     Scores,
     SlidingWindow,
 )
 from burst_plugin.kernels.dropout import keep
 from burst_plugin.sequence.regions import Both
 
-__all__ = ["NAMES", "Problem", "Result", "errors", "painted", "reference", "reference_lse", "relative"]
+__all__ = [
+    "NAMES",
+    "Problem",
+    "Result",
+    "attention",
+    "errors",
+    "painted",
+    "positions_of",
+    "reference",
+    "reference_lse",
+    "relative",
+    "tree_paths",
+]
 
 NAMES = ("out", "dq", "dk", "dv", "dsink", "dbias")
 
@@ -90,8 +103,12 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
     """Return which pairs attend, bool [B, Sq, Sk]."""
     if isinstance(mask, PerRow):
         return torch.cat([painted(one, 1, q_len, kv_len) for one in mask.masks])
-    if isinstance(mask, Both):
+    if isinstance(mask, Both) and not mask.trees:
         return painted(mask.one, batch, q_len, kv_len) & painted(mask.other, batch, q_len, kv_len)
+    if isinstance(mask, Both) and mask.rows is not None:
+        return torch.cat([painted(mask.of_row(row), 1, q_len, kv_len) for row in range(mask.rows)])
+    if mask.trees:
+        return _painted_tree(mask, q_len).expand(batch, q_len, kv_len)
     i, j = torch.arange(q_len).unsqueeze(1), torch.arange(kv_len)
     everything = torch.ones(q_len, kv_len, dtype=torch.bool)
     if isinstance(mask, Full):
@@ -119,15 +136,63 @@ def painted(mask: Mask, batch: int, q_len: int, kv_len: int) -> Tensor:
     return pairs.expand(batch, q_len, kv_len)
 
 
+def _painted_tree(mask: Mask, length: int) -> Tensor:
+    """Return which pairs attend in a prefix tree, path by path: there positions count as if the path were alone.
+
+    Other masks that compare positions are painted for the path alone, those that list tokens for the sequence.
+    """
+    (tree,) = mask.trees
+    pairs = torch.zeros(length, length, dtype=torch.bool)
+    own, listing = [], []
+    for each in _parts(mask):
+        if not isinstance(each, PrefixTree):
+            (own if each.compares_positions else listing).append(each)
+    for path in tree_paths(tree):
+        on_path = painted(Causal(), 1, len(path), len(path))[0]
+        for each in own:
+            on_path = on_path & painted(each, 1, len(path), len(path))[0]
+        index = torch.tensor(path, dtype=torch.int64)
+        pairs[index.unsqueeze(1), index] = on_path
+    for each in listing:
+        pairs &= painted(each, 1, length, length)[0]
+    return pairs
+
+
+def _parts(mask: Mask) -> list[Mask]:
+    return [*_parts(mask.one), *_parts(mask.other)] if isinstance(mask, Both) else [mask]
+
+
+def tree_paths(tree: PrefixTree) -> list[list[int]]:
+    """Return for every node the tokens on the path from its root, its own included."""
+    paths: list[list[int]] = []
+    start = 0
+    for parent, count in zip(tree.parents, tree.lengths, strict=True):
+        paths.append([*(paths[parent] if parent >= 0 else []), *range(start, start + count)])
+        start += count
+    return paths
+
+
+def positions_of(mask: Mask, length: int) -> Tensor:
+    """Return the position of every token on its path, or in the sequence where there is no prefix tree."""
+    found = torch.arange(length)
+    for tree in mask.trees:
+        for path in tree_paths(tree):
+            found[path] = torch.arange(len(path))
+    return found
+
+
+def _positions(mask: Mask, lengths: Sequence[int]) -> list[Tensor]:
+    return [positions_of(mask, length) for length in lengths]
+
+
 def painted_by_head(mask: Mask, batch: int, heads: int, q_len: int, kv_len: int) -> Tensor:
     """Return which pairs attend, bool [B, 1 or heads, Sq, Sk]."""
     if mask.head_groups is None:
         return painted(mask, batch, q_len, kv_len).unsqueeze(1)
-    if isinstance(mask, Both):
+    if isinstance(mask, Both) and not mask.trees:
         one, other = (painted_by_head(each, batch, heads, q_len, kv_len) for each in (mask.one, mask.other))
         return one & other
-    assert isinstance(mask, PerHeadGroup)
-    groups = [painted(each, batch, q_len, kv_len) for each in mask.masks]
+    groups = [painted(mask.of_head_group(each), batch, q_len, kv_len) for each in range(mask.head_groups)]
     return torch.stack([groups[head * len(groups) // heads] for head in range(heads)], 1)
 
 
@@ -147,15 +212,20 @@ def reference(problem: Problem, mask: Mask, scores: Scores | None = None) -> Res
     assert q is not None
     assert k is not None
     assert v is not None
-    logits = _logits(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
-    values = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-    p = logits.softmax(-1).nan_to_num(0.0) if sink is None else logits.softmax(-1)[..., :-1]
-    if scores.dropout:
-        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), *map(torch.arange, p.shape[2:])).double()
-    out = torch.einsum("bhij,bjhd->bihd", p, values)
+    out = attention(Problem(q, k, v, problem.dout, sink, bias), mask, scores)
     wanted = [x for x in inputs if x is not None]
     grads = iter(_without_nan(torch.autograd.grad(out, wanted, problem.dout.double())))
     return Result(out.detach(), *(None if x is None else next(grads) for x in inputs))
+
+
+def attention(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
+    """Return out [B, Sq, Hq, Dv] from the definition, with a gradient; `dout` does not matter."""
+    logits, v = _logits(problem, mask, scores), problem.v
+    values = v.repeat_interleave(problem.q.shape[2] // v.shape[2], dim=2)
+    p = logits.softmax(-1).nan_to_num(0.0) if problem.sink is None else logits.softmax(-1)[..., :-1]
+    if scores.dropout:
+        p = p * keep(scores, range(p.shape[0]), range(p.shape[1]), *_positions(mask, p.shape[2:])).double()
+    return torch.einsum("bhij,bjhd->bihd", p, values)
 
 
 def reference_lse(problem: Problem, mask: Mask, scores: Scores | None = None) -> Tensor:
@@ -173,7 +243,10 @@ def _logits(problem: Problem, mask: Mask, scores: Scores) -> Tensor:
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     if scores.alibi_slopes is not None:
-        apart = (torch.arange(q_len).unsqueeze(1) - torch.arange(kv_len)).abs()
+        groups = mask.head_groups or 1
+        pairs = [_positions(mask.of_head_group(group), (q_len, kv_len)) for group in range(groups)]
+        heads = logits.shape[1] // groups
+        apart = torch.stack([(q.unsqueeze(1) - k).abs() for q, k in pairs for _ in range(heads)])
         logits = logits - torch.tensor(scores.alibi_slopes, dtype=torch.float64).view(-1, 1, 1) * apart
     if bias is not None:
         logits = logits + bias
