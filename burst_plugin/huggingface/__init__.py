@@ -25,8 +25,18 @@ if TYPE_CHECKING:
     from burst_plugin.huggingface.generation import ring_for_generation
     from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
     from burst_plugin.huggingface.ring_cache import RingCache
+    from burst_plugin.huggingface.rollouts import RolloutLogProbs, rollout_log_probs
 
-__all__ = ["LogLikelihood", "RingCache", "log_likelihood", "prepare", "register", "ring_for_generation"]
+__all__ = [
+    "LogLikelihood",
+    "RingCache",
+    "RolloutLogProbs",
+    "log_likelihood",
+    "prepare",
+    "register",
+    "ring_for_generation",
+    "rollout_log_probs",
+]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -64,8 +74,10 @@ def register() -> str:
 _ELSEWHERE = {  # what imports transformers, once it is asked for
     "LogLikelihood": "likelihood",
     "RingCache": "ring_cache",
+    "RolloutLogProbs": "rollouts",
     "log_likelihood": "likelihood",
     "ring_for_generation": "generation",
+    "rollout_log_probs": "rollouts",
 }
 
 

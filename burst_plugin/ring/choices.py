@@ -61,6 +61,8 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     strategy, device = rank_state.strategy, inputs.q.device
     if request.forward is not None:
         strategy = replace(strategy, forward=request.forward)
+    if request.mask.trees:
+        strategy = _with_keys_moving(strategy)
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
@@ -68,7 +70,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks, bool(request.mask.trees))
+    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
     # Results that something else is added to first stay as wide as they were accumulated.
     rounded: dict[Direction, dict[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
@@ -105,6 +107,15 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
         spans=SpanTable(shapes.batch, device),
         packing=packing,
     )
+
+
+def _with_keys_moving(strategy: Strategy) -> Strategy:
+    """Return the strategy under a prefix tree, in which keys move unless queries are asked to.
+
+    Ranks that hold a prompt would else have the work of all its answers.
+    """
+    forward, backward = ("kv" if each == AUTO else each for each in (strategy.forward, strategy.backward))
+    return replace(strategy, forward=forward, backward=backward)
 
 
 def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
@@ -240,13 +251,9 @@ def is_deterministic(strategy: Strategy) -> bool:
 
 
 def _moving_sides(
-    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int, has_trees: bool
+    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int
 ) -> Mapping[Direction, tuple[Side, ...]]:
-    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is.
-
-    Under a prefix tree keys move unless queries are asked for: ranks that hold a prompt would have the work of all
-    its answers.
-    """
+    """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)
@@ -256,8 +263,7 @@ def _moving_sides(
                 f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
                 f"move: {presets_with(forward='kv', backward='kv')}"
             )
-        half_is_all = asked == BOTH and ring_ranks <= 2  # half way round is all of the way
-        if extras.bias or half_is_all or (has_trees and asked == AUTO):
+        if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
             moving[direction] = ("kv",)
         elif asked == BOTH:
             moving[direction] = ("kv", "q")
