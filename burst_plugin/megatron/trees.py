@@ -163,6 +163,11 @@ def _problems(model: Any, config: Any) -> list[str]:
         )
     if getattr(config, "mtp_num_layers", None):
         reasons.append("multi-token prediction goes by the order of tokens; set mtp_num_layers=None")
+    if getattr(config, "calculate_per_token_loss", False):
+        reasons.append(
+            "calculate_per_token_loss=True divides by the tokens of all ranks, each of which has the loss of all "
+            "edges: set it to False, and have loss functions return two values"
+        )
     if is_hybrid(config):
         reasons.append("hybrid_context_parallel is not supported; use context_parallel_size")
     if resets_attention_mask():

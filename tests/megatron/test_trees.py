@@ -144,7 +144,8 @@ def test_tied_heads_and_sequence_parallelism() -> None:
 
 
 def test_pipelines_and_learned_positions() -> None:
-    _check(LEARNED, _over(LEARNED, cp=2, pp=2))
+    _check(PLAIN, _over(PLAIN, cp=2, pp=2))
+    _check(LEARNED, _over(LEARNED, cp=2))
 
 
 def _positions_of_the_folded_sequence() -> None:
@@ -186,6 +187,7 @@ def _refused(rank: int) -> dict[str, str]:
     wrong: dict[str, tuple[GptRun, Folded, int | None]] = {
         "latent": (latent, folded, None),
         "off the ring": (PLAIN, folded, None),
+        "per token": (_over(PLAIN, cp=2, per_token_loss=True), folded, None),
         "apart": (_over(PLAIN, cp=2), other if rank else folded, None),
         "tree": (_over(PLAIN, cp=2), short, None),
         "length": (_over(PLAIN, cp=2), folded, 45),
@@ -203,6 +205,7 @@ def test_what_does_not_fit_ends_on_every_rank() -> None:
     texts = {
         "latent": "multi_latent_attention is not supported: it makes its rotary embedding itself",
         "off the ring": 'use cp_comm_type="burst", and 2 or more ranks',
+        "per token": "calculate_per_token_loss=True divides by the tokens of all ranks",
         "apart": "tokens=torch.int64",
         "tree": "the nodes of the tree add up to 7 tokens",
         "length": "length=45 is not valid for 42 tokens over 2 context-parallel ranks",
