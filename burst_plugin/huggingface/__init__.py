@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from burst_plugin.huggingface.generation import ring_for_generation
+    from burst_plugin.huggingface.grpo import fold_rollouts
     from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
     from burst_plugin.huggingface.ring_cache import RingCache
     from burst_plugin.huggingface.rollouts import RolloutLogProbs, rollout_log_probs
@@ -31,6 +32,7 @@ __all__ = [
     "LogLikelihood",
     "RingCache",
     "RolloutLogProbs",
+    "fold_rollouts",
     "log_likelihood",
     "prepare",
     "register",
@@ -75,6 +77,7 @@ _ELSEWHERE = {  # what imports transformers, once it is asked for
     "LogLikelihood": "likelihood",
     "RingCache": "ring_cache",
     "RolloutLogProbs": "rollouts",
+    "fold_rollouts": "grpo",
     "log_likelihood": "likelihood",
     "ring_for_generation": "generation",
     "rollout_log_probs": "rollouts",

@@ -77,8 +77,7 @@ def rollout_log_probs(
         loss.backward()  # then gradients are added up over the ranks of cp
     """
     pretrained = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
-    listed = list(rollouts)
-    given, mine = _of_all_ranks(listed, cp) if own else (listed, slice(None))
+    given, mine = _of_all_ranks(rollouts, cp) if own else (rollouts, slice(None))
 
     def agree(folded: Folded | None, problem: str) -> None:
         compared = {} if folded is None else {"temperature": float(temperature), "own": bool(own)}
@@ -100,7 +99,7 @@ def rollout_log_probs(
 
 
 def _prepared(
-    pretrained: PreTrainedModel | None, rollouts: list[Any], options: tuple[float, int], cp: ContextParallel
+    pretrained: PreTrainedModel | None, rollouts: Iterable[Any], options: tuple[float, int], cp: ContextParallel
 ) -> Folded:
     """Return the rollouts folded, and have the next forward of the model compute what is asked for of its head."""
     temperature, chunk = options
@@ -153,7 +152,7 @@ class _LossOfAll(torch.autograd.Function):
         return total, None
 
 
-def _of_all_ranks(rollouts: list[Any], cp: ContextParallel) -> tuple[list[Tensor], slice]:
+def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Tensor], slice]:
     """Return the rollouts of all ranks in their order, on the CPU, and which of them are this rank's; collective.
 
     Raises ValueError on every rank for what are no rollouts on any.

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 
-from burst_plugin import ContextParallel
+from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.huggingface import prepare, rollout_log_probs
+from burst_plugin.trajectories import fold
 from tests.support.deepspeed_run import VOCAB, Run, build, worst
 from tests.support.families import families
-from tests.support.ranks import run_ranks
+from tests.support.ranks import last_lines, run_ranks
 
 pytestmark = pytest.mark.huggingface
 
@@ -56,7 +58,7 @@ def grads_of(model: Any) -> dict[str, Tensor]:
 def _folded(
     rank: int, names: list[str], temperature: float, dtype: torch.dtype, own: bool
 ) -> dict[str, tuple[Values, Values, dict[str, Tensor]]]:
-    cp, found = ContextParallel(dist.group.WORLD), {}
+    cp, found = ContextParallel(dist.group.WORLD, loss_chunk=4, layout="auto" if own else "striped"), {}
     for name in names:
         model = prepare(build(Run(model=families()[name]), dtype=dtype))
         mine = ROLLOUTS[SHARES[rank]] if own else ROLLOUTS
@@ -97,3 +99,45 @@ def test_rollouts_of_which_each_rank_has_some() -> None:
 def test_all_families() -> None:
     check(list(families()), own=False)
     check(list(families()), own=True)
+
+
+def _refused(rank: int, kind: str) -> None:
+    cp, odd = ContextParallel(dist.group.WORLD), rank == 1
+    ids, _, tree, _ = fold(ROLLOUTS)
+    if kind == "both ways":
+        shape = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+        config = transformers.ModernBertConfig(**shape, intermediate_size=48, pad_token_id=0, reference_compile=False)
+        encoder = transformers.ModernBertModel(config)
+        prepare(encoder)(**shard_batch({"input_ids": ids, "tree": tree}, cp))
+    model = build(Run(model=families()["llama"]))
+    if kind != "not prepared" or not odd:
+        prepare(model)
+    if kind == "whole":
+        model.eval()(input_ids=ids, tree=tree)
+    rollouts = [[1, 2, -100]] if kind == "no ids" and odd else ROLLOUTS[: 3 + (kind == "unlike" and odd)]
+    head = model.lm_head
+    try:
+        temperature = 0.0 if kind == "temperature" and odd else 1.0
+        rollout_log_probs(model, rollouts, cp, own=kind == "no ids", temperature=temperature)
+    finally:
+        assert model.lm_head is head
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("both ways", "ModernBertAttention attends to later tokens too"),
+        (
+            "not prepared",
+            "rank 1: rollout_log_probs is for models on the ring; call burst_plugin",
+        ),
+        ("whole", "got a tree with a whole batch, which a model computes as one text"),
+        ("no ids", "rank 1: rollout 0 has -100 among its token ids"),
+        ("unlike", "all ranks of a context-parallel group take the same batch"),
+        ("temperature", "rank 1: temperature=0.0 is not valid; use a positive number"),
+    ],
+)
+def test_what_is_refused_is_named_on_every_rank(kind: str, text: str) -> None:
+    for line in last_lines(_refused, 2, kind):
+        assert line.startswith("ValueError: "), line
+        assert text in line
