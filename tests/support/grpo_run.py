@@ -112,8 +112,9 @@ def make_trainer(directory: str, ranks: int, *, generates: bool = False, **optio
     rows = GENERATIONS * PROMPTS // ranks
     settings: dict[str, Any] = {
         "output_dir": f"{directory}/run",
-        "learning_rate": 0.1,
-        "optim": "sgd",  # so that a wrong scale of gradients shows
+        "learning_rate": 0.05,
+        "optim": "sgd",  # without clipping, so that a wrong scale of gradients shows
+        "max_grad_norm": 0.0,
         "per_device_train_batch_size": rows,
         "per_device_eval_batch_size": rows,
         "num_generations": GENERATIONS,
