@@ -130,12 +130,17 @@ def check_shard(batch: Mapping[str, Any]) -> None:
     """Raise ValueError for parts of a shard that do not fit together, before they are passed to a model.
 
     Ids that were cut, without the entry that says so, would be taken for a whole sequence; labels of a shard, under
-    the name of those that models shift, would be shifted twice.
+    the name of those that models shift, would be shifted twice. A tree that was not cut would be ignored.
     """
     if SHARD_KEY not in batch and any(hasattr(batch.get(name), _MARK) for name in ("input_ids", "inputs_embeds")):
         raise ValueError(
             f"got the ids of a shard without its entry {SHARD_KEY!r}, as if they were a whole sequence; pass all "
             "that shard_batch returned: model(**batch)"
+        )
+    if SHARD_KEY not in batch and batch.get("tree") is not None:
+        raise ValueError(
+            "got a tree with a whole batch, which a model computes as one text; pass what shard_batch(batch, cp) "
+            "returns, or leave the tree out"
         )
     labels, shard = batch.get("labels"), batch.get(SHARD_KEY)
     if shard is None or getattr(shard, "as_given", False):

@@ -82,6 +82,22 @@ def test_the_example_of_generation_runs_on_the_ring() -> None:
     assert len(set(sent)) == 1
 
 
+@pytest.mark.huggingface
+def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["examples/grpo.py", "--smoke", "--out", str(tmp_path / "grpo.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference of losses")]
+    of_losses, of_gradients = (float(word) for word in line.replace(",", "").split() if word[0].isdigit())
+    assert of_losses < 1e-6
+    assert of_gradients < 1e-5
+    assert "tokens of an update: 480 unfolded, " in done.stdout
+    assert (tmp_path / "grpo.png").stat().st_size > 10_000
+
+
 @pytest.mark.deepspeed
 @pytest.mark.slow
 def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:

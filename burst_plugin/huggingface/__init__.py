@@ -23,10 +23,22 @@ if TYPE_CHECKING:
     import torch
 
     from burst_plugin.huggingface.generation import ring_for_generation
+    from burst_plugin.huggingface.grpo import fold_rollouts
     from burst_plugin.huggingface.likelihood import LogLikelihood, log_likelihood
     from burst_plugin.huggingface.ring_cache import RingCache
+    from burst_plugin.huggingface.rollouts import RolloutLogProbs, rollout_log_probs
 
-__all__ = ["LogLikelihood", "RingCache", "log_likelihood", "prepare", "register", "ring_for_generation"]
+__all__ = [
+    "LogLikelihood",
+    "RingCache",
+    "RolloutLogProbs",
+    "fold_rollouts",
+    "log_likelihood",
+    "prepare",
+    "register",
+    "ring_for_generation",
+    "rollout_log_probs",
+]
 
 Model = TypeVar("Model", bound="torch.nn.Module")
 
@@ -64,8 +76,11 @@ def register() -> str:
 _ELSEWHERE = {  # what imports transformers, once it is asked for
     "LogLikelihood": "likelihood",
     "RingCache": "ring_cache",
+    "RolloutLogProbs": "rollouts",
+    "fold_rollouts": "grpo",
     "log_likelihood": "likelihood",
     "ring_for_generation": "generation",
+    "rollout_log_probs": "rollouts",
 }
 
 

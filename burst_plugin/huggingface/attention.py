@@ -218,6 +218,11 @@ def _mask(module: torch.nn.Module, shard: SequenceShard, recipe: Any, options: M
     """Return the layer's own mask and that of the batch together, in positions of the whole sequence."""
     own = recipe.mask if isinstance(recipe, MaskRecipe) else _asked_mask(module, options)
     masks: list[Mask] = [own] if shard.mask is None else [own, shard.mask]
+    if own.looks_ahead and shard.mask is not None and shard.mask.trees:
+        raise ValueError(
+            f"{type(module).__name__} attends to later tokens too, and a token in a tree has none of its own: at a "
+            "branch it has several; use a causal model, or leave the tree out"
+        )
     if own.looks_ahead and shard.tokens.length > shard.length:  # padding is not attended to
         masks.append(Keys(((0, shard.length),)))
     return reduce(and_, masks)

@@ -35,6 +35,8 @@ def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> Non
     """Have a forward compute its loss in chunks, if it trains on a shard of a ring that asks for it."""
     shard = kwargs.get(SHARD_KEY)
     chunk = 0 if shard is None else shard.cp.strategy.loss_chunk
+    if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
+        return
     if chunk and kwargs.get("labels") is not None and model.training and torch.is_grad_enabled():
         take_head(model, ChunkedLoss(model, chunk))
 

@@ -15,7 +15,7 @@ from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shard_batch
 from burst_plugin.checks import shown, whole_numbers
 from burst_plugin.context import ContextParallel
 from burst_plugin.huggingface.attention import EXAMINED
-from burst_plugin.huggingface.chunked_loss import ChunkedLoss, take_head
+from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
 from burst_plugin.huggingface.ring_cache import tell
 
 __all__ = ["LogLikelihood", "log_likelihood"]
@@ -78,9 +78,12 @@ def log_likelihood(
         raise
     labels = input_ids.masked_fill(~is_scored, IGNORED_LABEL)
     batch = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
-    local = shard_batch({name: x for name, x in batch.items() if x is not None}, cp)
     take_head(pretrained, scores)
-    model(**local, labels=local["shift_labels"], use_cache=False)
+    try:
+        local = shard_batch({name: x for name, x in batch.items() if x is not None}, cp)
+        model(**local, labels=local["shift_labels"], use_cache=False)
+    finally:
+        restore_head(pretrained)  # if ranks have other texts, and the model did not begin
     assert scores.found is not None
     found = local[SHARD_KEY].unshard(scores.found)  # of the next token
     log_probs, misses = torch.nn.functional.pad(found[:, :-1], (0, 0, 1, 0)).unbind(-1)

@@ -70,7 +70,11 @@ def _refused(rank: int, how: str) -> None:
     odd = rank == 1
     ids = IDS + odd if how == "other ids" else IDS
     context = 41 if how == "all is context" and odd else 1
-    log_likelihood(model.train(how == "trains" and odd), ids, cp, context=context)
+    head = model.lm_head
+    try:
+        log_likelihood(model.train(how == "trains" and odd), ids, cp, context=context)
+    finally:
+        assert model.lm_head is head
 
 
 @pytest.mark.parametrize(

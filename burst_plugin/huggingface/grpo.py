@@ -1,0 +1,179 @@
+"""TRL's GRPOTrainer on a ring: the log-probabilities of its loss are those of folded rollouts.
+
+Ranks of a ring stay data-parallel ranks to TRL and Accelerate: each has prompts, completions, advantages and a loss
+of its own, and gradients are averaged over all of them. What the model says of the completions is computed by the
+ring, for the rollouts of all its ranks at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import shown
+from burst_plugin.comm.consistency import prepared_together
+from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.models import prepare_model
+from burst_plugin.huggingface.rollouts import rollout_log_probs
+
+__all__ = ["fold_rollouts"]
+
+Trainer = TypeVar("Trainer")
+
+_METHOD = "_get_per_token_logps_and_entropies"
+# Of TRL 1.16, beside those of images, which are refused in a call.
+_PARAMETERS = (
+    "model",
+    "input_ids",
+    "attention_mask",
+    "logits_to_keep",
+    "batch_size",
+    "compute_entropy",
+    "compute_aux_loss",
+)
+_FIELDS = ("model", "ref_model", "temperature", "accelerator", "aux_loss_enabled", "args")
+
+
+def fold_rollouts(trainer: Trainer, cp: ContextParallel) -> Trainer:
+    """Have TRL's GRPOTrainer compute its log-probabilities folded, over the ranks of `cp`; collective.
+
+    Everything else stays as it is: ranks draw prompts, generate, reward and average gradients as data-parallel ones.
+    So losses and gradients are those of TRL on as many ranks.
+
+    Args:
+        trainer: a GRPOTrainer, or one of a class derived from it, before `train()`. Its model and its reference model
+            are prepared.
+        cp: the ranks that compute together: all of Accelerate's, or equally many of them on each.
+
+    Returns:
+        The same trainer.
+
+    Raises:
+        ValueError: on every rank, for another trainer, another release of TRL whose trainer computes otherwise,
+            models that cannot run on a ring, and options that are not supported, each by name.
+
+    Example:
+        trainer = fold_rollouts(GRPOTrainer(model, reward_funcs=reward, args=args, train_dataset=prompts), cp)
+        trainer.train()
+    """
+    if not isinstance(cp, ContextParallel):
+        raise ValueError(f"cp is {shown(cp)}, not a ContextParallel; make one of the process group once, and pass it")
+
+    def agree(temperature: float | None, problem: str) -> None:
+        cp.agree({} if temperature is None else {"temperature": temperature}, problem, "a trainer")
+
+    prepared_together(partial(_prepared, trainer, cp), agree)
+    setattr(trainer, _METHOD, MethodType(_Folded(cp), trainer))
+    return trainer
+
+
+def _prepared(trainer: Any, cp: ContextParallel) -> float:
+    """Put a trainer's models on the ring and return its temperature. Raise ValueError if that cannot be."""
+    problem = _problem(trainer, cp)
+    if problem:
+        raise ValueError(problem)
+    for model in (trainer.model, trainer.ref_model):
+        if model is not None:
+            prepare_model(model)
+    return float(trainer.temperature)
+
+
+def _problem(trainer: Any, cp: ContextParallel) -> str:
+    """Return why a trainer's rollouts cannot be folded; empty if they can."""
+    trl: Any = import_module("trl")
+    if not isinstance(trainer, trl.GRPOTrainer):
+        return (
+            f"fold_rollouts is for TRL's GRPOTrainer, got {type(trainer).__name__}; use rollout_log_probs for others"
+        )
+    method = getattr(trainer, _METHOD, None)
+    found = tuple(inspect.signature(method).parameters) if callable(method) else ()
+    missing = [name for name in _FIELDS if not hasattr(trainer, name)]
+    if found[: len(_PARAMETERS)] != _PARAMETERS or missing:
+        lacks = f"has no {', '.join(missing)}" if missing else f"has {_METHOD}({', '.join(found) or 'absent'})"
+        return (
+            f"{type(trainer).__name__} of TRL {trl.__version__} {lacks}, which fold_rollouts does not know; use TRL "
+            "1.16, or fold in a loop of your own with rollout_log_probs"
+        )
+    if trainer.aux_loss_enabled:
+        return "router_aux_loss_coef adds a loss that is not one of tokens; set it to 0.0"
+    if getattr(trainer.args, "use_liger_kernel", False):
+        return "use_liger_kernel changes models after they are examined; set it to False"
+    accelerator = trainer.accelerator
+    if getattr(trainer, "is_fsdp_enabled", False):
+        return "fold_rollouts is not for FSDP, which gathers parameters on its own; use DDP or DeepSpeed"
+    sizes = getattr(accelerator, "parallelism_config", None)
+    split = [f"{name}={getattr(sizes, name)}" for name in ("cp_size", "sp_size", "tp_size") if _is_split(sizes, name)]
+    if split:
+        return f"ranks of a ring draw prompts of their own here; leave {', '.join(split)} of ParallelismConfig out"
+    if accelerator.num_processes % cp.ranks:
+        return f"{accelerator.num_processes} ranks of Accelerate are not rings of {cp.ranks}; give every rank a ring"
+    return ""
+
+
+def _is_split(sizes: Any, name: str) -> bool:
+    return int(getattr(sizes, name, 1) or 1) > 1
+
+
+class _Folded:
+    """Takes the place of `GRPOTrainer._get_per_token_logps_and_entropies`."""
+
+    def __init__(self, cp: ContextParallel) -> None:
+        self._cp = cp
+
+    def __call__(
+        self,
+        trainer: Any,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Return log-probabilities and entropies of the last tokens, [B, `logits_to_keep`]; 0 where masked.
+
+        `batch_size` rows of each rank are folded at a time, by default all. Collective.
+        """
+        given = [name for name, value in others.items() if value is not None]
+        if compute_aux_loss:
+            given.append("compute_aux_loss")
+        size = batch_size or max(1, len(input_ids))
+        parts = []
+        for start in range(0, len(input_ids), size):
+            rows = slice(start, start + size)
+            ids, mask = input_ids[rows], attention_mask[rows].bool()
+            with trainer.accelerator.autocast():
+                values = rollout_log_probs(
+                    model,
+                    _texts(ids, mask, logits_to_keep, given),
+                    self._cp,
+                    own=True,
+                    temperature=trainer.temperature,
+                )
+            parts.append(tuple(_padded(each, mask)[:, -logits_to_keep:] for each in values[:2]))
+        log_probs, entropies = (torch.cat(each) for each in zip(*parts, strict=True))
+        return log_probs, entropies if compute_entropy else None, None
+
+
+def _texts(ids: Tensor, mask: Tensor, completion: int, given: list[str]) -> Iterator[Tensor]:
+    """Yield the texts of a padded batch. Raises ValueError, of which all ranks hear, for what is no such batch."""
+    if given:
+        raise ValueError(f"fold_rollouts does not support {', '.join(given)}; train on texts alone")
+    if not bool(mask[:, :-completion].any(1).all()):
+        raise ValueError("a prompt has no token that could predict the first of its completion; begin it with one")
+    yield from (row[real] for row, real in zip(ids, mask, strict=True))
+
+
+def _padded(values: list[Tensor], mask: Tensor) -> Tensor:
+    """Return values of texts, [T - 1] each, where their tokens are, [B, S]; 0 for padding and first tokens."""
+    follows = mask & (mask.cumsum(1) > 1)
+    return values[0].new_zeros(mask.shape).masked_scatter(follows, torch.cat(values))

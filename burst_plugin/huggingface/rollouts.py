@@ -1,0 +1,176 @@
+"""Log-probabilities of rollouts, which are folded and run through a model of transformers over a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from burst_plugin.activations import Head
+from burst_plugin.activations.deferred_logits import DeferredLogits
+from burst_plugin.batch import IGNORED_LABEL, shard_batch
+from burst_plugin.checks import number, shown
+from burst_plugin.comm.consistency import error_text, prepared_together
+from burst_plugin.context import ContextParallel
+from burst_plugin.huggingface.attention import EXAMINED
+from burst_plugin.huggingface.chunked_loss import ChunkedLoss, restore_head, take_head
+from burst_plugin.huggingface.masks import shard_of_forward
+from burst_plugin.trajectories import Edges, Folded, edge_log_probs, fold, unfold
+
+__all__ = ["RolloutLogProbs", "rollout_log_probs"]
+
+
+class RolloutLogProbs(NamedTuple):
+    """What a model says of rollouts.
+
+    log_probs: for each rollout [T - 1], float32 or float64, entry t being that of its token t + 1.
+    entropies: likewise, of the distributions that its tokens were drawn from.
+    tokens: the number of tokens that the model computed, over all ranks, without padding.
+    """
+
+    log_probs: list[Tensor]
+    entropies: list[Tensor]
+    tokens: int
+
+
+def rollout_log_probs(
+    model: torch.nn.Module,
+    rollouts: Iterable[Sequence[int] | Tensor],
+    cp: ContextParallel,
+    *,
+    own: bool = False,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> RolloutLogProbs:
+    """Return the log-probabilities of rollouts, each of whose common beginnings is computed once; collective.
+
+    Ranks have equally many tokens of the folded sequence, and logits of `chunk` tokens at a time.
+
+    Args:
+        model: a causal language model of transformers, perhaps wrapped, after `prepare`.
+        rollouts: token ids, [T] each, prompt and answer without padding.
+        cp: the context-parallel group.
+        own: whether every rank gives rollouts of its own, at least one, and computes a loss of its own from their
+            values, as data-parallel ranks do. The ring folds those of all its ranks together. By default all ranks
+            give the same rollouts, and compute the same loss.
+        temperature: what logits are divided by.
+        chunk: logits of so many tokens exist at a time.
+
+    Returns:
+        See `RolloutLogProbs`. Gradients of parameters on a rank are those of its tokens, of the loss or, with `own`,
+        of the sum of all ranks' losses, for which the backward pass is collective; they are to be added up over
+        ranks. Where they are averaged, as by DistributedDataParallel, the loss is to be multiplied by the number of
+        ranks, or, with `own`, is the mean of the ranks' losses.
+
+    Raises:
+        ValueError: on every rank, for what does not fit, or if ranks differ.
+
+    Example:
+        log_probs, entropies, _ = rollout_log_probs(model, rollouts, cp)
+        loss = -sum((advantage * x).mean() for advantage, x in zip(advantages, log_probs))
+        loss.backward()  # then gradients are added up over the ranks of cp
+    """
+    pretrained = next((each for each in model.modules() if isinstance(each, PreTrainedModel)), None)
+    given, mine = _of_all_ranks(rollouts, cp) if own else (rollouts, slice(None))
+
+    def agree(folded: Folded | None, problem: str) -> None:
+        compared = {} if folded is None else {"temperature": float(temperature), "own": bool(own)}
+        cp.agree(compared, problem, "rollouts")
+
+    try:
+        folded, _ = prepared_together(partial(_prepared, pretrained, given, (temperature, chunk), cp), agree)
+        ids, _, tree, edges = folded
+        local = shard_batch({"input_ids": ids, "tree": tree}, cp)
+        # What models return as their loss goes through hooks, and wrappers such as those of data parallelism.
+        values = model(**local, labels=local["input_ids"], shift_labels=local["input_ids"], use_cache=False).loss
+    finally:
+        if pretrained is not None:
+            restore_head(pretrained)
+    if own and cp.ranks > 1:
+        values = _LossOfAll.apply(values, cp)  # type: ignore[no-untyped-call]
+    log_probs, entropies = (unfold(each, edges)[mine] for each in values.unbind(-1))
+    return RolloutLogProbs(log_probs, entropies, ids.shape[1])
+
+
+def _prepared(
+    pretrained: PreTrainedModel | None, rollouts: Iterable[Any], options: tuple[float, int], cp: ContextParallel
+) -> Folded:
+    """Return the rollouts folded, and have the next forward of the model compute what is asked for of its head."""
+    temperature, chunk = options
+    if pretrained is None or not hasattr(pretrained, EXAMINED):
+        raise ValueError("rollout_log_probs is for models on the ring; call burst_plugin.huggingface.prepare(model)")
+    if number("temperature={}", temperature, "use a positive number") <= 0:
+        raise ValueError(f"temperature={shown(temperature)} is not valid; use a positive number")
+    folded = fold(rollouts)
+    device = pretrained.get_input_embeddings().weight.device
+    folded = folded._replace(ids=folded.ids.to(device))
+    take_head(pretrained, _EdgeValues(pretrained, chunk, folded.edges, 1 / temperature, cp))
+    return folded
+
+
+class _EdgeValues(ChunkedLoss):
+    """Takes the place of a loss, and returns log-probabilities and entropies of edges, [E, 2]."""
+
+    def __init__(self, model: PreTrainedModel, chunk: int, edges: Edges, scale: float, cp: ContextParallel) -> None:
+        super().__init__(model, chunk)
+        self._edges, self._scale, self._cp = edges, scale, cp
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, logits: DeferredLogits, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the values of all edges, on every rank."""
+        self.loss = self._losses(logits, labels, IGNORED_LABEL)
+        return self.loss
+
+    def losses_of(self, hidden: Tensor, head: Head, labels: Tensor, ignore_index: int) -> Tensor:
+        """Return the values of all edges; collective."""
+        scaled = Head(head.project, chunk=head.chunk, scale=self._scale, parameters=head.trained)
+        shard = shard_of_forward()
+        assert shard is not None, "this forward was given one"
+        return torch.stack(edge_log_probs(hidden, scaled, self._edges, self._cp, tokens=shard.tokens), -1)
+
+
+class _LossOfAll(torch.autograd.Function):
+    """Values that every rank has, and of which each computes a loss of its own: gradients are those of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cp: ContextParallel) -> Tensor:
+        ctx.cp = cp
+        return values.view_as(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous().clone()
+        with ctx.cp.rank_state.alone():
+            dist.all_reduce(total, group=ctx.cp.group)
+        return total, None
+
+
+def _of_all_ranks(rollouts: Iterable[Any], cp: ContextParallel) -> tuple[list[Tensor], slice]:
+    """Return the rollouts of all ranks in their order, on the CPU, and which of them are this rank's; collective.
+
+    Raises ValueError on every rank for what are no rollouts on any.
+    """
+    cp.rank_state.check_open()
+    mine: list[Tensor] | str
+    try:
+        ids, _, _, edges = fold(rollouts)
+        mine = [ids[0, path].to("cpu", torch.int32) for path in edges.paths]
+    except Exception as error:  # of any kind: the other ranks must know of it
+        mine = error_text(error)
+    gathered: list[Any] = [mine]
+    if cp.group is not None and cp.ranks > 1:
+        gathered = [None] * cp.ranks
+        with cp.rank_state.alone():
+            dist.all_gather_object(gathered, mine, group=cp.group)
+    problems = [f"rank {rank}: {each}" for rank, each in enumerate(gathered) if isinstance(each, str)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    start = sum(map(len, gathered[: cp.rank]))
+    return [x for each in gathered for x in each], slice(start, start + len(gathered[cp.rank]))
