@@ -26,7 +26,7 @@ from benchmarks.contenders import CONTENDERS, PACKED, Case, Contender, Slept
 from benchmarks.contenders.burst import PRESETS, Burst
 from benchmarks.documents import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
-from burst_plugin.planning.planner import Links, pass_price, plans
+from burst_plugin.planning.planner import Links, has_price, pass_price, plans
 from burst_plugin.types import DIRECTIONS
 from tests.support.netns import EmulatedCluster
 
@@ -149,7 +149,7 @@ def rows_of(base: Row, case: Case, slept: Slept | None, links: Links, found: Mea
 def bounds_of(case: Case, slept: Slept, links: Links, configuration: Contender) -> dict[str, dict[str, float]]:
     """Return seconds by direction of the bound and, of strategies of ours, of the planner's model."""
     visit_s = dict(zip(DIRECTIONS, (slept.forward_s, slept.backward_s), strict=True))
-    if not isinstance(configuration, Burst):
+    if not isinstance(configuration, Burst) or not has_price(configuration.strategy):
         return {}
     if case.documents:
         visits = sum(length**2 / 2 for length in case.documents) / (case.ranks * case.seq**2)

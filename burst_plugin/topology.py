@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from burst_plugin.checks import as_whole, shown, whole_number, whole_numbers
 
-__all__ = ["Link", "Topology", "Traffic", "node_id", "node_sizes"]
+__all__ = ["Groups", "Link", "Topology", "Traffic", "node_id", "node_sizes"]
 
 
 class Link(str, Enum):
@@ -156,6 +157,60 @@ class Topology:
         if not sizes or (size == 1 and max(sizes) > 1):
             return None
         return cls(len(ids) // size, size)
+
+
+class Groups(NamedTuple):
+    """Ranks in groups of `size`; those at one place in all groups are a ring.
+
+    apart: whether rings are of neighbours, and the ranks of a group as far apart as can be, or the other way round.
+    option: by which the size was asked for.
+
+        8 ranks, size 2    groups               rings
+        neighbours         0 1, 2 3, 4 5, 6 7   0 2 4 6, 1 3 5 7
+        apart              0 4, 1 5, 2 6, 3 7   0 1 2 3, 4 5 6 7
+    """
+
+    topology: Topology
+    size: int
+    apart: bool = False
+    option: str = "ulysses_degree"
+
+    @property
+    def ring_size(self) -> int:
+        """Ranks of a ring, which is how many groups there are."""
+        return self.topology.ranks // self.size
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """Return the group of a rank, and its place in it."""
+        if self.apart:
+            return rank % self.ring_size, rank // self.ring_size
+        return rank // self.size, rank % self.size
+
+    def members(self, group: int) -> range:
+        """Return the ranks of a group, by place."""
+        if self.apart:
+            return range(group, self.topology.ranks, self.ring_size)
+        return range(group * self.size, (group + 1) * self.size)
+
+    def ring(self, place: int) -> range:
+        """Return the ranks at one place in their groups, by group."""
+        return Groups(self.topology, self.ring_size, not self.apart).members(place)
+
+    @property
+    def ring_topology(self) -> Topology:
+        """The topology of a ring. Raises ValueError, naming the option, for a size that nodes cannot have."""
+        if not self.apart:
+            return self.topology.of_ulysses_groups(self.size, self.option)
+        per_node, sizes = (
+            self.topology.ranks_per_node,
+            [self.topology.ranks // n for n in self.topology.ulysses_degrees],
+        )
+        if self.size not in sizes:
+            raise ValueError(
+                f"{self.option}={self.size} does not divide {self.topology} into rings of neighbours, inside nodes "
+                f"or of whole nodes; use one of {sizes[::-1]}"
+            )
+        return Topology(max(1, self.ring_size // per_node), min(self.ring_size, per_node))
 
 
 def node_sizes(ids: Sequence[str]) -> list[int]:

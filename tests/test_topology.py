@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from burst_plugin import Link, Topology
-from burst_plugin.topology import node_sizes
+from burst_plugin.topology import Groups, node_sizes
 
 
 def test_places_and_links() -> None:
@@ -18,6 +18,36 @@ def test_places_and_links() -> None:
     assert topology.node_peers(5) == (4, 5, 6, 7)
     assert topology.counterparts(5) == (1, 5)
     assert topology.rank(node=3, local_rank=-1) == 7
+
+
+@pytest.mark.parametrize(
+    ("groups", "members", "rings", "ring"),
+    [
+        (Groups(Topology(2, 4), 2), "01 23 45 67", "0246 1357", Topology(2, 2)),
+        (Groups(Topology(2, 4), 2, apart=True), "04 15 26 37", "0123 4567", Topology(1, 4)),
+        (Groups(Topology(2, 4), 4, apart=True), "0246 1357", "01 23 45 67", Topology(1, 2)),
+        (Groups(Topology(4, 2), 2, apart=True), "04 15 26 37", "0123 4567", Topology(2, 2)),
+        (Groups(Topology(2, 3), 2, apart=True), "03 14 25", "012 345", Topology(1, 3)),
+        (Groups(Topology(1, 4), 4, apart=True), "0123", "0 1 2 3", Topology(1, 1)),
+        (Groups(Topology(2, 2), 1, apart=True), "0 1 2 3", "0123", Topology(2, 2)),
+    ],
+    ids=str,
+)
+def test_ranks_in_groups_and_in_rings(groups: Groups, members: str, rings: str, ring: Topology) -> None:
+    def written(ranges: list[range]) -> str:
+        return " ".join("".join(map(str, ranks)) for ranks in ranges)
+
+    assert written([groups.members(group) for group in range(groups.ring_size)]) == members
+    assert written([groups.ring(place) for place in range(groups.size)]) == rings
+    assert groups.ring_topology == ring
+    for rank in range(groups.topology.ranks):
+        group, place = groups.of(rank)
+        assert groups.members(group)[place] == groups.ring(place)[group] == rank
+
+
+def test_rings_of_neighbours_that_would_straddle_nodes_are_refused_with_what_can_be_had() -> None:
+    with pytest.raises(ValueError, match=r"ulysses_degree=2 does not divide 3x2 .*; use one of \[1, 3, 6\]"):
+        _ = Groups(Topology(3, 2), 2, apart=True).ring_topology
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,9 @@ class Burst(Contender):
             degree = self.strategy.on(case.topology).degree
         except ValueError as error:
             return str(error)
-        if degree not in case.shapes.ulysses_degrees:
-            return f"no groups of {degree} ranks can share {case.q_heads} query and {case.kv_heads} key/value heads"
+        q, kv, parts = case.q_heads, case.kv_heads, self.strategy.parts_of("backward")
+        if degree not in case.shapes.ulysses_degrees or case.shapes.of_ulysses_group(degree).kv_heads % parts:
+            return f"no groups of {degree} ranks can share {q} query and {kv} key/value heads (parts={parts})"
         if self.by_document and any(length % (2 * case.ranks) for length in case.documents):
             return f"ranks would hold unequal numbers of tokens: documents do not divide by {2 * case.ranks}"
         return None

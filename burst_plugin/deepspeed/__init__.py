@@ -9,7 +9,7 @@ Importing this package imports no DeepSpeed; `install()` does.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from burst_plugin.deepspeed.adapter import Adapter
     from burst_plugin.deepspeed.engine_session import Session
     from burst_plugin.deepspeed.loaders import ShardedLoader
+    from burst_plugin.huggingface.rollouts import RolloutLogProbs
+    from burst_plugin.trajectories import Edges
 
 __all__ = [
     "context",
+    "edge_log_probs",
     "eval_batch",
     "gather_logits",
     "install",
+    "rollout_log_probs",
     "session",
     "shard_batch",
     "sharded_loader",
@@ -107,6 +111,52 @@ def token_mean_loss(
 def gather_logits(logits: Tensor, shard: SequenceShard, engine: Any = None) -> Tensor:
     """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective."""
     return session(engine).gather_logits(logits, shard)
+
+
+def rollout_log_probs(
+    rollouts: Iterable[Sequence[int] | Tensor], engine: Any = None, **options: Any
+) -> RolloutLogProbs:
+    """Return the log-probabilities of rollouts, each of whose common beginnings is computed once; collective.
+
+    The engine runs its model, one of transformers, on the folded rollouts; logits are there for a chunk of tokens.
+
+    Args:
+        rollouts: token ids, [T] each, prompt and answer without padding; the same on all ranks of a ring, unless
+            `own=True`: then each rank has its own, and computes its own loss of them.
+        options: `own`, `temperature` and `chunk`, see `burst_plugin.huggingface.rollout_log_probs`.
+
+    Returns:
+        See `burst_plugin.huggingface.RolloutLogProbs`. Their gradient is such that `engine.backward(loss)` ends with
+        the mean over rings of the gradients of their losses, or, with `own=True`, over all ranks.
+
+    Example:
+        log_probs, entropies, _ = burst_plugin.deepspeed.rollout_log_probs(rollouts)
+        engine.backward(-sum((advantage * x).mean() for advantage, x in zip(advantages, log_probs)))
+    """
+    from burst_plugin.deepspeed.rollouts import rollout_log_probs
+
+    return rollout_log_probs(session(engine), rollouts, options)
+
+
+def edge_log_probs(logits: Tensor, edges: Edges, shard: SequenceShard, engine: Any = None) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of every edge, and the entropy of its distribution, from logits; collective.
+
+    Args:
+        logits: [1, S_local, V], what a model returned for a batch that was cut with a tree, and without labels.
+        edges: what `burst_plugin.trajectories.fold` returned for it.
+        shard: the entry "burst" of the batch.
+
+    Returns:
+        Two tensors [E], float32, on every rank those of all edges, for `burst_plugin.trajectories.unfold`. Their
+        gradient is such that `engine.backward(loss)` ends with the mean over rings of the gradients of their losses.
+
+    Example:
+        local = burst_plugin.deepspeed.shard_batch({"input_ids": ids, "tree": tree})
+        log_probs, entropies = edge_log_probs(engine(**local).logits, edges, local["burst"])
+    """
+    from burst_plugin.deepspeed.rollouts import edge_log_probs
+
+    return edge_log_probs(session(engine), logits, edges, shard)
 
 
 def eval_batch(batch: Mapping[str, Any], engine: Any) -> Tensor:

@@ -41,6 +41,7 @@ class Session:
         self.whole_batches = False
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model
+        self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
     @property
     def ranks(self) -> int:
@@ -60,6 +61,15 @@ class Session:
             yield
         finally:
             self.is_permitted = False
+
+    @contextmanager
+    def computing_edges(self) -> Iterator[None]:
+        """Let the model return log-probabilities of edges in this context, in place of a loss."""
+        self.computes_edges = True
+        try:
+            yield
+        finally:
+            self.computes_edges = False
 
     def detach(self) -> None:
         """Remove the hooks of the model."""

@@ -63,8 +63,9 @@ class ModelHooks:
         if SHARD_KEY in kwargs:
             kwargs = by_name(model.forward, args, kwargs)
             self._check_count(kwargs)
+            self._check_tree(kwargs)
             if session.cp.ranks == 1 and not kwargs[SHARD_KEY].as_given:
-                self._check_takes_shards(model)
+                self.check_takes_shards(model)
         elif trains:
             kwargs = self._cut(model, args, kwargs)
         else:
@@ -88,7 +89,7 @@ class ModelHooks:
         kwargs = dict(kwargs)
         if "shift_labels" in kwargs:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # without labels models compute no loss
-        if self._session.leaves_losses:
+        if self._session.leaves_losses or self._session.computes_edges:
             return kwargs
         if kwargs.get("output_router_logits"):
             raise ValueError(
@@ -98,7 +99,18 @@ class ModelHooks:
             kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], model.training)
         return kwargs
 
-    def _check_takes_shards(self, model: torch.nn.Module) -> None:
+    def _check_tree(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise ValueError for labels beside a tree, of which a loss would be made as if it were one text."""
+        mask = getattr(kwargs[SHARD_KEY], "mask", None)
+        if mask is None or not mask.trees or self._session.computes_edges:
+            return
+        if kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None:
+            raise ValueError(
+                "got labels with a tree, in which a token has several next ones: leave them out, and compute a loss "
+                "of burst_plugin.deepspeed.rollout_log_probs(rollouts), or of edge_log_probs(logits, edges, shard)"
+            )
+
+    def check_takes_shards(self, model: torch.nn.Module) -> None:
         """Raise ValueError for a model that runs on this ring only because a ring of one rank has whole batches."""
         if self._shard_problems is None:
             from burst_plugin.huggingface.models import problems
@@ -135,7 +147,7 @@ class ModelHooks:
     def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         session = self._session
         is_sharded = SHARD_KEY in kwargs
-        if session.whole_batches and not session.leaves_losses:
+        if session.whole_batches and not session.leaves_losses and not session.computes_edges:
             if is_sharded and kwargs.get("labels") is not None:
                 check_form_of_loss(type(model).__name__, output)
             if not is_sharded and torch.is_grad_enabled():
@@ -146,7 +158,7 @@ class ModelHooks:
             for name in [name for name in output if name != "loss"]:
                 output[name] = for_reading_only(output[name])  # type: ignore[index]
         loss = getattr(output, "loss", None)
-        if not is_sharded or not session.whole_batches or session.leaves_losses:
+        if not is_sharded or not session.whole_batches or session.leaves_losses or session.computes_edges:
             return None
         if not isinstance(loss, Tensor) or loss.dim():
             return None

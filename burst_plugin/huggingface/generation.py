@@ -63,6 +63,8 @@ def _generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: An
         kwargs = {**{name: x for name, x in kwargs.items() if name not in _CACHES}, name_of_cache(): cache}
     if cache is None:
         return original(model, *args, **kwargs)
+    # Releases call it differently, and warn of what others call it.
+    kwargs = {name_of_cache() if x is cache else name: x for name, x in kwargs.items()}
     given = by_name(original, (model, *args), kwargs)
     _compare_settings(cache.cp, model, given)
     cache.in_forward = False

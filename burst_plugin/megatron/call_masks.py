@@ -12,6 +12,7 @@ from burst_plugin.megatron.arguments import resets_attention_mask
 from burst_plugin.megatron.documents import are_bounds, check_length, mask_of_rows, rows_of
 from burst_plugin.megatron.packed import is_packed, packed_documents
 from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.tree_masks import is_tree, tree_of
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Mask
 
@@ -57,6 +58,8 @@ class MaskReader:
             return CallMask(documents & mask, attention_bias, tokens)
         if are_bounds(attention_mask):
             return self._with_bounds(kind, cp, mask, attention_mask, lengths)
+        if is_tree(attention_mask):
+            return self._with_tree(kind, cp, mask, attention_mask)
         if resets_attention_mask():
             raise ValueError(
                 "this model does not hand on where documents begin, which --reset-attention-mask needs; drop the flag"
@@ -124,6 +127,14 @@ class MaskReader:
         with registry.documents.recomputing(rows):
             tokens = registry.tokens_of_batch(length, cp.ranks)
         return CallMask(mask & mask_of_rows(rows), None, (tokens, tokens))
+
+    def _with_tree(self, kind: str, cp: ContextParallel, mask: Mask, given: Tensor) -> CallMask:
+        """Return `mask` on the paths of a prefix tree, [1, 2, nodes]."""
+        if kind != "causal":
+            raise ValueError(f"prefix trees are for causal self-attention, got attn_mask_type={kind}")
+        tree = self._registry.tensor_cache.get(given, "tree", lambda: tree_of(given), id(self))
+        tokens = self._registry.tokens_of_tree(tree, cp)
+        return CallMask(mask & tree, None, (tokens, tokens))
 
     def _numbers(self, tensor: Tensor) -> tuple[int, ...]:
         return self._registry.tensor_cache.get(tensor, "numbers", lambda: tuple(tensor.flatten().tolist()), id(self))

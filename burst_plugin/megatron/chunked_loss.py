@@ -32,7 +32,7 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["follow_losses"]
+__all__ = ["ChunkedLoss", "follow_losses", "output_layer_problems", "with_loss"]
 
 _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
     "cross_entropy_loss_fusion": Rule(off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"),
@@ -65,7 +65,7 @@ def _check_model(registry: Registry, original: Callable[..., None], model: Any, 
     """Build a model, and raise ValueError with all that keeps its loss from being computed in chunks."""
     original(model, *args, **kwargs)
     chunk = registry.asked().loss_chunk
-    reasons = _problems(model) if chunk else []
+    reasons = output_layer_problems(model) if chunk else []
     if reasons:
         raise ValueError(
             f"--burst-loss-chunk {chunk} cannot cut the loss of {type(model).__name__}:"
@@ -73,7 +73,7 @@ def _check_model(registry: Registry, original: Callable[..., None], model: Any, 
         )
 
 
-def _problems(model: Any) -> list[str]:
+def output_layer_problems(model: Any) -> list[str]:
     """Return what keeps the loss of a model from being computed in chunks, each with what to write instead."""
     values = {name: getattr(model.config, name) for name in _REFUSED if hasattr(model.config, name)}
     reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, values)]
@@ -84,7 +84,7 @@ def _problems(model: Any) -> list[str]:
     if not is_megatrons:  # newer releases have a subclass, which is no different without a fused loss
         reasons.append(
             f"its output layer is a {type(layer).__name__}, of which the weight alone would be used: use Megatron's "
-            "ColumnParallelLinear, or drop --burst-loss-chunk"
+            "ColumnParallelLinear"
         )
     elif layer.gather_output and layer.tp_group.size() > 1:
         reasons.append("parallel_output=False: it gathers logits over the vocabulary; use True")
@@ -94,11 +94,12 @@ def _problems(model: Any) -> list[str]:
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what computes a model's loss, in chunks if the options say so and there are labels."""
     chunk = registry.asked().loss_chunk
-    if not chunk or not model.post_process:
+    if not chunk or not model.post_process or isinstance(model.output_layer, _StandIn):
         return original(model, *args, **kwargs)
     if inspect.signature(original).bind(model, *args, **kwargs).arguments.get("labels") is None:
         return original(model, *args, **kwargs)
-    with _in_chunks(model, chunk) as loss:
+    loss = ChunkedLoss(model.output_layer, chunk)
+    with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
         result = original(model, *args, **kwargs)
     if not loss.calls:
         raise ValueError(
@@ -109,17 +110,16 @@ def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *
 
 
 @contextmanager
-def _in_chunks(model: Any, chunk: int) -> Iterator[_ChunkedLoss]:
-    """Put a stand-in in the place of a model's output layer, and a loss function that goes with it."""
-    layer, refusal = (
-        model.output_layer,
-        f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it",
-    )
-    loss = _ChunkedLoss(layer, chunk)
+def with_loss(model: Any, loss: ChunkedLoss, refusal: str) -> Iterator[None]:
+    """Put a stand-in in the place of a model's output layer, and the loss function that goes with it.
+
+    Errors of a model that does more with its logits begin with `refusal`.
+    """
+    layer = model.output_layer
     model._modules["output_layer"] = _StandIn(layer, refusal)
     model.compute_language_model_loss = loss
     try:
-        yield loss
+        yield
     finally:
         del model.compute_language_model_loss
         model._modules["output_layer"] = layer
@@ -145,7 +145,7 @@ class _StandIn(torch.nn.Module):
         return DeferredLogits(hidden, self.refusal, self._layer.weight if weight is None else weight), None
 
 
-class _ChunkedLoss:
+class ChunkedLoss:
     """`compute_language_model_loss` of hidden states. calls: how often it was called."""
 
     def __init__(self, layer: Any, chunk: int) -> None:
@@ -153,19 +153,24 @@ class _ChunkedLoss:
 
     def __call__(self, labels: Tensor, logits: DeferredLogits) -> Tensor:
         """Return losses [B, S] of labels [B, S]. Labels below 0 do not count, as where a mask says so in Megatron."""
+        hidden, head = self.before_logits(logits)
+        labels = labels.transpose(0, 1)
+        losses = linear_cross_entropy(hidden, head, labels.masked_fill(labels < 0, IGNORED_LABEL))
+        return losses.transpose(0, 1).contiguous()
+
+    def before_logits(self, logits: DeferredLogits) -> tuple[Tensor, Head]:
+        """Return the hidden states [S, B, H] of all tokens, and the head that makes logits of them."""
         self.calls += 1
         layer, weight = self.layer, logits.weight
         assert weight is not None
         bias = None if layer.skip_bias_add else layer.bias
-        labels = labels.transpose(0, 1)
         head = Head(
             logits.after(lambda rows: linear(rows, weight, bias)),
             chunk=self.chunk,
             group=layer.tp_group if layer.tp_group.size() > 1 else None,
             parameters=[each for each in (weight, bias) if each is not None],
         )
-        losses = linear_cross_entropy(self._whole(logits.hidden), head, labels.masked_fill(labels < 0, IGNORED_LABEL))
-        return losses.transpose(0, 1).contiguous()
+        return self._whole(logits.hidden), head
 
     def _whole(self, hidden: Tensor) -> Tensor:
         """Return hidden states of all tokens; their gradient is summed up over the shares of the vocabulary."""

@@ -129,6 +129,8 @@ class _Cuts:
             table, *rest = found if isinstance(found, tuple) else (found,)
             table = table[turn.index[0].to(table.device)]
             return (table, *rest) if rest else table
+        if self._registry.tree is not None:
+            return self._by_logical_positions(original, embedding, *args, **kwargs)
         found = original(embedding, *args, **kwargs)
         if not self._follow_documents() or self._registry.identity.moment is None:  # YaRN makes one with the model
             return found
@@ -138,6 +140,18 @@ class _Cuts:
             return found
         table, *rest = found if isinstance(found, tuple) else (found,)
         table = _cut(table, 0, self._registry.tokens_of_batch(len(table), group.size()), group)
+        return (table, *rest) if rest else table
+
+    def _by_logical_positions(self, original: Any, embedding: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the rotary embedding of this rank's tokens of a prefix tree, [S/CP, ...]."""
+        given = inspect.signature(original).bind(embedding, *args, **kwargs).arguments
+        tree, group = self._registry.tree, given.get("cp_group") or embedding.cp_group
+        assert tree is not None
+        cp = next(cp for cp in self._registry.contexts() if cp.group is group)
+        rows = tree.logical(cp.positions(self._registry.tokens_of_tree(tree, cp)))
+        found = original(embedding, int(rows.max()) + 1, 0, True)
+        table, *rest = found if isinstance(found, tuple) else (found,)
+        table = table[rows.to(table.device)]
         return (table, *rest) if rest else table
 
     def rotate(
@@ -187,7 +201,7 @@ class _Cuts:
         """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
         given = inspect.signature(original).bind(model, *args, **kwargs).arguments
         held, group = given.get("position_ids"), _group(given)
-        if self._registry.turn is not None:
+        if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
         if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:
             self._has_looked = True

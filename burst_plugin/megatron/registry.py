@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from burst_plugin.megatron.packed import by_document
 from burst_plugin.megatron.tensor_cache import TensorCache
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
+from burst_plugin.sequence.prefix_tree import PrefixTree
 from burst_plugin.strategy import AUTO, Strategy
 
 if TYPE_CHECKING:
@@ -49,10 +51,11 @@ class Registry:
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
         self.turn: Turn | None = None  # of inference, while a model computes it
+        self.tree: PrefixTree | None = None  # of the rollouts that a model computes
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
         self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()
-        self._chosen: dict[tuple[Rows, int], Tokens] = {}  # the latest
+        self._chosen: dict[tuple[Rows | PrefixTree, int], Tokens] = {}  # the latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
         return self
@@ -94,22 +97,46 @@ class Registry:
             return Tokens(length, layout=self.layout_of_sequences)
         return self._tokens_of(check_length(self.documents.of(self.identity), length), ranks)
 
+    def tokens_of_tree(self, tree: PrefixTree, cp: ContextParallel) -> Tokens:
+        """Return which tokens of a prefix tree ranks hold; by their work if the option `layout` is "auto"."""
+        if self.layout != AUTO:
+            return Tokens(tree.length, layout=self.layout)
+        return self._kept((tree, cp.ranks), lambda: cp.tokens(tree.length, Causal() & tree, alike=True))
+
+    @contextmanager
+    def computing(self, tree: PrefixTree) -> Iterator[None]:
+        """Let models compute rollouts of a prefix tree in this context."""
+        self.tree = tree
+        try:
+            yield
+        finally:
+            self.tree = None
+
     def _tokens_of(self, rows: Rows, ranks: int) -> Tokens:
         """Return which tokens ranks hold, of sequences whose documents begin at `rows`, by another layout."""
         length = rows[0][-1]
         if self.layout != AUTO:
             return Tokens(length, layout=self.layout)
-        if (rows, ranks) not in self._chosen:
+
+        def choose() -> Tokens:
             cp = next((cp for cp in self._contexts.values() if cp.ranks == ranks), None)
             if cp is None:
                 raise ValueError(
                     f"layout='auto' assigns packed documents to the {ranks} ranks of a ring, and there is none yet; "
                     "cut batches after initialize_model_parallel()"
                 )
+            return cp.tokens(length, Causal() & mask_of_rows(rows), alike=True)
+
+        return self._kept((rows, ranks), choose)
+
+    def _kept(self, key: tuple[Rows | PrefixTree, int], choose: Callable[[], Tokens]) -> Tokens:
+        """Return what `choose()` returned for `key`; the latest are kept."""
+        if key not in self._chosen:
+            found = choose()
             if len(self._chosen) >= _KNOWN:
                 self._chosen.pop(next(iter(self._chosen)))
-            self._chosen[rows, ranks] = cp.tokens(length, Causal() & mask_of_rows(rows), alike=True)
-        return self._chosen[rows, ranks]
+            self._chosen[key] = found
+        return self._chosen[key]
 
     def contexts(self) -> list[ContextParallel]:
         """Return all rings in use."""

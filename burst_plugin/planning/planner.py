@@ -30,8 +30,9 @@ from burst_plugin.planning.price import Price, price, price_by_name
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name, sample_ranks
 from burst_plugin.strategy import Strategy
+from burst_plugin.strategy.validation import PLACEMENTS
 from burst_plugin.topology import Link, Topology
-from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
+from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, Direction, Side
 
 __all__ = [
     "MOST_SIMULATED",
@@ -41,6 +42,7 @@ __all__ = [
     "Plan",
     "Price",
     "buffer_bytes",
+    "has_price",
     "least_seconds",
     "left_out",
     "pass_price",
@@ -76,6 +78,11 @@ class Plan(NamedTuple):
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 
+def has_price(strategy: Strategy) -> bool:
+    """Return whether passes by a strategy can be priced: one side moves, and neighbours are groups."""
+    return BOTH not in (strategy.forward, strategy.backward) and strategy.ulysses_placement == PLACEMENTS[0]
+
+
 def pass_price(
     strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, visit_s: float, links: Links
 ) -> Price:
@@ -84,8 +91,13 @@ def pass_price(
     `visit_s` is the seconds of work on a whole block where no heads are exchanged. With an exchange of heads blocks
     are longer and have fewer heads, with a `mesh_degree` a visit is with the other side of a whole group. The time of
     what groups send, which nothing hides, is added: for all operands before the ring, and all results after it, each
-    with the latency of one message.
+    with the latency of one message. Raises ValueError for what has no price (`has_price`).
     """
+    if strategy.ulysses_placement != PLACEMENTS[0]:
+        raise ValueError(
+            f"ulysses_placement={strategy.ulysses_placement!r} cannot be planned: it has no price. Use "
+            f"{PLACEMENTS[0]!r}; or run it without a plan, as Strategy(ulysses_degree=..., ...)"
+        )
     size, ring = strategy.group_size, in_ring(shapes, strategy.degree)
     groups, parts = topology.of_ulysses_groups(size), strategy.parts_of(direction)
     moving = choose_moving_side(strategy, direction, ring, groups.ranks)
@@ -160,7 +172,7 @@ def _settings(topology: Topology, shapes: Shapes, fixed: Mapping[str, Any]) -> _
     """Return every schedule x degree as a strategy, with its pairs of parts. Raise ValueError if there is none."""
     found = []
     plain = Strategy(ranks_per_node=topology.ranks_per_node)
-    plain = replace(plain, **{direction: fixed[direction] for direction in DIRECTIONS if direction in fixed})
+    plain = replace(plain, **{name: fixed[name] for name in (*DIRECTIONS, "ulysses_placement") if name in fixed})
     for name, grouped in product(SCHEDULES, groupings(topology, shapes, fixed.get("mesh_degree", 1))):
         degree = grouped.degree
         kv_heads = shapes.of_ulysses_group(degree).kv_heads

@@ -2,38 +2,74 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from burst_plugin.compute.shapes import Shapes
+from burst_plugin.compute.shapes import Shapes, hop_bytes_by_traffic
 from burst_plugin.planning.buffer_count import most_held
-from burst_plugin.planning.exchange import exchange_buffer_bytes
-from burst_plugin.planning.links import Links
-from burst_plugin.planning.planner import pass_price
-from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.planning.exchange import exchange_buffer_bytes, exchanged_bytes, in_ring
+from burst_plugin.ring.choices import moving_sides
+from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.schedule.schedule import Schedule
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Full
 from burst_plugin.strategy import Strategy
 from burst_plugin.strategy.presets import PRESETS
-from burst_plugin.topology import Link, Topology
-from burst_plugin.types import DIRECTIONS, Direction
+from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.types import DIRECTIONS, Direction, Side
 
 __all__ = ["SHAPES", "TOPOLOGY", "page", "sent_bytes"]
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=4)
 SHAPES = tuple(Shapes(1, 8192, 8192, 32, kv_heads, 128, 128, torch.bfloat16) for kv_heads in (32, 8))
-_ONE_BYTE_PER_S = Links(1.0, 1.0)
+_IN_WORDS: dict[Side, str] = {"q": "queries", "kv": "keys and values"}
 
 
-def sent_bytes(strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes) -> dict[Link, int]:
-    """Return by link the most bytes that any rank sends in a pass in which every rank needs every block.
+class _Half(NamedTuple):
+    """The visits of a pass in which one side moves: all of them, unless both do, in different visits."""
 
-    shapes: those of a rank, all of which hold equally many tokens. Raises ValueError as `Strategy.on`.
+    moving: Side
+    schedule: Schedule
+
+
+def sent_bytes(
+    strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes, label_bytes: int = 0
+) -> list[Counter[Link]]:
+    """Return by rank of the ring, and link, the bytes that it sends in a pass in which every rank needs every block.
+
+    Counted in the schedules that are run. shapes: those of a rank, all of which hold equally many tokens.
+    label_bytes: what every message has besides, as on CPUs. Raises ValueError as `Strategy.on`.
     """
-    price = pass_price(strategy.on(topology), direction, topology, shapes, 0.0, _ONE_BYTE_PER_S)
-    return {link: round(price.link_s[link]) for link in Link}
+    strategy = strategy.on(topology)
+    ring, halves = in_ring(shapes, strategy.degree), _halves(strategy, direction, topology, shapes)
+    exchanged = exchanged_bytes(shapes, strategy, direction, halves[0].moving)
+    first, *others = strategy.groups(topology).members(0)
+    to_others = dict.fromkeys(Link, 0)
+    for other in others:
+        to_others[topology.link(first, other)] += exchanged + 2 * label_bytes
+    sent = [Counter(to_others) for _ in range(halves[0].schedule.ranks)]
+    for moving, schedule in halves:
+        of_block = dict(zip(Traffic, hop_bytes_by_traffic(ring, direction, moving), strict=True))
+        for t in schedule.transfers:
+            sent[t.src][t.link] += of_block[t.traffic] // schedule.parts + label_bytes
+    return sent
+
+
+def _halves(strategy: Strategy, direction: Direction, topology: Topology, shapes: Shapes) -> list[_Half]:
+    """Return the halves of a pass with no mask; the one if one side moves."""
+    table, ring = RouteTable(topology, strategy), in_ring(shapes, strategy.degree)
+    tokens, parts = Tokens(topology.ranks * shapes.q_len), strategy.parts_of(direction)
+    attending, sides = Attending(tokens, tokens, Full()), moving_sides(strategy, ring, table.ring_ranks)[direction]
+    return [
+        _Half(
+            side,
+            table.schedule(attending, side, bool(ring.side(direction, side)[1]), parts, halved=len(sides) > 1),
+        )
+        for side in sides
+    ]
 
 
 def page() -> str:
@@ -78,32 +114,32 @@ def _bytes(shapes: Shapes) -> Iterator[str]:
     yield _row("---", *["---:"] * 7)
     for name in PRESETS:
         strategy = Strategy.preset(name).on(TOPOLOGY)
+        passes = [_halves(strategy, direction, TOPOLOGY, shapes) for direction in DIRECTIONS]
         sent = (sent_bytes(strategy, direction, TOPOLOGY, shapes) for direction in DIRECTIONS)
-        counts = [f"{nbytes / 2**20:.1f}" for by_link in sent for nbytes in by_link.values()]
+        counts = [f"{max(each[link] for each in by_rank) / 2**20:.1f}" for by_rank in sent for link in Link]
         exchange = f"{2 - 2 / strategy.degree:g}" if strategy.degree > 1 else "–"
         if strategy.mesh_degree > 1:
-            moving = [choose_moving_side(strategy, direction, shapes) for direction in DIRECTIONS]
+            moving = [halves[0].moving for halves in passes]
             own = shapes.dtype.itemsize * shapes.q_len * shapes.qk_dim * (shapes.q_heads + 2 * shapes.kv_heads)
             exchange = f"{exchange_buffer_bytes(shapes, strategy, moving) / own:.2g}"
-        yield _row(f"`{name}`", *counts, *(_buffers(strategy, each) for each in DIRECTIONS), exchange)
+        yield _row(f"`{name}`", *counts, *("; ".join(map(_buffers, halves)) for halves in passes), exchange)
 
 
-def _buffers(strategy: Strategy, direction: Direction) -> str:
+def _buffers(half: _Half) -> str:
     """Return how many buffers a rank needs for operands and for partial results of blocks."""
-    held = most_held(_schedule(strategy, direction == "backward" or strategy.forward == "q"))
-    return f"{held.operands} + {held.results}" if held.results else str(held.operands)
-
-
-def _schedule(strategy: Strategy, reduces: bool) -> Schedule:
-    groups = TOPOLOGY.of_ulysses_groups(strategy.group_size)
-    return SCHEDULES[strategy.schedule_for(groups)](groups, reduces)
+    held = most_held(half.schedule)
+    operands, results = (f"{count / half.schedule.parts:g}" for count in held)
+    return f"{operands} + {results}" if held.results else operands
 
 
 def _grids() -> Iterator[str]:
     """Yield each grid once, with the presets that have it."""
     names = defaultdict[str, list[str]](list)
     for name in PRESETS:
-        names[_schedule(Strategy.preset(name).on(TOPOLOGY), True).format()].append(f"`{name}`")
+        halves = _halves(Strategy.preset(name).on(TOPOLOGY), "backward", TOPOLOGY, SHAPES[0])
+        for half in halves:
+            which = f", where {_IN_WORDS[half.moving]} move" if len(halves) > 1 else ""
+            names[half.schedule.format()].append(f"`{name}`{which}")
     yield "\n\n".join(f"{', '.join(of_grid)}:\n\n```\n{grid}\n```" for grid, of_grid in names.items())
 
 

@@ -24,7 +24,7 @@ from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.strategy.presets import presets_with
 from burst_plugin.types import BOTH, DIRECTIONS, OTHER_SIDE, SIDES, Direction, Side
 
-__all__ = ["features_of", "is_deterministic", "kernel_for", "make_plan"]
+__all__ = ["choose_moving_side", "features_of", "is_deterministic", "kernel_for", "make_plan", "moving_sides"]
 
 _KNOWN_CALLS = 64  # kinds of calls to remember; lengths may vary without end
 _FEW_LENGTHS = 8  # of sequences; with more of them the next may be new as well
@@ -70,7 +70,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     kernel = kernel_for(strategy, device, shapes, features, new_tiles=_new_tiles(rank_state, attending))
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
-    moving = _moving_sides(strategy, shapes, extras, rank_state.route_table.ring_ranks)
+    moving = moving_sides(strategy, shapes, rank_state.route_table.ring_ranks, bias=extras.bias)
     # Results that something else is added to first stay as wide as they were accumulated.
     rounded: dict[Direction, dict[Side, bool]] = {
         "forward": {"q": not extras.sink, "kv": True},
@@ -149,13 +149,13 @@ def _shapes(rank_state: RankState, inputs: Inputs, request: Request) -> tuple[Sh
 def _tokens(rank_state: RankState, local: Shapes, request: Request) -> tuple[dict[str, Tokens], dict[str, int]]:
     """Return by side the whole sequence, and the most tokens of it that a rank of the ring holds."""
     ranks, rank, table = rank_state.topology.ranks, rank_state.rank, rank_state.route_table
-    degree, lengths = rank_state.strategy.group_size, {"q": local.q_len, "kv": local.kv_len}
+    lengths = {"q": local.q_len, "kv": local.kv_len}
     given = dict(zip(lengths, request.tokens, strict=True))
     tokens = {side: given[side] or Tokens(max(1, n * ranks)) for side, n in lengths.items()}
     longest = {}
     for side, whole in tokens.items():
         held = [token_count(runs) for runs in table.shards(whole)]
-        longest[side] = max(sum(held[first : first + degree]) for first in range(0, ranks, degree))
+        longest[side] = max(block.length for block in table.group_blocks(whole))
         if lengths[side] != held[rank]:
             raise ValueError(
                 f"rank {rank} of {ranks} holds {held[rank]} of {whole} in layout {table.layout(whole).name!r}, but "
@@ -171,7 +171,7 @@ def _check_heads(strategy: Strategy, local: Shapes) -> None:
         raise ValueError(
             f"ulysses_degree={strategy.degree} ranks cannot share the {local.q_heads} query heads and "
             f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}, or a preset for "
-            f"any number of heads: {presets_with(ulysses_degree=1)}"
+            f"any number of heads: {presets_with(ulysses_degree=1, parts=1)}"
         )
 
 
@@ -181,7 +181,7 @@ def _check_parts(strategy: Strategy, shapes: Shapes) -> None:
         valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
         raise ValueError(
             f"parts={strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use one "
-            f"of {valid}"
+            f"of {valid}, or a preset without parts: {presets_with(parts=1)}"
         )
 
 
@@ -250,20 +250,20 @@ def is_deterministic(strategy: Strategy) -> bool:
     return strategy.deterministic or switch
 
 
-def _moving_sides(
-    strategy: Strategy, shapes: Shapes, extras: Extras, ring_ranks: int
+def moving_sides(
+    strategy: Strategy, shapes: Shapes, ring_ranks: int, *, bias: bool = False
 ) -> Mapping[Direction, tuple[Side, ...]]:
     """Return by direction which side moves, or which two. A bias belongs to the queries, which stay where it is."""
     moving: dict[Direction, tuple[Side, ...]] = {}
     for direction in DIRECTIONS:
         asked = getattr(strategy, direction)
-        if extras.bias and asked in ("q", BOTH):
+        if bias and asked in ("q", BOTH):
             raise ValueError(
                 f"{direction}={asked!r} cannot be had with a bias: its rows belong to the queries, which would have "
                 f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
                 f"move: {presets_with(forward='kv', backward='kv')}"
             )
-        if extras.bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
+        if bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
             moving[direction] = ("kv",)
         elif asked == BOTH:
             moving[direction] = ("kv", "q")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
 from burst_plugin.sequence.masks import Mask
 from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.topology import Groups
 from burst_plugin.types import BOTH, SIDES, Side
 
 if TYPE_CHECKING:
@@ -108,8 +109,16 @@ def _candidates(costs: _ByToken | _ByDocument, suitable: Sequence[Tokens], alike
     some_are_even = [add(tokens) for tokens in suitable]
     if not any(some_are_even):
         for finer_and_finer in costs.assignments():
-            any(map(add, finer_and_finer))  # until one is even
+            any(add(_of_members(tokens, costs.table.groups)) for tokens in finer_and_finer)  # until one is even
     return found
+
+
+def _of_members(tokens: Tokens, groups: Groups) -> Tokens:
+    """Return an assignment that has neighbours in groups as one to the members that groups have."""
+    if not groups.apart or tokens.holders is None:
+        return tokens
+    ranks = [rank for group in range(groups.ring_size) for rank in groups.members(group)]
+    return replace(tokens, holders=tuple(ranks[holder] for holder in tokens.holders))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.ring.ulysses_groups import UlyssesGroup
 from burst_plugin.strategy import Strategy
-from burst_plugin.topology import Link, Topology, Traffic
+from burst_plugin.topology import Groups, Link, Topology, Traffic
 from burst_plugin.types import Direction
 
 __all__ = ["RankState"]
@@ -31,7 +31,7 @@ __all__ = ["RankState"]
 
 @dataclass(eq=False, repr=False)
 class RankState:
-    """A rank of the context-parallel group, and its transports: of its ring, and of its group of neighbours.
+    """A rank of the context-parallel group, and its transports: of its ring, and of its group.
 
     With a `ulysses_degree` that is its Ulysses group, with a `mesh_degree` the one that gathers blocks.
 
@@ -78,19 +78,25 @@ class RankState:
         return self.mesh_group if self.strategy.mesh_degree > 1 else self.ulysses_group
 
     def _group(self, degree: int) -> UlyssesGroup:
-        first, place = self.rank - self.rank % degree, self.rank % degree
-        return UlyssesGroup(self.topology, range(first, first + degree), place)
+        if degree == 1:
+            return UlyssesGroup(self.topology, range(self.rank, self.rank + 1), 0)
+        group, place = self.groups.of(self.rank)
+        return UlyssesGroup(self.topology, self.groups.members(group), place)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Which ranks are a group, and which a ring."""
+        return self.strategy.groups(self.topology)
 
     @property
     def ring_rank(self) -> int:
         """The number of this rank in its ring: that of its group."""
-        return self.rank // self.strategy.group_size
+        return self.groups.of(self.rank)[0]
 
     @property
     def ring_peers(self) -> range:
         """The ranks of its ring."""
-        degree = self.strategy.group_size
-        return range(self.rank % degree, self.topology.ranks, degree)
+        return self.groups.ring(self.groups.of(self.rank)[1])
 
     @property
     def pools(self) -> tuple[BufferPool, BufferPool]:
@@ -102,7 +108,7 @@ class RankState:
 
         `apart`: also where all of its ring share the one between nodes, that inside the node is of the node's alone.
         """
-        ring, groups = self.ring_peers, self.topology.of_ulysses_groups(self.strategy.group_size)
+        ring, groups = self.ring_peers, self.route_table.ring_topology
         in_node = tuple(ring[place] for place in groups.node_peers(self.ring_rank))
         if by_link:
             return {

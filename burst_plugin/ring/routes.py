@@ -106,8 +106,8 @@ class RouteTable:
 
     def __init__(self, topology: Topology, strategy: Strategy) -> None:
         self._cp_topology, self._strategy = topology, strategy
-        option = "mesh_degree" if strategy.mesh_degree > 1 else "ulysses_degree"
-        self._ring_topology = topology.of_ulysses_groups(strategy.group_size, option)
+        self.groups = strategy.groups(topology)
+        self._ring_topology = self.groups.ring_topology
         self._pairs: dict[tuple[Attending, Side, int], Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
         self._schedules: dict[tuple[Attending, str, bool, int, int, bool], Schedule] = {}
@@ -167,14 +167,12 @@ class RouteTable:
         return [layout.runs(rank, ranks, tokens) for rank in range(ranks)]
 
     def group_blocks(self, tokens: Tokens) -> list[GroupBlock]:
-        """Return what every group of neighbours holds."""
+        """Return what every group holds."""
         if tokens not in self._group_blocks:
             if len(self._group_blocks) >= _KNOWN:
                 self._group_blocks.clear()
-            shards, degree = self.shards(tokens), self._strategy.group_size
-            self._group_blocks[tokens] = [
-                group_block(shards[first : first + degree]) for first in range(0, len(shards), degree)
-            ]
+            shards, groups = self.shards(tokens), map(self.groups.members, range(self.groups.ring_size))
+            self._group_blocks[tokens] = [group_block([shards[rank] for rank in members]) for members in groups]
         return self._group_blocks[tokens]
 
     def runs(self, tokens: Tokens) -> list[tuple[Run, ...]]:
@@ -191,7 +189,8 @@ class RouteTable:
                     known.clear()
             runs: dict[str, list[tuple[Run, ...]]] = {side: self.runs(attending.of(side)) for side in SIDES}
             if degree > 1:
-                runs[moving] = self.shards(attending.of(moving))[place::degree]
+                shards = self.shards(attending.of(moving))
+                runs[moving] = [shards[rank] for rank in self.groups.ring(place)]
             self._pairs[key] = Pairs(attending, runs)
         return self._pairs[key]
 
@@ -213,7 +212,7 @@ class RouteTable:
         pairs = self.pairs(attending, moving, place)
         key = (ring_rank, attending, moving, reduces, parts, place, halved)
         if key not in self._routes:
-            schedule = self._schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
+            schedule = self.schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
             home = OTHER_SIDE[moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
@@ -240,7 +239,7 @@ class RouteTable:
     def most_rows_moved(self, attending: Attending) -> tuple[int, int]:
         """Return the most rows of keys that any rank sends, or receives: (between nodes, inside a node)."""
         lengths = [token_count(held) for held in self.pairs(attending).runs["kv"]]
-        return self._schedule(attending, "kv", False).most_rows_moved(lengths)
+        return self.schedule(attending, "kv", False).most_rows_moved(lengths)
 
     def rows_visited(self, attending: Attending) -> list[int]:
         """Return by rank of the ring how many rows of keys its queries meet, in all its visits."""
@@ -259,7 +258,7 @@ class RouteTable:
                 work[rank] += sum(tile.work * (tile.batch[1] - tile.batch[0] if tile.batch else 1) for tile in tiles)
         return work
 
-    def _schedule(
+    def schedule(
         self,
         attending: Attending,
         moving: Side,

@@ -1,8 +1,9 @@
 """Exchange heads inside Ulysses groups of ranks, so that a ring of groups is left: "2D attention".
 
-`ulysses_degree` consecutive ranks are a *Ulysses group*. Before the ring each of them sends its tokens of some heads
-to the ranks that work on these heads, and has the tokens of the whole group for its own share of the heads;
-afterwards outputs take the way back. Rank j of every group goes around a ring with the ranks j of the others.
+`ulysses_degree` ranks are a *Ulysses group*: consecutive ones, or as `topology.Groups` says. Before the ring each of
+them sends its tokens of some heads to the ranks that work on these heads, and has the tokens of the whole group for
+its own share of the heads; afterwards outputs take the way back. Rank j of every group goes around a ring with the
+ranks j of the others.
 
 8 tokens over 4 ranks in zigzag, degree 2, heads a b; two rings, of ranks 0 2 (head a) and 1 3 (head b):
 

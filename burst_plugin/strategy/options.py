@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,10 @@ from burst_plugin.checks import check_one_of, shown
 from burst_plugin.kernels import KERNELS, Kernel
 from burst_plugin.schedule.rings import SCHEDULES, default_schedule_name
 from burst_plugin.sequence.layout import LAYOUTS
-from burst_plugin.strategy.presets import presets_without_groups, with_preset
-from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, check_kernel, kept_share, validated
-from burst_plugin.topology import Topology
+from burst_plugin.strategy.presets import check_groups, with_preset
+from burst_plugin.strategy.validation import ALL_RANKS, AUTO, OF_NODE, PLACEMENTS, check_kernel, kept_share, validated
+from burst_plugin.strategy.validation import about as _about
+from burst_plugin.topology import Groups, Topology
 from burst_plugin.types import BOTH, DIRECTIONS, SIDES, Direction
 
 if TYPE_CHECKING:
@@ -22,18 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AUTO", "PLANNED", "MeasuredStrategy", "Strategy"]
 
-PLANNED = ("schedule", "ulysses_degree", "mesh_degree", "parts", "forward", "backward")  # by measured links
-
-
-def _about(
-    text: str, choices: Collection[str] = (), *, words: Collection[str] = (), compared: bool = True
-) -> dict[str, Any]:
-    """Return the metadata of a field, which flags, keys and docs/options.md are made from.
-
-    text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
-    not names. words: what is valid besides numbers. compared: whether it must be the same on all ranks.
-    """
-    return {"help": text, "choices": tuple(choices), "words": tuple(words), "compared": compared}
+PLANNED = ("schedule", "ulysses_degree", "ulysses_placement", "mesh_degree", "parts", "forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +99,18 @@ class Strategy:
     ulysses_degree: int | str = field(
         default=1,
         metadata=_about(
-            "how many neighbouring ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
+            "how many ranks [exchange heads](internals.md#heads-may-be-exchanged) before and after the "
             "ring; `node`: those of a node, `all`: all of the ring. Must divide the number of a rank's query heads; "
             "and divide that of its key/value heads, or be a multiple of it",
             words=(OF_NODE, ALL_RANKS),
+        ),
+    )
+    ulysses_placement: str = field(
+        default="head_first",
+        metadata=_about(
+            "which ranks [exchange heads](internals.md#heads-may-be-exchanged): `head_first`, neighbours; "
+            "`context_first`, ranks as far apart as can be, so that rings are of neighbours",
+            PLACEMENTS,
         ),
     )
     mesh_degree: int = field(
@@ -214,8 +212,13 @@ class Strategy:
 
     @property
     def group_size(self) -> int:
-        """How many neighbouring ranks send each other something before and after the ring: heads, or blocks."""
+        """How many ranks send each other something before and after the ring: heads, or blocks."""
         return self.degree * self.mesh_degree
+
+    def groups(self, topology: Topology) -> Groups:
+        """Return which ranks are a group, and which a ring."""
+        option = "mesh_degree" if self.mesh_degree > 1 else "ulysses_degree"
+        return Groups(topology, self.group_size, self.ulysses_placement == "context_first", option)
 
     def on(self, topology: Topology) -> Strategy:
         """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
@@ -224,11 +227,8 @@ class Strategy:
         """
         if isinstance(self.ulysses_degree, str):
             degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}
-            return replace(self, ulysses_degree=degrees[self.ulysses_degree])
-        try:
-            topology.of_ulysses_groups(self.group_size, "mesh_degree" if self.mesh_degree > 1 else "ulysses_degree")
-        except ValueError as error:
-            raise ValueError(f"{error}; or a preset without groups: {presets_without_groups()}") from None
+            return replace(self, ulysses_degree=degrees[self.ulysses_degree]).on(topology)
+        check_groups(self.groups(topology))
         return self
 
     @classmethod

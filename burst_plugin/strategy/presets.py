@@ -1,6 +1,6 @@
 """Published systems by their names, as options: `Strategy.preset("usp")`.
 
-A new one is an entry of `PRESETS`. It sets the six options that say what is sent where, so that none of them is
+A new one is an entry of `PRESETS`. It sets the seven options that say what is sent where, so that none of them is
 left to be chosen, and more only if the system needs them. docs/systems.md is made of the entries and of what is
 counted for them.
 
@@ -14,11 +14,20 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from burst_plugin.checks import check_one_of
-from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE
+from burst_plugin.strategy.validation import ALL_RANKS, OF_NODE, PLACEMENTS
+from burst_plugin.topology import Groups
 
-__all__ = ["PRESETS", "Preset", "presets_with", "presets_without_groups", "with_preset"]
+__all__ = ["PRESETS", "Preset", "check_groups", "presets_with", "presets_without_groups", "with_preset"]
 
-_RING = {"schedule": "flat_ring", "forward": "kv", "backward": "kv", "ulysses_degree": 1, "mesh_degree": 1}
+_HEAD_FIRST, _CONTEXT_FIRST = PLACEMENTS
+_RING = {
+    "schedule": "flat_ring",
+    "forward": "kv",
+    "backward": "kv",
+    "ulysses_degree": 1,
+    "ulysses_placement": _HEAD_FIRST,
+    "mesh_degree": 1,
+}
 _HEADS = "{} divide the query heads, and divide the key/value heads or are a multiple of them; any length"
 _NO_LIMITS = "any number of heads, any length"
 _NO_BIAS = f"{_NO_LIMITS}; no bias, since queries move"
@@ -104,19 +113,37 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             choose="several nodes, heads enough for the ranks of a node",
         ),
         "loongtrain": Preset(
-            title="LoongTrain's 2D-Attention",
+            title="LoongTrain's 2D-Attention, head-first",
             arxiv="2406.18485",
             what="pairs of ranks in a node exchange heads, and a two-level ring goes around the pairs",
             options={**_RING, "layout": "zigzag", "schedule": "two_level_ring", "ulysses_degree": 2},
-            differs=(
-                "this is head-first placement. Context-first, with heads exchanged between nodes, does not run here, "
-                "since groups are neighbouring ranks. The paper leaves the sizes open: `ulysses_degree` has others"
-            ),
+            differs="the paper leaves the sizes open: `ulysses_degree` has others",
             limits=(
                 "an even number of ranks per node, of query heads, and of key/value heads unless there is one; any "
                 "length"
             ),
             choose="several nodes, heads for some ranks of a node but not for all",
+        ),
+        "loongtrain_context_first": Preset(
+            title="LoongTrain's 2D-Attention, context-first",
+            arxiv="2406.18485",
+            what=(
+                "pairs of ranks as far apart as can be exchange heads, between nodes if there are several, and two "
+                "rings go around neighbours, half of the ranks each"
+            ),
+            options={
+                **_RING,
+                "layout": "zigzag",
+                "schedule": "two_level_ring",
+                "ulysses_degree": 2,
+                "ulysses_placement": _CONTEXT_FIRST,
+            },
+            differs="the paper leaves the sizes open: `ulysses_degree` has others",
+            limits=(
+                "an even number of nodes, or of ranks in the only one; an even number of query heads, and of "
+                "key/value heads unless there is one; any length"
+            ),
+            choose="two nodes, about as many key/value heads as query heads; what crosses between them is not hidden",
         ),
         "mesh": Preset(
             title="Mesh-Attention",
@@ -143,6 +170,40 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                 "worked on, so that no rank holds all keys. The bytes are the same. `parts` cuts blocks by heads"
             ),
             choose="a node in which any two ranks have a link; masks that need few of the keys",
+        ),
+        "tasp": Preset(
+            title="TASP",
+            arxiv="2509.26541",
+            what="`zigzag_ring`, with blocks in four parts, which go around rings of their own that share no link",
+            options={**_RING, "layout": "zigzag", "schedule": "tasp", "parts": 4},
+            differs=(
+                "there are four parts, of the heads; the paper has one for each ring, of which there are `ranks - 1` "
+                "in a node. `parts` has other numbers, which must divide the key/value heads"
+            ),
+            limits="a number of key/value heads that 4 divides; any length",
+            choose="nodes in which any two ranks have a link of their own, most of which a single ring leaves idle",
+        ),
+        "dist_flash": Preset(
+            title="DistFlashAttn",
+            arxiv="2310.03294",
+            what=(
+                "keys and values go half way around, and queries come to ranks beyond, so that ranks with few keys "
+                "before them take over query blocks of the others; checkpoints keep what attention gave"
+            ),
+            options={
+                **_RING,
+                "layout": "contiguous",
+                "schedule": "direct",
+                "forward": "both",
+                "backward": "both",
+                "keep_attention": "all",
+            },
+            differs=(
+                "blocks of another node come over a counterpart in one's own; the paper has them sent straight from "
+                "their owners. Between two ranks only keys and values move"
+            ),
+            limits=_NO_BIAS,
+            choose="a causal mask on consecutive tokens, which leaves half of the visits, evenly shared",
         ),
         "ring_self_attention": Preset(
             title="Ring Self-Attention",
@@ -193,15 +254,23 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**PRESETS[name].options, **given}
 
 
+def check_groups(groups: Groups) -> None:
+    """Raise ValueError if there is no ring of such groups, with what can be had."""
+    try:
+        _ = groups.ring_topology
+    except ValueError as error:
+        raise ValueError(f"{error}; or a preset without groups: {presets_without_groups()}") from None
+
+
 def presets_with(**options: Any) -> str:
-    """Return the names of the presets in which options have these values, for a message."""
+    """Return the names of the presets in which options have these values, or are left open, for a message."""
     return ", ".join(
         name
         for name, preset in PRESETS.items()
-        if all(preset.options.get(option) == value for option, value in options.items())
+        if all(preset.options.get(option, value) == value for option, value in options.items())
     )
 
 
 def presets_without_groups() -> str:
     """Return the names of the presets for any number of ranks, heads and tokens, for a message."""
-    return presets_with(ulysses_degree=1, mesh_degree=1)
+    return presets_with(ulysses_degree=1, mesh_degree=1, parts=1)

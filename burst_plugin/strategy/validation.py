@@ -1,18 +1,19 @@
-"""Checks of the options of a run, one by one: whole numbers of any library become Python's."""
+"""Options of a run, one by one: what is said of them, and checks, by which numbers of any library become Python's."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from burst_plugin.checks import as_number, as_positive, shown, whole_number
 from burst_plugin.types import BOTH, DIRECTIONS
 
-__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "check_kernel", "kept_share", "validated"]
+__all__ = ["ALL_RANKS", "AUTO", "OF_NODE", "PLACEMENTS", "about", "check_kernel", "kept_share", "validated"]
 
 AUTO = "auto"
 OF_NODE, ALL_RANKS = "node", "all"  # values of `ulysses_degree` besides numbers
+PLACEMENTS = ("head_first", "context_first")  # of LoongTrain, arXiv 2406.18485
 _KEPT = {"none": 0.0, "all": 1.0}
 _COUNTS = {  # what they count, and what there is without
     "mlp_chunk": ("tokens", "all at once"),
@@ -20,6 +21,17 @@ _COUNTS = {  # what they count, and what there is without
     "loss_chunk": ("tokens", "whole logits"),
     "max_ctas": ("thread blocks, a power of two", "NCCL's own choice"),
 }
+
+
+def about(
+    text: str, choices: Collection[str] = (), *, words: Collection[str] = (), compared: bool = True
+) -> dict[str, Any]:
+    """Return the metadata of a field, which flags, keys and docs/options.md are made from.
+
+    text: what the option does, in Markdown, with links relative to docs/. choices: all valid names; () if values are
+    not names. words: what is valid besides numbers. compared: whether it must be the same on all ranks.
+    """
+    return {"help": text, "choices": tuple(choices), "words": tuple(words), "compared": compared}
 
 
 def validated(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,6 +93,11 @@ def _check_mesh(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"ulysses_degree={options['ulysses_degree']} and {mesh} cannot be had together: groups exchange heads or "
             "gather blocks; leave one out"
+        )
+    if options["ulysses_placement"] != PLACEMENTS[0]:
+        raise ValueError(
+            f"ulysses_placement={options['ulysses_placement']!r} and {mesh} cannot be had together: no heads are "
+            "exchanged; leave one out"
         )
     for direction in DIRECTIONS:
         if options[direction] == BOTH:

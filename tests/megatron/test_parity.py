@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+import burst_plugin.megatron
 from burst_plugin import Strategy
+from burst_plugin.strategy.presets import PRESETS
 from tests.support.megatron_gpt import GptRun, StepResult, one_step, random_tokens
 from tests.support.ranks import run_ranks
 
@@ -27,14 +29,18 @@ def one_rank() -> StepResult:
 
 
 def check_parity(run: GptRun) -> None:
+    for result in run_ranks(_step, run.tp * run.pp * run.cp, run):
+        check_step(result)
+
+
+def check_step(result: StepResult) -> None:
     """Loss to 1e-5, every parameter's gradient to 1e-4 relative."""
     reference = one_rank()
-    for result in run_ranks(_step, run.tp * run.pp * run.cp, run):
-        assert result.loss == pytest.approx(reference.loss, abs=1e-5)
-        assert result.grads.keys() == reference.grads.keys()
-        for name, grad in result.grads.items():
-            error = torch.linalg.vector_norm(grad - reference.grads[name])
-            assert error <= 1e-4 * torch.linalg.vector_norm(reference.grads[name]), name
+    assert result.loss == pytest.approx(reference.loss, abs=1e-5)
+    assert result.grads.keys() == reference.grads.keys()
+    for name, grad in result.grads.items():
+        error = torch.linalg.vector_norm(grad - reference.grads[name])
+        assert error <= 1e-4 * torch.linalg.vector_norm(reference.grads[name]), name
 
 
 CP2 = GptRun(cp=2, cp_comm_type="burst")
@@ -54,6 +60,22 @@ CP4 = GptRun(cp=4, hierarchical=(2, 2), cp_comm_type="burst")
 )
 def test_context_parallel_equals_one_rank(run: GptRun) -> None:
     check_parity(run)
+
+
+def _steps(rank: int, presets: tuple[str, ...]) -> dict[str, StepResult]:
+    found = {}
+    for name in presets:  # in one process each after the other, as no user can
+        burst_plugin.megatron.install().registry.strategy = Strategy.preset(name)
+        found[name] = _step(rank, CP4)
+    return found
+
+
+@pytest.mark.parametrize("presets", [tuple(PRESETS)[:8], tuple(PRESETS)[8:]], ids="-".join)
+def test_every_published_system_equals_one_rank(presets: tuple[str, ...]) -> None:
+    for steps in run_ranks(_steps, 4, presets):
+        assert tuple(steps) == presets
+        for result in steps.values():
+            check_step(result)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -61,6 +61,22 @@ def test_auto_is_even_for_long_tailed_documents(seed: int, strategy: Strategy) -
     assert imbalance(table, Attending(whole, whole, mask)) > 1.5, "without a choice it is not"
 
 
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=["dealt", "in chunks"])
+def test_auto_gives_groups_of_ranks_far_apart_what_it_gives_neighbours(mask: Mask) -> None:
+    """Rings of the same four groups, over other ranks."""
+    starts = tuple(8 * start for start in long_tailed(0))
+    mask &= Documents(starts)
+    apart = Strategy(layout="auto", ulysses_degree=2, ulysses_placement="context_first")
+    tables = (
+        RouteTable(Topology(1, 8), replace(apart, ulysses_placement="head_first")),
+        RouteTable(Topology(2, 4), apart),
+    )
+    neighbours, others = (choose_tokens(table, starts[-1], mask) for table in tables)
+    assert neighbours.holders != others.holders
+    assert tables[0].runs(neighbours) == tables[1].runs(others)
+    assert imbalance(tables[1], Attending(others, others, mask)) <= 1.05
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("scale", [1, 8])
 @pytest.mark.parametrize("topology", [Topology(1, 8), Topology(2, 8), Topology(4, 8)], ids=str)

@@ -29,8 +29,9 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.deepspeed.config import BLOCK, Block
 from burst_plugin.megatron import arguments
 from burst_plugin.planning.choice import planned
+from burst_plugin.planning.links import Links
+from burst_plugin.planning.planner import has_price, pass_price
 from burst_plugin.planning.systems import page, sent_bytes
-from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.strategy import PLANNED
 from burst_plugin.strategy.presets import PRESETS
 from burst_plugin.types import DIRECTIONS
@@ -40,7 +41,9 @@ from tests.support.reference import Problem, Result, errors, reference
 
 HEADS = (8, 4)
 SHAPES = Shapes(2, 4, 4, *HEADS, 8, 8, torch.float32)  # of a rank
-WITHOUT_GROUPS = "burst, ring, zigzag_ring, striped, double_ring, all_gather, ring_self_attention, pass_kv, pass_q"
+WITHOUT_GROUPS = (
+    "burst, ring, zigzag_ring, striped, double_ring, all_gather, dist_flash, ring_self_attention, pass_kv, pass_q"
+)
 OF_ANY_HEADS = WITHOUT_GROUPS.replace("all_gather", "mesh, all_gather")
 
 
@@ -103,10 +106,14 @@ def test_a_refusal_names_the_presets_that_can() -> None:
         ValueError, match=rf"ulysses_degree=2 does not divide 2x3 .*; or a preset .*: {WITHOUT_GROUPS}$"
     ):
         VirtualRing(Topology(2, 3), Strategy.preset("loongtrain"))
-    can = ", ".join(name for name in PRESETS if name not in ("burst", "pass_q"))
+    undivided = ", ".join(name for name in PRESETS if name != "tasp")
+    with pytest.raises(ValueError, match=rf"parts=4 does not divide the 6 .*a preset without parts: {undivided}$"):
+        VirtualRing(Topology(1, 4), Strategy.preset("tasp")).attention(*six[:3])
+    can = ", ".join(name for name in PRESETS if name not in ("burst", "dist_flash", "pass_q"))
     bias = torch.zeros(1, 1, 24, 24)
-    for name, direction in (("burst", "backward"), ("pass_q", "forward")):
-        with pytest.raises(ValueError, match=rf"{direction}='q' cannot be had with a bias.*: {can}$"):
+    for name, direction in (("burst", "backward"), ("pass_q", "forward"), ("dist_flash", "forward")):
+        side = getattr(Strategy.preset(name), direction)
+        with pytest.raises(ValueError, match=rf"{direction}='{side}' cannot be had with a bias.*: {can}$"):
             VirtualRing(Topology(1, 2), Strategy.preset(name)).attention(*six[:3], bias=bias)
 
 
@@ -151,6 +158,13 @@ def test_with_a_profile_a_preset_stays_and_the_rest_is_planned(monkeypatch: pyte
         found, said = planned(measured.on(topology), topology)
         assert found == Strategy.preset(name, parts=found.parts).on(topology)
         assert said
+    measured = Strategy.from_profile(PROFILE.as_dict(), model=sizes, preset="tasp")
+    assert planned(measured.on(topology), topology)[0] == Strategy.preset("tasp")
+    with pytest.raises(ValueError, match=r"forward='both' cannot be planned: it has no price"):
+        planned(Strategy.from_profile(PROFILE.as_dict(), model=sizes, preset="dist_flash"), topology)
+    for more in ({"preset": "loongtrain_context_first"}, {"ulysses_placement": "context_first"}):
+        with pytest.raises(ValueError, match="ulysses_placement='context_first' cannot be planned: it has no price"):
+            planned(Strategy.from_profile(PROFILE.as_dict(), model=sizes, **more), topology)
     block = Block.of({BLOCK: {"profile": PROFILE.as_dict(), "preset": "pass_q", "seq_length": 1 << 17}})
     assert block is not None
     assert block.strategy == Strategy.from_profile(PROFILE.as_dict(), model={"seq": 1 << 17}, preset="pass_q")
@@ -176,23 +190,41 @@ def busiest(of_ranks: list[dict[str, int]]) -> dict[str, int]:
 def on_the_page(
     name: str, topology: Topology, dtype: torch.dtype = torch.float32, *, with_lse: bool = False
 ) -> dict[str, int]:
-    """What `planning.systems`, of which the page is made, says of both passes; and the labels of messages on CPUs.
+    """What `planning.systems`, of which the page is made, says of both passes, with the labels of messages on CPUs.
 
     with_lse: whether lse, too, is sent back where heads are exchanged, as in a virtual ring.
     """
-    strategy, found = Strategy.preset(name).on(topology), Counter[Link]()
-    degree, inside = strategy.group_size, min(strategy.group_size, topology.ranks_per_node)
-    groups, others = topology.of_ulysses_groups(degree), {Link.INTRA: inside - 1, Link.INTER: degree - inside}
-    for direction in DIRECTIONS:
-        found.update(sent_bytes(strategy, direction, topology, SHAPES._replace(dtype=dtype)))
-        reduces = direction == "backward" or strategy.forward == "q"
-        schedule = SCHEDULES[strategy.schedule](groups, reduces)
-        for link in Link:
-            hops = max(sum(schedule.hops(rank)[link].values()) for rank in range(groups.ranks))
-            found[link] += LABEL_BYTES * (hops + 2 * others[link])  # heads are exchanged before the ring and after it
+    strategy = Strategy.preset(name).on(topology)
+    first, *rest = strategy.groups(topology).members(0)
+    others = Counter(topology.link(first, other) for other in rest)
+    shapes = SHAPES._replace(dtype=dtype)
+    passes = [sent_bytes(strategy, direction, topology, shapes, LABEL_BYTES) for direction in DIRECTIONS]
+    both = [forward + backward for forward, backward in zip(*passes, strict=True)]
     with_lse = with_lse and strategy.mesh_degree == 1  # a mesh sends it anyway
-    lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // degree
-    return {link.value: found[link] + lse_bytes * others[link] for link in Link}
+    lse_bytes = with_lse * 4 * SHAPES.batch * SHAPES.q_len * SHAPES.q_heads // strategy.degree
+    return {link.value: max(found[link] for found in both) + lse_bytes * others[link] for link in Link}
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2), Topology(2, 4)], ids=str)
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if has_price(Strategy(**preset.options))])
+def test_the_planner_counts_the_bytes_of_the_page(name: str, topology: Topology) -> None:
+    strategy, byte_per_s = Strategy.preset(name).on(topology), Links(1.0, 1.0)
+    for direction in DIRECTIONS:
+        price = pass_price(strategy, direction, topology, SHAPES, 0.0, byte_per_s)
+        by_rank = sent_bytes(strategy, direction, topology, SHAPES)
+        assert price.link_s == {link: pytest.approx(max(sent[link] for sent in by_rank)) for link in Link}
+
+
+@pytest.mark.parametrize("ranks", [4, 5])
+def test_where_both_sides_move_each_goes_half_way(ranks: int) -> None:
+    """Of 4 ranks keys go to 2 and queries come to 1; of 5 it is 2 of either. Partial results go back."""
+    rows = SHAPES.batch * SHAPES.q_len
+    q, out, kv, lse = 4 * 8 * 8 * rows, 4 * 8 * 8 * rows, 2 * 4 * 4 * 8 * rows, 4 * 8 * rows
+    forward = ranks // 2 * kv + (ranks - 1) // 2 * (q + out + lse)
+    backward = ranks // 2 * 2 * kv + (ranks - 1) // 2 * (q + out + 2 * lse + q)  # with dout, and lse and a factor
+    for direction, nbytes in zip(DIRECTIONS, (forward, backward), strict=True):
+        by_rank = sent_bytes(Strategy.preset("dist_flash"), direction, Topology(1, ranks), SHAPES)
+        assert by_rank == [{Link.INTRA: nbytes, Link.INTER: 0}] * ranks
 
 
 def step(name: str, topology: Topology, problem: Problem, mask: Mask) -> tuple[Result, dict[str, int]]:
@@ -249,7 +281,10 @@ def _in_ranks(rank: int, names: list[str], per_node: int) -> dict[str, tuple[flo
     [
         (Topology(1, 2), list(PRESETS)),
         (Topology(2, 2), list(PRESETS)),
-        (Topology(2, 4), ["burst", "usp", "loongtrain", "all_gather"]),
+        (
+            Topology(2, 4),
+            ["burst", "usp", "loongtrain", "loongtrain_context_first", "all_gather", "tasp", "dist_flash"],
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, Topology) else f"{len(value)} presets",
 )

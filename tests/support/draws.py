@@ -203,7 +203,11 @@ def options(
     draw: st.DrawFn, topology: Topology, heads: tuple[int, int], kernels: list[str], bias: bool, in_pieces: bool
 ) -> Strategy:
     """Draw a strategy; few are refused."""
-    fitting = [n for n in topology.ulysses_degrees if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
+    placement = draw(st.sampled_from(["head_first", "head_first", "context_first"]))
+    sizes = topology.ulysses_degrees
+    if placement == "context_first":
+        sizes = [topology.ranks // n for n in sizes]
+    fitting = [n for n in sizes if heads[1] % n == 0 or (n % heads[1] == 0 and heads[0] % n == 0)]
     rings_of_groups = [n for n in fitting if 1 < n < topology.ranks]
     gathers = draw(st.sampled_from([False, False, True]))  # blocks, in place of an exchange of heads
     of_any = ["kv", "q", "auto"] if gathers else ["kv", "q", "auto", "both"]
@@ -219,6 +223,7 @@ def options(
         kernel=draw(st.sampled_from(["auto", *kernels])),
         parts=(draw(parts), draw(parts)),
         ulysses_degree=degree,
+        ulysses_placement="head_first" if gathers else placement,
         mesh_degree=draw(st.sampled_from(topology.ulysses_degrees)) if gathers else 1,
     )
 

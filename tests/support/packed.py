@@ -30,7 +30,7 @@ def rows_crossing(table: RouteTable, attending: Attending) -> int:
     lengths = [token_count(held) for held in table.runs(attending.kv)]
     return sum(
         lengths[transfer.block] if transfer.rows is None else sum(stop - start for start, stop in transfer.rows)
-        for transfer in table._schedule(attending, "kv", False).gather
+        for transfer in table.schedule(attending, "kv", False).gather
         if transfer.link is Link.INTER
     )
 

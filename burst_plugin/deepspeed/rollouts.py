@@ -1,0 +1,60 @@
+"""Log-probabilities of rollouts that are folded into a prefix tree, for losses of an engine.
+
+DeepSpeed takes the mean of gradients over all ranks, and a rank has those of its own tokens. So values have their
+gradient times the number of ranks of a ring: the gradient of a loss is that of the whole sequence, and the mean over
+rings as over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from burst_plugin.activations import Head
+from burst_plugin.batch import SequenceShard
+from burst_plugin.checks import shown
+from burst_plugin.deepspeed.engine_session import Session
+from burst_plugin.trajectories import Edges
+from burst_plugin.trajectories import edge_log_probs as edge_log_probs_of_hidden
+
+if TYPE_CHECKING:
+    from burst_plugin.huggingface.rollouts import RolloutLogProbs
+
+__all__ = ["edge_log_probs", "rollout_log_probs"]
+
+_CHUNK = 1024  # rows of logits that are read at a time
+
+
+def rollout_log_probs(
+    session: Session, rollouts: Iterable[Sequence[int] | Tensor], options: dict[str, Any]
+) -> RolloutLogProbs:
+    """Return the log-probabilities of rollouts; see `burst_plugin.deepspeed.rollout_log_probs`."""
+    from burst_plugin.huggingface.rollouts import rollout_log_probs as of_model
+
+    engine = session.engine()
+    if engine is None:
+        raise ValueError("the engine of this session is gone; call deepspeed.initialize again")
+    if session.cp.ranks == 1 and session.hooks is not None:  # as long as the model has a loss of its own
+        session.hooks.check_takes_shards(engine.module)
+    with session.computing_edges():
+        found = of_model(engine, rollouts, session.cp, **options)
+    if options.get("own"):  # the gradient is that of all ranks' losses already
+        return found
+    log_probs, entropies = ([_with_gradient_of_ring(x, session) for x in each] for each in found[:2])
+    return found._replace(log_probs=log_probs, entropies=entropies)
+
+
+def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: SequenceShard) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of edges; see `burst_plugin.deepspeed.edge_log_probs`."""
+    if not isinstance(shard, SequenceShard) or shard.mask is None or not shard.mask.trees:
+        raise ValueError(f'got {shown(shard)}; give the entry "burst" of a batch that was cut with a tree')
+    of_logits = Head(lambda rows: rows, chunk=_CHUNK, parameters=[])
+    found = edge_log_probs_of_hidden(logits, of_logits, edges, shard.cp, tokens=shard.tokens)
+    return _with_gradient_of_ring(found[0], session), _with_gradient_of_ring(found[1], session)
+
+
+def _with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:
+    """Return `x` with as many times its gradient as a ring has ranks."""
+    return x + (session.cp.ranks - 1) * (x - x.detach()) if x.requires_grad else x
