@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt (default: 512)")
     parser.add_argument("--answer", type=int, default=32, help="tokens of an answer (default: 32)")
-    parser.add_argument("--steps", type=int, default=30, help="generations, two updates each (default: 30)")
+    parser.add_argument("--steps", type=int, default=20, help="generations, two updates each (default: 20)")
     parser.add_argument("--out", default="grpo.png", help="the picture (default: grpo.png)")
     parser.add_argument("--smoke", action="store_true", help="two generations of a few tokens")
     options = parser.parse_args()
