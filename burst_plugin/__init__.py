@@ -10,6 +10,7 @@ docs/architecture.md shows the parts of the package, and the way that q takes th
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from burst_plugin.attention import burst_attention
@@ -18,7 +19,6 @@ from burst_plugin.context import ContextParallel
 from burst_plugin.schedule.rings import direct, flat_ring, tasp, two_level_ring
 from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import (
     Causal,
@@ -38,6 +38,7 @@ from burst_plugin.topology import Link, Topology, Traffic
 
 if TYPE_CHECKING:
     from burst_plugin.batch import shard_batch
+    from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
     from burst_plugin.sequence.prefix_tree import PrefixTree
     from burst_plugin.virtual import VirtualRing
 
@@ -79,18 +80,17 @@ __all__ = [
 ]
 
 
+_LOADED_LATER = {  # what most training does not need
+    "BlockMask": "sequence.block_masks",
+    "PrefixTree": "sequence.prefix_tree",
+    "VirtualRing": "virtual",
+    "selected_blocks": "sequence.block_masks",
+    "shard_batch": "batch",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Load what most training does not need, when it is first asked for."""
-    if name == "VirtualRing":
-        from burst_plugin.virtual import VirtualRing
-
-        return VirtualRing
-    if name == "shard_batch":
-        from burst_plugin.batch import shard_batch
-
-        return shard_batch
-    if name == "PrefixTree":
-        from burst_plugin.sequence.prefix_tree import PrefixTree
-
-        return PrefixTree
-    raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")
+    """Load what is in no module that is loaded yet, when it is first asked for."""
+    if name not in _LOADED_LATER:
+        raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")
+    return getattr(import_module(f"burst_plugin.{_LOADED_LATER[name]}"), name)

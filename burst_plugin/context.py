@@ -18,15 +18,12 @@ from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.comm.given_groups import as_group, levels_of, place_in
-from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.head_groups import by_head_group
-from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
 from burst_plugin.ring.session import Session
 from burst_plugin.schedule.rings import BY_NODE
 from burst_plugin.scores import Scores
-from burst_plugin.sequence.block_masks import block_tokens
 from burst_plugin.sequence.layout import Tokens, positions, token_count
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import MeasuredStrategy, Strategy
@@ -34,6 +31,8 @@ from burst_plugin.topology import Topology, node_id, node_sizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # in typing since 3.11
+
+    from burst_plugin.profiling.recorder import Profile
 
 __all__ = ["ContextParallel"]
 
@@ -44,17 +43,15 @@ _NODE = "node: "
 class ContextParallel(Session):
     """A context-parallel group: the ranks that hold one sequence between them.
 
-    Make one per group and share it between layers. Creating it is collective when `ranks_per_node` is "auto" and no
-    hierarchy is given (ranks then tell each other their nodes); so is the first attention call, which creates the
-    communicators that `group` and `hierarchy` do not supply.
+    Make one per group and share it between layers. Creating it is collective, unless `ranks_per_node` or a hierarchy
+    says which ranks share a node; so is the first attention call, which makes communicators that were not given.
 
     Args:
         group: the whole context-parallel ProcessGroup, or a DeviceMesh of one dimension; None for a single rank; if
             there are others, together with `hierarchy=[1]`.
         hierarchy: Megatron's hierarchical groups or their sizes, innermost first; fixes the ranks per node.
         strategy: all options together.
-        options: those of `Strategy`, by name, in place of one: `ContextParallel(group, layout="striped")`; also
-            `preset`, see `Strategy.preset`.
+        options: those of `Strategy`, by name, or `preset`, in place of one: `ContextParallel(group, preset="usp")`.
 
     Raises:
         ValueError: for an option that is not valid, sizes that do not multiply to the group's, a group that this
@@ -197,6 +194,8 @@ class ContextParallel(Session):
         the same mask of it (`selected_blocks`). `tokens` may be a length. Raises ValueError if a block lies on
         several ranks.
         """
+        from burst_plugin.sequence.block_masks import block_tokens  # rarely needed
+
         tokens = as_tokens(tokens, or_length=True)
         return block_tokens(self.rank_state.route_table.shards(tokens), tokens.length, block)
 
@@ -206,11 +205,15 @@ class ContextParallel(Session):
         Pass it as `tokens=` to all other functions. With `alike` all ranks hold equally many tokens, for which
         lengths of `even_length` are suitable. Raises ValueError for other lengths then.
         """
+        from burst_plugin.ring.load_balance import choose_tokens  # rarely needed
+
         check_mask(mask)
         return choose_tokens(self.rank_state.route_table, length, mask, alike)
 
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Return the most over the mean of the ranks' attention work; 1 is even."""
+        from burst_plugin.ring.load_balance import imbalance  # rarely needed
+
         check_mask(mask)
         tokens = as_tokens(tokens, or_length=True)
         return imbalance(self.rank_state.route_table, Attending(tokens, tokens, mask))
@@ -268,6 +271,8 @@ class ContextParallel(Session):
 
     def profile(self) -> AbstractContextManager[Profile]:
         """Return a context in which this rank notes what it computes, sends and waits for; see `Profile`."""
+        from burst_plugin.profiling.recorder import Profile
+
         return self.rank_state.profiled(Profile(self.rank, self.topology, self.group))
 
     def _find_topology(self, sizes: list[int] | None) -> Topology:

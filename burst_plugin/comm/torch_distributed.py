@@ -6,7 +6,6 @@ All messages of a post on one communicator go out in one batch, receives before 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,12 +20,13 @@ from burst_plugin.topology import Link
 __all__ = ["DistributedTransport"]
 
 
-@dataclass
 class _DistributedPending:
-    messages: Sequence[Message]  # held on to, since gloo reads and writes them until waited for
-    works: list[dist.Work]
-    progress: Progress
-    timeout: timedelta | None = None  # instead of the group's own
+    """Messages, held on to, since gloo reads and writes them until waited for; `timeout` instead of the group's."""
+
+    def __init__(
+        self, messages: Sequence[Message], works: list[dist.Work], progress: Progress, timeout: timedelta | None
+    ) -> None:
+        self.messages, self.works, self.progress, self.timeout = messages, works, progress, timeout
 
     def wait(self, waited: Waited | None = None) -> None:
         try:

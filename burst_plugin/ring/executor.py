@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +26,12 @@ from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
 from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
 from burst_plugin.compute.rows import take_rows
-from burst_plugin.profiling.recorder import PassLog
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
 from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
+
+if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import PassLog
 
 __all__ = ["Moving", "RingPass", "Visit", "lockstep"]
 
@@ -41,11 +43,9 @@ class Moving(Protocol):
 
     def outgoing(self, side: Side) -> Tensors:
         """Return this rank's operands of a side as they travel; asked for when they leave."""
-        ...
 
     def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
         """Return an accumulator of a side, with what `tensors` hold if there are any."""
-        ...
 
 
 class _Leased:

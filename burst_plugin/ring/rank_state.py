@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +20,14 @@ from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.tile_attention import RowTable
-from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.ring.ulysses_groups import UlyssesGroup
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Groups, Link, Topology, Traffic
 from burst_plugin.types import Direction
+
+if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import Profile
 
 __all__ = ["RankState"]
 

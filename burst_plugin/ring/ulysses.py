@@ -26,18 +26,20 @@ from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from burst_plugin.comm.buffers import Buffer, Packing
 from burst_plugin.comm.transport import Channel, PeerLostError, Pending, Transport, lost_peer_error
-from burst_plugin.profiling.recorder import Profile
 from burst_plugin.ring.request import Inputs, Outputs
 from burst_plugin.ring.ulysses_groups import GroupBlock, UlyssesGroup
 from burst_plugin.ring.ulysses_pieces import Piece, ToHeads, ToTokens
 from burst_plugin.types import Side, Spec
+
+if TYPE_CHECKING:
+    from burst_plugin.profiling.recorder import Profile
 
 __all__ = ["HeadExchange"]
 
