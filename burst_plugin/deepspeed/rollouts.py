@@ -56,5 +56,9 @@ def edge_log_probs(session: Session, logits: Tensor, edges: Edges, shard: Sequen
 
 
 def _with_gradient_of_ring(x: Tensor, session: Session) -> Tensor:
-    """Return `x` with as many times its gradient as a ring has ranks."""
-    return x + (session.cp.ranks - 1) * (x - x.detach()) if x.requires_grad else x
+    """Return `x` with as many times its gradient as a ring has ranks; by a hook, which leaves -inf as it is."""
+    if not x.requires_grad:
+        return x
+    found, ranks = x.clone(), session.cp.ranks
+    found.register_hook(lambda grad: grad * ranks)  # type: ignore[no-untyped-call]
+    return found

@@ -45,6 +45,7 @@ class Identity:
         self.loss_mask: tuple[tuple[int, int] | None, Tensor] | None = None  # the latest, whole; and of which moment
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
+        self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
 
@@ -61,7 +62,7 @@ class Identity:
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
         self.forward_steps += 1
-        self._microbatch = microbatch
+        self._microbatch, self.computes_edges = microbatch, False
 
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
         """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.

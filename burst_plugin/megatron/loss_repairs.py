@@ -50,6 +50,9 @@ def _main_loss(identity: Callable[[], Identity], original: Any, *args: Any, **kw
     """Do what `forward_step_calc_loss` does, with a loss that is scaled so that its division comes out right."""
     given = inspect.signature(original).bind(*args, **kwargs)
     config, loss_func, mask = given.arguments["config"], given.arguments["loss_func"], identity().whole_loss_mask()
+    if loss_func is not None and identity().computes_edges:
+        given.arguments["loss_func"] = partial(_of_all_edges, loss_func)
+        return original(*given.args, **given.kwargs)
     if loss_func is None or config.calculate_per_token_loss or mask is None or not _weighs(config):
         return original(*args, **kwargs)
     ranks = parallel_state.get_context_parallel_world_size()
@@ -63,6 +66,18 @@ def _main_loss(identity: Callable[[], Identity], original: Any, *args: Any, **kw
 
     given.arguments["loss_func"] = scaled
     return original(*given.args, **given.kwargs)
+
+
+def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any) -> Any:
+    """Return what a loss function makes of edges. Raise ValueError if Megatron would divide it by ranks for that."""
+    found = loss_func(output, **options)
+    if not options and len(found) == 3:
+        raise ValueError(
+            "the loss function of rollouts in a prefix tree returned three values, for which Megatron divides "
+            "gradients by the context-parallel ranks, though each has the loss of all edges; return two, "
+            "(loss, reported)"
+        )
+    return found
 
 
 class _PredictionLoss:

@@ -106,7 +106,7 @@ class Registry:
     @contextmanager
     def computing(self, tree: PrefixTree) -> Iterator[None]:
         """Let models compute rollouts of a prefix tree in this context."""
-        self.tree = tree
+        self.tree, self.identity.computes_edges = tree, True
         try:
             yield
         finally:

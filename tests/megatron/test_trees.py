@@ -176,6 +176,31 @@ def test_it_would_be_found(plant: Callable[[], None]) -> None:
     assert _error(result, truth) > 0.01
 
 
+def _counted_loss_of(folded: Folded, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    loss, reported = loss_of(folded, output)
+    return loss, torch.ones((), dtype=torch.int), reported
+
+
+def _counts(rank: int) -> str:
+    """The error of this rank if its loss function returns a number of tokens, too."""
+
+    def step(data: Iterator[Folded], model: Any) -> tuple[Tensor, Any]:
+        output, loss = forward_step(data, model)
+        return output, partial(_counted_loss_of, *loss.args)
+
+    run = _over(PLAIN, cp=2)
+    with pytest.raises(ValueError, match="prefix tree") as error:
+        forward_backward(build(run), run, torch.zeros(2, 1, 8), step, lambda tokens: map(fold, _microbatches()))
+    leave()
+    return str(error.value)
+
+
+def test_a_number_of_tokens_by_which_gradients_would_be_divided_is_refused() -> None:
+    for text in run_ranks(_counts, 2):
+        assert "returned three values" in text
+        assert "return two" in text
+
+
 def _refused(rank: int) -> dict[str, str]:
     """By what is wrong: the error of this rank."""
     from burst_plugin.megatron.trees import edge_log_probs
