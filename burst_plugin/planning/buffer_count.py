@@ -20,6 +20,7 @@ from burst_plugin.types import Rows, Side
 __all__ = ["CountingPool", "Held", "as_many_buffers", "most_bytes", "most_held"]
 
 _CPU = torch.device("cpu")
+_KINDS = (0, 1)  # of buffers: of operands, of partial results
 
 
 class Held(NamedTuple):
@@ -34,8 +35,9 @@ class Held(NamedTuple):
 
 def most_held(schedule: Schedule) -> Held:
     """Return the most of either that any rank holds at once; the two need not be at the same time."""
-    counts = [_counted(schedule.of_rank(rank), schedule.reduces).most for rank in range(schedule.ranks)]
-    return Held(max(most[_OPERANDS] for most in counts), max(most[_RESULTS] for most in counts))
+    held = [dict(together) for together in _held_together(schedule, _rows(schedule))]
+    counts = [[sum(each[size] for size in each if size % 2 == kind) for each in held] for kind in _KINDS]
+    return Held(*map(max, counts))
 
 
 def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) -> float:
@@ -43,12 +45,21 @@ def most_bytes(schedule: Schedule, operand_bytes: float, result_bytes: float) ->
 
     The pool keeps what was in use at the same time, whatever the sizes (`BufferPool`).
     """
-    pools = [_counted(schedule.of_rank(rank), schedule.reduces) for rank in range(schedule.ranks)]
-    return max(
-        dict(held).get(_OPERANDS, 0) * operand_bytes + dict(held).get(_RESULTS, 0) * result_bytes
-        for pool in pools
-        for held in pool.held
-    )
+    rows = _rows(schedule)
+    per_row = operand_bytes / rows, result_bytes / rows
+    held = _held_together(schedule, rows)
+    return max(sum(size // 2 * per_row[size % 2] * count for size, count in together) for together in held)
+
+
+def _rows(schedule: Schedule) -> int:
+    """Return how many rows blocks have, as far as transfers of some rows tell."""
+    return max((stop for t in schedule.transfers for _, stop in t.rows or ()), default=1)
+
+
+def _held_together(schedule: Schedule, rows: int) -> set[frozenset[tuple[int, int]]]:
+    """Return what ranks hold at the same time: how many buffers, by size."""
+    pools = [_counted(schedule.of_rank(rank), schedule.reduces, rows) for rank in range(schedule.ranks)]
+    return set[frozenset[tuple[int, int]]]().union(*(pool.held for pool in pools))
 
 
 def as_many_buffers(topology: Topology) -> Topology:
@@ -60,13 +71,21 @@ def as_many_buffers(topology: Topology) -> Topology:
     return Topology(min(topology.nodes, 4), min(topology.ranks_per_node, 6))
 
 
-def _counted(schedule: RankSchedule, reduces: bool) -> CountingPool:
-    """Return the pool of a rank that has run a schedule, where every visit adds to what travels with the block."""
+def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
+    """Return the pool of a rank that has run a schedule, where every visit adds to what travels with the block.
+
+    Blocks have so many rows. The size of a buffer is twice its rows, and one more if it is of partial results.
+    """
+
+    def packing(traffic: Traffic, block: int, some: Rows | None) -> Packing:
+        length = rows if some is None else sum(stop - start for start, stop in some)
+        return _Size(length, 2 * length + (traffic is Traffic.REDUCE))
+
     pool = CountingPool()
     visited = [step.visit for step in schedule.steps if step.visit is not None]
     parts = [_Empty()] * (1 + max(map(schedule.part, visited), default=0))
     own = [part.accumulator("q", Given(())) for part in parts]
-    send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), _packing)
+    send_recv = SendRecvPlan("forward", "q", _CPU, schedule, range(schedule.ranks), packing)
     ring = RingPass(send_recv, _NullTransport(pool), parts, own)
     for visit in ring.visits():
         if visit is not None and reduces:
@@ -77,21 +96,15 @@ def _counted(schedule: RankSchedule, reduces: bool) -> CountingPool:
 
 
 class _Size(Packing):
-    """A message without tensors; its size tells operands from partial results."""
+    """A message without tensors, of so many rows."""
 
-    length = 0
-
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, rows: int, nbytes: int) -> None:
         super().__init__([])
-        self.nbytes = nbytes
+        self._rows, self.nbytes = rows, nbytes
 
-
-_OPERANDS, _RESULTS = 16, 32
-_SIZES = {Traffic.GATHER: _Size(_OPERANDS), Traffic.REDUCE: _Size(_RESULTS)}
-
-
-def _packing(traffic: Traffic, block: int, rows: Rows | None) -> Packing:
-    return _SIZES[traffic]
+    @property
+    def length(self) -> int:
+        return self._rows
 
 
 class CountingPool(BufferPool):

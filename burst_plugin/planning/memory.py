@@ -31,7 +31,9 @@ from burst_plugin.planning.layer_memory import (
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Cluster, Setting
 from burst_plugin.ring.choices import choose_moving_side
-from burst_plugin.schedule.rings import SCHEDULES
+from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.sequence.layout import Tokens
+from burst_plugin.sequence.masks import Causal, Full, Mask
 from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 from burst_plugin.types import DIRECTIONS
@@ -77,10 +79,11 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     gpu["inputs of layers"] = 0.0 if setting.offload else hidden
     gpu["attention, kept"] = 0.0 if setting.offload else attention
     shapes = ring_shapes(model, setting)
-    per_token = _ring_buffers(
-        setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1), setting.parts
-    )
-    gpu["ring buffers"] = per_token * shapes.q_len
+    ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
+    whole, shed = (_ring_buffers(ring, token, setting.parts, mask) for mask in (Full(), Causal()))
+    gpu["ring buffers"] = whole * shapes.q_len
+    if ring.nodes == 1 and shed > whole:
+        gpu["ring buffers, half blocks sent on"] = (shed - whole) * shapes.q_len
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)
     gpu["NCCL's buffers"] = _nccl_bytes(setting)
@@ -164,20 +167,23 @@ def _nccl_bytes(setting: Setting) -> float:
         links.append(Link.INTER)
     exchange = Link.INTRA if setting.ulysses <= setting.inner else Link.INTER
     of_ring = len(Traffic) * sum(peer_bytes(Strategy().max_ctas, link) for link in links)
+    if ring.nodes == 1 and ring.ranks > 2:  # partial results come from two others where blocks shed rows
+        of_ring += peer_bytes(Strategy().max_ctas, Link.INTRA)
     return of_ring + (setting.ulysses - 1) * peer_bytes(0, exchange)
 
 
 @lru_cache(maxsize=4096)
-def _ring_buffers(topology: Topology, shapes: Shapes, parts: int) -> float:
+def _ring_buffers(topology: Topology, shapes: Shapes, parts: int, mask: Mask) -> float:
     """Return the bytes of the ring's communication buffers, which both passes and all layers share."""
     if topology.ranks == 1:
         return 0.0
-    strategy = Strategy(parts=parts, ranks_per_node=topology.ranks_per_node)
-    make = SCHEDULES[strategy.schedule_for(topology)]
+    small = as_many_buffers(topology)
+    strategy, tokens = Strategy(parts=parts), Tokens(2 * small.ranks)
+    table = RouteTable(small, strategy)
     needed = []
     for direction in DIRECTIONS:
         moving = choose_moving_side(strategy, direction, shapes)
         operands, results = hop_bytes_by_traffic(shapes, direction, moving)
-        schedule = make(as_many_buffers(topology), results > 0).in_parts(parts)
+        schedule = table.schedule(Attending(tokens, tokens, mask), moving, results > 0, parts)
         needed.append(most_bytes(schedule, operands / parts, results / parts))
     return max(needed)

@@ -17,60 +17,25 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from burst_plugin.comm.buffers import Buffer, Packing
+from burst_plugin.comm.buffers import Buffer, BufferPool
 from burst_plugin.comm.transport import Message, PeerLostError, Pending, Transport, lost_peer_error
-from burst_plugin.compute.accumulators import Accumulator, Storage, Tensors
-from burst_plugin.compute.rows import take_rows
+from burst_plugin.compute.accumulators import Accumulator, Tensors
+from burst_plugin.ring.partial_results import Moving, PartialResults, packed
 from burst_plugin.ring.send_recv_plan import Post, SendRecvPlan
 from burst_plugin.topology import Traffic
-from burst_plugin.types import NOTHING_UNDER_WAY, Side, UnderWay
+from burst_plugin.types import NOTHING_UNDER_WAY, UnderWay
 
 if TYPE_CHECKING:
     from burst_plugin.profiling.recorder import PassLog
 
-__all__ = ["Moving", "RingPass", "Visit", "lockstep"]
+__all__ = ["RingPass", "Visit", "lockstep"]
 
 T = TypeVar("T")
-
-
-class Moving(Protocol):
-    """A part of the heads, as far as it travels; see `passes.Part`."""
-
-    def outgoing(self, side: Side) -> Tensors:
-        """Return this rank's operands of a side as they travel; asked for when they leave."""
-
-    def accumulator(self, side: Side, storage: Storage, tensors: Tensors | None = None) -> Accumulator:
-        """Return an accumulator of a side, with what `tensors` hold if there are any."""
-
-
-class _Leased:
-    """A `Storage`: `buffer`, leased when it is asked for, if there is none yet."""
-
-    def __init__(self, packing: Packing, lease: Callable[[int], Buffer], buffer: Buffer | None = None) -> None:
-        self._packing, self._lease = packing, lease
-        self.buffer = buffer
-        self.length = packing.length
-
-    def take(self, kept: Sequence[Tensor] | None) -> Tensors:
-        """Return views of a buffer, leased now, with the values of the contribution `kept` if there is one."""
-        self.buffer = self._lease(self._packing.nbytes)
-        views = self.buffer.views(self._packing)
-        for tensor, part in zip(views, kept or (), strict=False):
-            tensor.copy_(part)
-        return views
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _Partial:
-    """Partial results of another rank's block while they are here, and the storage in which they leave."""
-
-    storage: _Leased
-    accumulator: Accumulator
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -127,7 +92,7 @@ class RingPass:
         log: PassLog | None = None,
     ) -> None:
         self._send_recv, self._schedule = send_recv, send_recv.schedule
-        self._parts, self._own = parts, own
+        self._parts = parts
         self._moving, self._direction, self._device = send_recv.moving, send_recv.direction, send_recv.device
         self._label = label
         self._step = 0
@@ -137,7 +102,8 @@ class RingPass:
         self._transport = transport if self._log is None else self._log.watch(transport)
         self._operands: dict[int, Tensors] = {}
         self._buffers: dict[int, Buffer] = {}  # leased for operands, by block
-        self._partials: dict[int, _Partial] = {}  # of others' blocks that are here
+        self._lease = partial(_labelled, transport.pool, self._device, label)  # holds nothing of this pass
+        self._results = PartialResults(send_recv, parts, own, self._lease, transport.pool.release)
         self._endings = defaultdict[int, _Ending](_Ending)  # by step
 
     @property
@@ -157,7 +123,7 @@ class RingPass:
             is_own = self._schedule.is_own(block)
             operands = () if is_own else self._operands[block]
             owner, part = self._schedule.owner(block), self._schedule.part(block)
-            accumulator = partial(self._accumulator_of, block)
+            accumulator = partial(self._results.of, block)
             yield Visit(owner, part, work.is_tail, is_own, operands, accumulator, self._under_way())
 
     def steps(self) -> Iterator[Visit | None]:
@@ -228,83 +194,43 @@ class RingPass:
         """Return the bytes of a block, or of partial results of it, on their way out."""
         block, due = post.transfer.block, post.transfer.due
         if post.transfer.traffic is Traffic.REDUCE:
-            return self._released_at(due, self._settled(block))
-        if post.transfer.rows is not None and self._schedule.is_own(block):  # for one peer alone
-            return self._released_at(due, self._pack(post))
+            return self._released_at(due, self._results.leave(post))
+        if post.transfer.rows != self._send_recv.rows.get(block):  # some of those here, for one peer alone
+            return self._released_at(due, self._packed(post))
         if block not in self._buffers:  # the rank's own block, sent for the first time
-            self._buffers[block] = self._pack(post)
+            self._buffers[block] = self._packed(post)
         return self._buffers[block]
-
-    def _settled(self, block: int) -> Buffer:
-        """Return the buffer with a block's partial results, which leave."""
-        self._accumulator_of(block).settle()
-        buffer = self._partials.pop(block).storage.buffer
-        assert buffer is not None, "what is settled is in its storage"
-        return buffer
 
     def _released_at(self, step: int, buffer: Buffer) -> Buffer:
         self._endings[step].leaving.append(buffer)
         return buffer
 
-    def _pack(self, post: Post) -> Buffer:
-        """Return a leased buffer with operands of this rank: all rows of its block, or some."""
-        buffer, rows = self._lease(post.packing.nbytes), post.transfer.rows
-        operands = self._parts[self._schedule.part(post.transfer.block)].outgoing(self._moving)
-        if rows is not None:
-            operands = tuple(take_rows(x, rows) for x in operands)
-        for view, tensor in zip(buffer.views(post.packing), operands, strict=True):
-            view.copy_(tensor)
-        return buffer
+    def _packed(self, post: Post) -> Buffer:
+        """Return a leased buffer with operands of a block that is here: all rows of it, or some."""
+        block = post.transfer.block
+        operands = self._operands.get(block) or self._parts[self._schedule.part(block)].outgoing(self._moving)
+        return packed(post, operands, self._send_recv.rows.get(block), self._lease)
 
     def _arrive(self, post: Post, buffer: Buffer) -> None:
         if not buffer.has_label(self._label):
             what = "what it sent belongs to another call, or to one with other shapes, types or options"
             self._give_up(PeerLostError(post.peer, what))
         if post.transfer.traffic is Traffic.REDUCE:
-            self._partial_arrives(post, buffer)
+            self._results.arrive(post, buffer)
             return
         self._buffers[post.transfer.block] = buffer
         self._operands[post.transfer.block] = buffer.views(post.packing)
 
-    def _partial_arrives(self, post: Post, buffer: Buffer) -> None:
-        """Add partial results to those that are here; where these have no buffer yet, go on in the one that came."""
-        block, rows = post.transfer.block, post.transfer.rows
-        part = self._parts[self._schedule.part(block)]
-        storage = _Leased(post.packing, self._lease, buffer)
-        arrived = part.accumulator(self._moving, storage, buffer.views(post.packing))
-        if self._schedule.is_own(block):
-            self._accumulator_of(block).join(arrived, rows)
-            self._transport.pool.release(buffer)
-            return
-        here = self._partials.get(block)  # of the same rows, if there are any
-        if here is not None and here.storage.buffer is not None:
-            here.accumulator.join(arrived, None)
-            self._transport.pool.release(buffer)
-            return
-        if here is not None:  # what waits, as the kernel returned it
-            arrived.join(here.accumulator, None)
-        self._partials[block] = _Partial(storage, arrived)
-
-    def _accumulator_of(self, block: int) -> Accumulator:
-        """Return the accumulator of a block that is here; an empty one if there is none."""
-        part = self._schedule.part(block)
-        if self._schedule.is_own(block):  # which outlives the ring
-            return self._own[part]
-        if block not in self._partials:
-            packing = self._send_recv.packing(Traffic.REDUCE, block, self._send_recv.rows.get(block))
-            storage = _Leased(packing, self._lease)
-            self._partials[block] = _Partial(storage, self._parts[part].accumulator(self._moving, storage))
-        return self._partials[block].accumulator
-
-    def _lease(self, nbytes: int) -> Buffer:
-        """Return a leased buffer to send, with this call's label."""
-        buffer = self._transport.pool.lease(nbytes, self._device)
-        buffer.put_label(self._label)
-        return buffer
-
     def _give_up(self, lost: PeerLostError) -> NoReturn:
         rank = self._send_recv.peers[self._schedule.rank]
         raise lost_peer_error(self._transport, rank, f"{self._direction} step {self._step}", lost) from lost
+
+
+def _labelled(pool: BufferPool, device: torch.device, label: Tensor | None, nbytes: int) -> Buffer:
+    """Return a leased buffer to send, with a call's label."""
+    buffer = pool.lease(nbytes, device)
+    buffer.put_label(label)
+    return buffer
 
 
 def lockstep(programs: Sequence[Generator[None, None, T]]) -> list[T]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.types import Rows, union
+from burst_plugin.types import Rows, without
 
 if TYPE_CHECKING:
     from burst_plugin.schedule.schedule import Required, Schedule, Transfer
@@ -25,15 +26,16 @@ def validate(schedule: Schedule, required: Required | None) -> None:
 
     Each rank visits every block, or each that is `required`, once, and its own once more if there is a tail split;
     required rows arrive; links are those of the topology; nothing is read or sent before it arrives, and nothing is
-    sent to a rank that has it; every contribution reaches its owner once.
+    sent to a rank that has it; every contribution to any row reaches its owner once, and is added up with others to
+    the same rows.
     """
     _check_visits(schedule, required)
     for kind, transfers in ((Traffic.GATHER, schedule.gather), (Traffic.REDUCE, schedule.reduce)):
         for t in transfers:
             _check_transfer(schedule, t, kind, required)
-    _check_gather(schedule)
+    _check_gather(schedule, required)
     if schedule.reduces:
-        _check_reduce(schedule)
+        _check_reduce(schedule, required)
 
 
 def _check_visits(schedule: Schedule, required: Required | None) -> None:
@@ -54,27 +56,20 @@ def _check_transfer(schedule: Schedule, t: Transfer, kind: Traffic, required: Re
     are_counterparts = topology.local_rank(t.src) == topology.local_rank(t.dst)
     if schedule.by_link and t.link is Link.INTER and not are_counterparts:
         raise ScheduleError(f"{name}: no communicator for {t}: by link, only counterparts have one")
-    if t.rows is not None and (required is None or _required_rows(schedule, t, required) != t.rows):
-        raise ScheduleError(f"{name}: not the rows that are required: {t}")
+    if t.rows is not None and required is None:
+        raise ScheduleError(f"{name}: rows of a block, and nothing says which are required: {t}")
 
 
-def _required_rows(schedule: Schedule, t: Transfer, required: Required) -> Rows | None:
-    """Return what the rank requires, inside the owner's node; elsewhere what all ranks of that node do."""
-    topology, owner = schedule.topology, schedule.owner(t.block)
-    rank = t.dst if t.traffic is Traffic.GATHER else t.src
-    if topology.link(owner, rank) is Link.INTRA:
-        return required[rank].get(owner)
-    return union(required[peer][owner] for peer in topology.node_peers(rank) if owner in required[peer])
-
-
-def _check_gather(schedule: Schedule) -> None:
+def _check_gather(schedule: Schedule, required: Required | None) -> None:
     """Follow the operands of every block from its owner to where they are read."""
-    name = schedule.name
+    name, rows_of = schedule.name, _received(schedule)
     blocks = range(schedule.ranks * schedule.parts)
     held_from = {(schedule.owner(block), block): 0 for block in blocks}  # by rank and block: a step
     for t in sorted(schedule.gather, key=lambda t: (t.issue, t.due)):
         if held_from.get((t.src, t.block), _NEVER) > t.issue:
             raise ScheduleError(f"{name}: rank {t.src} sends block {t.block} before it has it: {t}")
+        if not _are_within(t.rows, rows_of.get((t.src, t.block))):
+            raise ScheduleError(f"{name}: rank {t.src} sends rows that it does not have: {t}")
         if (t.dst, t.block) in held_from:
             raise ScheduleError(f"{name}: rank {t.dst} is sent block {t.block} twice: {t}")
         held_from[t.dst, t.block] = t.due
@@ -82,34 +77,80 @@ def _check_gather(schedule: Schedule) -> None:
         for step, block in enumerate(visits):
             if block is not None and held_from.get((rank, block), _NEVER) > step:
                 raise ScheduleError(f"{name}: rank {rank} visits block {block} at step {step} without it")
+            if required is None or block is None or schedule.owner(block) == rank:
+                continue
+            if not _are_within(required[rank][schedule.owner(block)], rows_of[rank, block]):
+                raise ScheduleError(f"{name}: rank {rank} visits block {block} without all rows that it requires")
 
 
-def _check_reduce(schedule: Schedule) -> None:
+def _received(schedule: Schedule) -> dict[tuple[int, int], Rows | None]:
+    """Return by rank and block the rows of its operands that the rank receives, None for all."""
+    return {(t.dst, t.block): t.rows for t in schedule.gather}
+
+
+def _are_within(rows: Rows | None, others: Rows | None) -> bool:
+    """Return whether all of these rows are among others; None is all rows."""
+    return others is None or (rows is not None and not without(rows, others))
+
+
+def _check_reduce(schedule: Schedule, required: Required | None) -> None:
     """Follow partial results to their owners; a set of contributions is one integer, a bit per visit of a block."""
-    name = schedule.name
-    expected: Counter[int] = Counter()  # by block: all contributions
-    added = defaultdict[int, list[tuple[int, int, int]]](list)  # by step: rank, block, contributions
+    name, rows_of, pieces = schedule.name, _received(schedule), _Pieces(schedule, required)
+    expected: Counter[_Piece] = Counter()  # all contributions
+    added = defaultdict[int, list[tuple[int, _Piece, int]]](list)  # by step: rank, piece of a block, contributions
     leaving = defaultdict[int, list["Transfer"]](list)  # by step, after what is added
     for rank, visits in enumerate(schedule.visits):
         for step, (block, is_tail) in enumerate(zip(visits, schedule.tail_visits(rank), strict=True)):
             if block is not None:
                 bit = 1 << (rank + is_tail * schedule.ranks)
-                added[step + 1].append((rank, block, bit))
-                expected[block] |= bit
+                for piece in pieces.of(block, rows_of.get((rank, block))):
+                    added[step + 1].append((rank, piece, bit))
+                    expected[piece] |= bit
     for t in schedule.reduce:
         leaving[t.issue].append(t)
-    held: dict[tuple[int, int], int] = {}  # by rank and block: contributions
+    held: dict[tuple[int, _Piece], int] = {}  # by rank: contributions
     for step in sorted({*added, *leaving, *(t.due for t in schedule.reduce)}):
-        for rank, block, contributions in added[step]:
-            if held.get((rank, block), 0) & contributions:
+        for rank, piece, contributions in added[step]:
+            if held.get((rank, piece), 0) & contributions:
                 raise ScheduleError(
-                    f"{name}: a contribution to block {block} is counted twice, at rank {rank}, step {step}"
+                    f"{name}: a contribution to block {piece.block} is counted twice, at rank {rank}, step {step}"
                 )
-            held[rank, block] = held.get((rank, block), 0) | contributions
+            held[rank, piece] = held.get((rank, piece), 0) | contributions
         for t in leaving[step]:
-            if (t.src, t.block) not in held:
-                raise ScheduleError(f"{name}: rank {t.src} has no partial result to send: {t}")
-            added[t.due].append((t.dst, t.block, held.pop((t.src, t.block))))
-    for (rank, block), contributions in held.items():
-        if rank != schedule.owner(block) or contributions != expected[block]:
-            raise ScheduleError(f"{name}: the result of block {block} ends incomplete at rank {rank}")
+            if t.dst != schedule.owner(t.block) and t.rows != rows_of.get((t.dst, t.block)):
+                raise ScheduleError(f"{name}: rank {t.dst} adds up other rows of block {t.block}: {t}")
+            for piece in pieces.of(t.block, t.rows):
+                if (t.src, piece) not in held:
+                    raise ScheduleError(f"{name}: rank {t.src} has no partial result to send: {t}")
+                added[t.due].append((t.dst, piece, held.pop((t.src, piece))))
+    for (rank, piece), contributions in held.items():
+        if rank != schedule.owner(piece.block) or contributions != expected[piece]:
+            raise ScheduleError(f"{name}: the result of block {piece.block} ends incomplete at rank {rank}")
+
+
+class _Piece(NamedTuple):
+    """Rows of a block from one at which some transfer, or what is required, begins or ends to the next such row."""
+
+    block: int
+    number: int
+
+
+class _Pieces:
+    """All blocks in pieces."""
+
+    def __init__(self, schedule: Schedule, required: Required | None) -> None:
+        ends = defaultdict[int, set[int]](set)  # by block
+        for t in schedule.transfers:
+            ends[t.block].update(chain(*(t.rows or ())))
+        for owner, rows in chain(*(owners.items() for owners in required or ())):
+            for block in range(owner, schedule.ranks * schedule.parts, schedule.ranks):
+                ends[block].update(chain(*(rows or ())))
+        self._starts = {block: sorted(found)[:-1] or [0] for block, found in ends.items()}
+
+    def of(self, block: int, rows: Rows | None) -> list[_Piece]:
+        """Return the pieces of these rows of a block, None for all."""
+        return [
+            _Piece(block, number)
+            for number, start in enumerate(self._starts.get(block, [0]))
+            if rows is None or any(first <= start < stop for first, stop in rows)
+        ]

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import ContextParallel, Strategy, Topology, VirtualRing, burst_attention
+from burst_plugin import Causal, ContextParallel, Full, Mask, Strategy, Topology, VirtualRing, burst_attention
 from burst_plugin.comm.transport import Channel, Message
 from burst_plugin.compute.passes import ForwardPart
 from burst_plugin.profiling.event import Event
@@ -24,10 +24,12 @@ from burst_plugin.topology import Link, Traffic
 from tests.support.ranks import run_ranks
 from tests.support.reference import Problem
 
+CAUSAL = Causal()
 
-def _train_step(cp: ContextParallel, problem: Problem) -> None:
+
+def _train_step(cp: ContextParallel, problem: Problem, mask: Mask = CAUSAL) -> None:
     q, k, v = (cp.shard(x).requires_grad_() for x in problem[:3])
-    burst_attention(q, k, v, cp).backward(cp.shard(problem.dout))  # type: ignore[union-attr]
+    burst_attention(q, k, v, cp, mask=mask).backward(cp.shard(problem.dout))  # type: ignore[union-attr]
 
 
 def _add_up(profile: Profile, traffic: dict[str, dict[str, int]], visits: dict[str, int]) -> None:
@@ -128,7 +130,7 @@ def _waits(rank: int) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
     """Whom passes of the ring wait for, and comparisons."""
     cp = ContextParallel(dist.group.WORLD, ranks_per_node=4)
     with cp.profile() as profile:
-        _train_step(cp, Problem.draw(16, (2, 2)))
+        _train_step(cp, Problem.draw(16, (2, 2)), Full())
     waits = [event for event in profile.events if event.kind == "wait"]
     compared = {event.peers for event in waits if event.direction == "comparison"}
     return {event.peers for event in waits if event.direction != "comparison"}, compared

@@ -56,7 +56,7 @@ def test_positions_are_made_once_for_calls_of_one_kind_and_are_bounded_for_other
     def both_passes(length: int) -> int:
         made.reset_mock()
         q, k, v = (x.requires_grad_() for x in Problem.draw(length, (4, 2))[:3])
-        ring.attention(q, k, v, scores=Scores(dropout=0.1, seed=1))[0].sum().backward()
+        ring.attention(q, k, v, mask=Full(), scores=Scores(dropout=0.1, seed=1))[0].sum().backward()
         return int(made.call_count)
 
     with mock.patch.object(pass_plan, "positions", made):

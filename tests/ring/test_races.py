@@ -199,7 +199,7 @@ def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
     _copied_at_once(patch, "_start_back")
 
 
-OPTIONS = {"backward": "kv", "topology": Topology(1, 4)}
+OPTIONS = {"backward": "kv", "topology": Topology(1, 4), "layout": "striped"}
 THREAD = "autograd's thread"
 DIRECT = {**OPTIONS, "schedule": "direct"}
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], str]] = [
@@ -222,8 +222,13 @@ FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, dict[str, Any], st
     (_results_released_early, NCCL, OPTIONS, "written by receive .*; they are read by send .* of reduce"),
     (_results_released_early, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by copy_ .* deliver"),
     (_other_stream, NCCL, {"thread": THREAD}, f"written by .* rank 0; they are read by .* rank 0 in {THREAD}"),
-    (_last_sends_left_alone, COPIES, OPTIONS, "read by copy_ .* call 1, .*; they are written by .* _pack .* call 2,"),
-    (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* _pack .*; they are read by copy_ .* deliver"),
+    (
+        _last_sends_left_alone,
+        COPIES,
+        OPTIONS,
+        "read by copy_ .* call 1, .*; they are written by .* packed .* call 2,",
+    ),
+    (_no_event_of_sender, COPIES, OPTIONS, "written by copy_ .* packed .*; they are read by copy_ .* deliver"),
     (_no_event_of_receiver, COPIES, OPTIONS, "written by what had them before, .*; they are written by .* deliver"),
     (_no_event_of_copy, COPIES, OPTIONS, "written by copy_ .* deliver .*; they are read by attention"),
     (_parked_freed_early, NCCL, {"keeps": 1.0}, "read by .* copy_to_pages .*; they are given back"),
