@@ -288,7 +288,7 @@ def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], Non
 
 
 _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugin.megatron")
-_DEEPSPEED = ("deepspeed", "transformers.models.llama", "burst_plugin.deepspeed")
+_DEEPSPEED = ("deepspeed", "torch._dynamo", "transformers.trainer", "burst_plugin.deepspeed", "train", "alst")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
 BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from burst_plugin.topology import Link, Traffic
 from burst_plugin.types import Rows, without
@@ -96,8 +97,8 @@ def _are_within(rows: Rows | None, others: Rows | None) -> bool:
 def _check_reduce(schedule: Schedule, required: Required | None) -> None:
     """Follow partial results to their owners; a set of contributions is one integer, a bit per visit of a block."""
     name, rows_of, pieces = schedule.name, _received(schedule), _Pieces(schedule, required)
-    expected: Counter[_Piece] = Counter()  # all contributions
-    added = defaultdict[int, list[tuple[int, _Piece, int]]](list)  # by step: rank, piece of a block, contributions
+    expected: Counter[int] = Counter()  # by piece of a block: all contributions
+    added = defaultdict[int, list[tuple[int, int, int]]](list)  # by step: rank, piece, contributions
     leaving = defaultdict[int, list["Transfer"]](list)  # by step, after what is added
     for rank, visits in enumerate(schedule.visits):
         for step, (block, is_tail) in enumerate(zip(visits, schedule.tail_visits(rank), strict=True)):
@@ -108,12 +109,13 @@ def _check_reduce(schedule: Schedule, required: Required | None) -> None:
                     expected[piece] |= bit
     for t in schedule.reduce:
         leaving[t.issue].append(t)
-    held: dict[tuple[int, _Piece], int] = {}  # by rank: contributions
+    held: dict[tuple[int, int], int] = {}  # by rank and piece: contributions
     for step in sorted({*added, *leaving, *(t.due for t in schedule.reduce)}):
         for rank, piece, contributions in added[step]:
             if held.get((rank, piece), 0) & contributions:
+                block = piece // pieces.most
                 raise ScheduleError(
-                    f"{name}: a contribution to block {piece.block} is counted twice, at rank {rank}, step {step}"
+                    f"{name}: a contribution to block {block} is counted twice, rank {rank}, step {step}"
                 )
             held[rank, piece] = held.get((rank, piece), 0) | contributions
         for t in leaving[step]:
@@ -124,33 +126,37 @@ def _check_reduce(schedule: Schedule, required: Required | None) -> None:
                     raise ScheduleError(f"{name}: rank {t.src} has no partial result to send: {t}")
                 added[t.due].append((t.dst, piece, held.pop((t.src, piece))))
     for (rank, piece), contributions in held.items():
-        if rank != schedule.owner(piece.block) or contributions != expected[piece]:
-            raise ScheduleError(f"{name}: the result of block {piece.block} ends incomplete at rank {rank}")
-
-
-class _Piece(NamedTuple):
-    """Rows of a block from one at which some transfer, or what is required, begins or ends to the next such row."""
-
-    block: int
-    number: int
+        block = piece // pieces.most
+        if rank != schedule.owner(block) or contributions != expected[piece]:
+            raise ScheduleError(f"{name}: the result of block {block} ends incomplete at rank {rank}")
 
 
 class _Pieces:
-    """All blocks in pieces."""
+    """All blocks in pieces: rows from one at which some transfer, or what is required, begins or ends to the next.
+
+    A piece is a number, `block * most + number`, where no block has more than `most`.
+    """
 
     def __init__(self, schedule: Schedule, required: Required | None) -> None:
         ends = defaultdict[int, set[int]](set)  # by block
         for t in schedule.transfers:
-            ends[t.block].update(chain(*(t.rows or ())))
+            if t.rows is not None:
+                ends[t.block].update(chain(*t.rows))
         for owner, rows in chain(*(owners.items() for owners in required or ())):
-            for block in range(owner, schedule.ranks * schedule.parts, schedule.ranks):
+            for block in range(owner, schedule.ranks * schedule.parts, schedule.ranks) if rows else ():
                 ends[block].update(chain(*(rows or ())))
         self._starts = {block: sorted(found)[:-1] or [0] for block, found in ends.items()}
+        self.most = max(map(len, self._starts.values()), default=1)
+        self._known: dict[tuple[int, Rows | None], Sequence[int]] = {}
 
-    def of(self, block: int, rows: Rows | None) -> list[_Piece]:
+    def of(self, block: int, rows: Rows | None) -> Sequence[int]:
         """Return the pieces of these rows of a block, None for all."""
-        return [
-            _Piece(block, number)
-            for number, start in enumerate(self._starts.get(block, [0]))
-            if rows is None or any(first <= start < stop for first, stop in rows)
-        ]
+        if self.most == 1:
+            return (block,)
+        if (block, rows) not in self._known:
+            self._known[block, rows] = [
+                block * self.most + number
+                for number, start in enumerate(self._starts.get(block, [0]))
+                if rows is None or any(first <= start < stop for first, stop in rows)
+            ]
+        return self._known[block, rows]

@@ -36,7 +36,7 @@ from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.topology import Topology
 from tests.support.fake_gpu import GPU, fake_driver
 
-__all__ = ["pretended_gpus", "values"]
+__all__ = ["import_beforehand", "pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
@@ -62,13 +62,29 @@ def pretended_gpus(topology: Topology) -> Iterator[None]:
 
     _import_what_looks_around()
     with ExitStack() as stack:
-        stack.enter_context(fake_driver())
-        for where, name, answer in (*_of_driver(), *_of_tensors(), *_of_other_ranks(topology)):
-            stack.enter_context(mock.patch.object(where, name, answer, create=True))
+        stack.enter_context(_answered(*_of_driver(), *_of_tensors(), *_of_other_ranks(topology)))
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=topology.ranks)
         stack.callback(dist.destroy_process_group)
         for mode in (_Operators(allow_non_fake_inputs=True), _Calls()):
             stack.enter_context(mode)
+        yield
+
+
+def import_beforehand(*modules: str) -> None:
+    """Import modules that ask the driver when they are imported, in a process that forks those that pretend GPUs."""
+    _import_what_looks_around()
+    with _answered(*_of_driver()):
+        for name in modules:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _answered(*answers: tuple[Any, str, Any]) -> Iterator[None]:
+    """Answer what is asked of the driver, and these, until the end of the block."""
+    with ExitStack() as stack:
+        stack.enter_context(fake_driver())
+        for where, name, answer in answers:
+            stack.enter_context(mock.patch.object(where, name, answer, create=True))
         yield
 
 

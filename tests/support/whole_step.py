@@ -12,14 +12,18 @@ allocates inside. Not seen are workspaces of other kernels, the memory of CUDA a
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import json
 import math
 import os
 import pickle
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,7 +33,7 @@ from burst_plugin.planning.setting import Setting
 from tests.support.fake_gpu import GPU
 from tests.support.live_bytes import LiveBytes
 from tests.support.measured_step import transformers_config
-from tests.support.pretended_gpu import pretended_gpus, values
+from tests.support.pretended_gpu import import_beforehand, pretended_gpus, values
 
 __all__ = ["WholeStep", "whole_step"]
 
@@ -46,14 +50,59 @@ class WholeStep:
 
 
 def whole_step(shape: ModelShape, setting: Setting) -> WholeStep:
-    """Make the steps in another process. Raise RuntimeError with what that process wrote if it fails."""
-    environment = os.environ | {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(setting.inner)}
-    command = [sys.executable, "-m", "tests.support.whole_step"]
-    ended = subprocess.run(command, input=pickle.dumps((shape, setting)), env=environment, capture_output=True)
-    if ended.returncode:
-        raise RuntimeError(ended.stderr.decode()[-4000:])
-    found: WholeStep = pickle.loads(ended.stdout)
+    """Make the steps in a process of their own. Raise RuntimeError with what that process wrote if it fails."""
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    pickle.dump((shape, setting), server.stdin)
+    server.stdin.flush()
+    found = pickle.load(server.stdout)
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    assert isinstance(found, WholeStep)
     return found
+
+
+@functools.cache
+def _server() -> subprocess.Popen[bytes]:
+    """Return a process that has imported the frameworks, which takes 6 s, and forks one for every request."""
+    environment = os.environ | {"DS_ACCELERATOR": "cuda", "LOCAL_RANK": "0"}
+    command = [sys.executable, "-m", "tests.support.whole_step"]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _serve(answers: IO[bytes]) -> None:
+    """Answer requests until there are no more, since the process that made them has ended."""
+    frameworks = "deepspeed", "torch._dynamo", "transformers.trainer", "burst_plugin.deepspeed"
+    models = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3"))
+    import_beforehand(*frameworks, *models)
+    gc.collect()
+    gc.freeze()
+    with contextlib.suppress(EOFError):
+        while True:
+            answers.write(_forked(*pickle.load(sys.stdin.buffer)))
+            answers.flush()
+
+
+def _forked(shape: ModelShape, setting: Setting) -> bytes:
+    """Return what a forked process has measured, or how it failed, pickled."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.environ["LOCAL_WORLD_SIZE"] = str(setting.inner)
+        found: WholeStep | str
+        try:
+            found = _measured(shape, setting)
+        except BaseException:
+            found = traceback.format_exc()[-4000:]
+        with open(writable, "wb") as pipe:
+            pipe.write(pickle.dumps(found))
+        os._exit(0)
+    os.close(writable)
+    with open(readable, "rb") as pipe:
+        answer = pipe.read()
+    os.waitpid(pid, 0)
+    return answer or pickle.dumps("the process ended without an answer")
 
 
 def _measured(shape: ModelShape, setting: Setting) -> WholeStep:
@@ -111,5 +160,4 @@ if __name__ == "__main__":
     real, sys.stdout = sys.stdout, sys.stderr  # to which frameworks write
     from tests.support import whole_step as named  # what is pickled has to have a module's name
 
-    found = named._measured(*pickle.load(sys.stdin.buffer))
-    real.buffer.write(pickle.dumps(found))
+    named._serve(real.buffer)
