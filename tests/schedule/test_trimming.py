@@ -122,6 +122,15 @@ def test_results_that_do_not_go_home_are_found() -> None:
                 replace(schedule, reduce=left).validate(required)
 
 
+def test_results_of_rows_that_a_rank_does_not_have_are_found() -> None:
+    """A rank adds up those of the rows that it was sent: all of a block where it was sent one half do not fit."""
+    schedule, required = _of(Topology(1, 4), "kv", True)
+    whole = [t._replace(rows=None) if t.block == 2 and 3 in (t.src, t.dst) else t for t in schedule.reduce]
+    whole.remove(next(t for t in whole if t.block == 2 and t.rows == SECOND))
+    with pytest.raises(ScheduleError, match="rank 3 adds up other rows of block 2"):
+        replace(schedule, reduce=tuple(whole)).validate(required)
+
+
 def test_rows_among_others() -> None:
     assert rows_within(((2, 4),), None) == ((2, 4),)
     assert rows_within(((2, 4), (9, 10)), ((1, 5), (8, 12))) == ((1, 3), (5, 6))
