@@ -82,7 +82,7 @@ def memory(model: ModelShape, setting: Setting, cluster: Cluster) -> Memory:
     ring, token = setting.topology.of_ulysses_groups(setting.ulysses), shapes._replace(q_len=1, kv_len=1)
     whole, shed = (_ring_buffers(ring, token, setting.parts, mask) for mask in (Full(), Causal()))
     gpu["ring buffers"] = whole * shapes.q_len
-    if ring.nodes == 1 and shed > whole:
+    if shed > whole:
         gpu["ring buffers, half blocks sent on"] = (shed - whole) * shapes.q_len
     if setting.ulysses > 1:
         gpu["buffers for exchanging heads"] = _exchange_buffers(model, setting)

@@ -275,11 +275,11 @@ class RouteTable:
     ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
         pairs, key = self.pairs(attending, moving, place), (attending, moving, reduces, parts, place, halved)
+        if key in self._schedules:
+            return self._schedules[key]
         required: Required | None = pairs.required(moving)
         if halved:
             required = _half(required, moving, self.ring_ranks)
-        if key in self._schedules:
-            return self._schedules[key]
         lengths = [token_count(held) for held in pairs.runs[moving]]
         if required is None:
             shed = self._shedding(pairs, moving, reduces, lengths)

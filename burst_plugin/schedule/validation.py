@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from burst_plugin.topology import Link, Traffic
-from burst_plugin.types import Rows, without
+from burst_plugin.types import Rows, union
 
 if TYPE_CHECKING:
     from burst_plugin.schedule.schedule import Required, Schedule, Transfer
@@ -34,7 +34,9 @@ def validate(schedule: Schedule, required: Required | None) -> None:
     for kind, transfers in ((Traffic.GATHER, schedule.gather), (Traffic.REDUCE, schedule.reduce)):
         for t in transfers:
             _check_transfer(schedule, t, kind, required)
-    _check_gather(schedule, required)
+    if required is not None:
+        _check_rows(schedule, required)
+    _check_gather(schedule)
     if schedule.reduces:
         _check_reduce(schedule, required)
 
@@ -61,16 +63,31 @@ def _check_transfer(schedule: Schedule, t: Transfer, kind: Traffic, required: Re
         raise ScheduleError(f"{name}: rows of a block, and nothing says which are required: {t}")
 
 
-def _check_gather(schedule: Schedule, required: Required | None) -> None:
+def _check_rows(schedule: Schedule, required: Required) -> None:
+    """Check that of a block just those rows come to a rank that are required there, or sent on from there."""
+    sent_on = defaultdict[tuple[int, int], list["Rows | None"]](list)
+    for t in schedule.gather:
+        sent_on[t.src, t.block].append(t.rows)
+    for t in schedule.gather:
+        owner, topology = schedule.owner(t.block), schedule.topology
+        ranks: Sequence[int]
+        if topology.link(owner, t.dst) is Link.INTRA:
+            ranks, others = (t.dst,), sent_on[t.dst, t.block]
+        else:  # what all ranks of that node require
+            ranks, others = topology.node_peers(t.dst), []
+        needed = union([*(required[rank][owner] for rank in ranks if owner in required[rank]), *others])
+        if t.rows is not None and needed != t.rows:
+            raise ScheduleError(f"{schedule.name}: not the rows that are required: {t}")
+
+
+def _check_gather(schedule: Schedule) -> None:
     """Follow the operands of every block from its owner to where they are read."""
-    name, rows_of = schedule.name, _received(schedule)
+    name = schedule.name
     blocks = range(schedule.ranks * schedule.parts)
     held_from = {(schedule.owner(block), block): 0 for block in blocks}  # by rank and block: a step
     for t in sorted(schedule.gather, key=lambda t: (t.issue, t.due)):
         if held_from.get((t.src, t.block), _NEVER) > t.issue:
             raise ScheduleError(f"{name}: rank {t.src} sends block {t.block} before it has it: {t}")
-        if not _are_within(t.rows, rows_of.get((t.src, t.block))):
-            raise ScheduleError(f"{name}: rank {t.src} sends rows that it does not have: {t}")
         if (t.dst, t.block) in held_from:
             raise ScheduleError(f"{name}: rank {t.dst} is sent block {t.block} twice: {t}")
         held_from[t.dst, t.block] = t.due
@@ -78,25 +95,12 @@ def _check_gather(schedule: Schedule, required: Required | None) -> None:
         for step, block in enumerate(visits):
             if block is not None and held_from.get((rank, block), _NEVER) > step:
                 raise ScheduleError(f"{name}: rank {rank} visits block {block} at step {step} without it")
-            if required is None or block is None or schedule.owner(block) == rank:
-                continue
-            if not _are_within(required[rank][schedule.owner(block)], rows_of[rank, block]):
-                raise ScheduleError(f"{name}: rank {rank} visits block {block} without all rows that it requires")
-
-
-def _received(schedule: Schedule) -> dict[tuple[int, int], Rows | None]:
-    """Return by rank and block the rows of its operands that the rank receives, None for all."""
-    return {(t.dst, t.block): t.rows for t in schedule.gather}
-
-
-def _are_within(rows: Rows | None, others: Rows | None) -> bool:
-    """Return whether all of these rows are among others; None is all rows."""
-    return others is None or (rows is not None and not without(rows, others))
 
 
 def _check_reduce(schedule: Schedule, required: Required | None) -> None:
     """Follow partial results to their owners; a set of contributions is one integer, a bit per visit of a block."""
-    name, rows_of, pieces = schedule.name, _received(schedule), _Pieces(schedule, required)
+    name, pieces = schedule.name, _Pieces(schedule, required)
+    rows_of = {(t.dst, t.block): t.rows for t in schedule.gather}  # by rank and block, of its operands
     expected: Counter[int] = Counter()  # by piece of a block: all contributions
     added = defaultdict[int, list[tuple[int, int, int]]](list)  # by step: rank, piece, contributions
     leaving = defaultdict[int, list["Transfer"]](list)  # by step, after what is added
