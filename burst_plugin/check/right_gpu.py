@@ -55,6 +55,9 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
         return
     dtype, start = torch.bfloat16, time.perf_counter()
     needed, free = _TENSORS * _ELEMENTS * dtype.itemsize, torch.cuda.mem_get_info(world.device)[0]
+    if world.shares_gpu:
+        yield Finding("right", NOT_SHOWN, _FAR, "ranks share GPUs; leave out --ranks")
+        return
     if min(world.exchange("free memory", free)) < needed:
         yield Finding("right", NOT_SHOWN, _FAR, f"takes {needed / GIB:.0f} GiB of free memory on every GPU")
         return
@@ -73,6 +76,8 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
 
 def memory_finding(world: World, outside: Mapping[str, list[int]]) -> Finding:
     """Return what was taken of GPUs outside of PyTorch's allocator while a ring was open, by ring and rank."""
+    if world.shares_gpu:
+        return Finding("right", NOT_SHOWN, _MEMORY, "ranks share GPUs; leave out --ranks")
     largest = max(outside, key=lambda name: max(outside[name]))
     most = max(outside[largest])
     rank = outside[largest].index(most)

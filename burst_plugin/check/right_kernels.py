@@ -158,7 +158,7 @@ def _kernels(settings: Settings) -> list[Kernel]:
 
 
 def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
-    """Yield a finding per kernel; collective. On CPUs ranks divide the work, on GPUs each proves its own GPU."""
+    """Yield a finding per kernel; collective. Each rank proves its own GPU; those without one divide the work."""
     for kernel in _kernels(settings):
         start = time.perf_counter()
         asked = list(_trials(world.device, settings))
@@ -167,7 +167,8 @@ def check_kernels(world: World, settings: Settings) -> Iterator[Finding]:
             reason = _refusal(kernel, asked[0], world.device)
             yield Finding("right", NOT_SHOWN, f"kernel {kernel.name}", f"refused here: {reason}")
             continue
-        mine = able if world.device.type == "cuda" else able[world.rank :: world.size]
+        has_own_gpu = world.device.type == "cuda" and not world.shares_gpu
+        mine = able if has_own_gpu else able[world.rank :: world.size]
         found = world.exchange(f"kernel {kernel.name} alone", _wrong(kernel, mine, world.device))
         yield _finding(world, kernel, found, len(able), time.perf_counter() - start)
 

@@ -32,6 +32,7 @@ from burst_plugin.types import BOTH, SIDES
 __all__ = ["check_rings"]
 
 _DIM = 64
+_SHARED_STEPS = 3  # where ranks take turns on a GPU, and a message takes milliseconds
 _MOST_TOKENS = 2048  # of the whole sequence: the definition has all its scores at once, in float64
 
 
@@ -125,7 +126,8 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
     if is_bound:
         every = [replace(ring, name=f"{ring.name}, device_id") for ring in (every[0], every[-1])]
     outside = {}
-    for ring, finding, found in _each(world, every, load_kernel(settings.kernel), sizes.steps):
+    steps = min(sizes.steps, _SHARED_STEPS) if world.shares_gpu else sizes.steps
+    for ring, finding, found in _each(world, every, load_kernel(settings.kernel), steps):
         yield finding
         if any(each.error and not each.error.startswith("ValueError") for each in found):
             yield Finding("right", NOT_SHOWN, "other rings", f"the ring ended in: {ring.name}")
@@ -136,8 +138,9 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
     if outside and world.device.type == "cuda":
         yield memory_finding(world, outside)
     whole = replace(settings, quick=False).sizes(world.device).steps
-    if sizes.steps < whole:
-        yield Finding("right", NOT_SHOWN, f"{whole} steps", f"each ring ran for {sizes.steps}; leave out --quick")
+    if steps < whole:
+        leave_out = "--ranks" if world.shares_gpu else "--quick"
+        yield Finding("right", NOT_SHOWN, f"{whole} steps", f"each ring ran for {steps}; leave out {leave_out}")
 
 
 def _each(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +31,7 @@ _LIMIT_S = 1800.0  # of all sections together
 _SAFE_S = 600.0  # of the section "safe", while the ranks of a launcher wait for the first one
 _RANKS_ON_CPUS = 4
 _GRACE_S = 15.0  # between the ends of the first and of the last rank
+_UNTIMED = ("right", "safe")
 
 Section = Callable[[World, Settings], Iterator[Finding]]
 _TOGETHER: Mapping[str, Section] = MappingProxyType({"right": right, "fast": fast, "tuned": tuned, "peers": peers})
@@ -44,7 +46,8 @@ def is_first() -> bool:
 def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
     """Yield findings as they come, on every rank of a launcher the same ones.
 
-    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; under a launcher they are its own.
+    ranks: how many to spawn, by default one for each GPU, or 4 on CPUs; under a launcher they are its own. If there
+    are fewer GPUs, ranks share them, and only what is not timed is checked.
 
     Raises ValueError, before anything is started, for a kernel that cannot be loaded, ranks that do not divide into
     nodes, and ranks beside a launcher's.
@@ -64,7 +67,12 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
             yield Finding("right", NOT_SHOWN, BOUND, "a launcher's ranks join once, without a device; spawn ranks")
         return
     yield from _of_machine(settings.sections, asked, gpus)
-    yield from _spawned(settings, min(asked, gpus) if gpus else asked)
+    if 0 < gpus < asked:
+        timed = [section for section in settings.sections if section not in _UNTIMED]
+        text = f"{asked} ranks share {gpus}, so that times are no measure of either; leave out --ranks"
+        yield from (Finding(section, NOT_SHOWN, "GPUs of their own", text) for section in timed)
+        settings = replace(settings, sections=tuple(x for x in settings.sections if x in _UNTIMED))
+    yield from _spawned(settings, asked)
 
 
 def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Finding]:
@@ -77,9 +85,6 @@ def _of_machine(sections: tuple[str, ...], local: int, gpus: int) -> Iterator[Fi
         if local > cores and "fast" in sections:
             text = f"{local} ranks share {cores} processors, so that times are no measure of either"
             yield Finding("fast", NOT_SHOWN, "ranks of their own speed", text)
-    elif local > gpus:
-        text = f"{local} were asked for, and NCCL takes one per GPU, of which there are {gpus}; the rest is left out"
-        yield Finding(sections[0], NOT_SHOWN, "ranks", text)
 
 
 def _spawned(settings: Settings, ranks: int) -> Iterator[Finding]:

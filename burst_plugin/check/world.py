@@ -26,7 +26,7 @@ from burst_plugin.comm.transport import RingError
 from burst_plugin.context import ContextParallel
 from burst_plugin.strategy import Strategy
 
-__all__ = ["LateError", "MissedError", "Outcome", "World", "joined", "launcher_environment"]
+__all__ = ["LateError", "MissedError", "Outcome", "World", "joined", "launcher_environment", "share_gpus"]
 
 _LATE_S = 30.0  # that a rank may be behind the others, besides the time-out of messages
 
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class World:
-    """One of `size` ranks. `device` is its own; `ranks_per_node` None where ranks ask each other for their nodes."""
+    """One of `size` ranks. `ranks_per_node` is None where ranks ask each other for their nodes."""
 
     rank: int
     size: int
@@ -57,6 +57,7 @@ class World:
     store: Store
     timeout_s: float
     ranks_per_node: int | None = None
+    shares_gpu: bool = False  # whether `device` is another rank's too
     _meetings: int = 0
     measured: dict[str, Any] = field(default_factory=dict)  # what sections hand on to later ones
     is_late: bool = False  # whether a rank did not come, and is not to be waited for again
@@ -174,6 +175,7 @@ def joined(
     """
     rank, size, local = place
     device = _device(local)
+    shares_gpu = directory is not None and share_gpus(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)) if device.type == "cpu" else 1)
     had_group, timeout = dist.is_initialized(), timedelta(seconds=timeout_s)
     if not had_group:
@@ -186,9 +188,24 @@ def joined(
         bound = device if is_bound and device.type == "cuda" else None
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     shared = dist.distributed_c10d._get_default_store()
-    yield World(rank, size, device, PrefixStore("burst check", shared), timeout_s, ranks_per_node)
+    yield World(rank, size, device, PrefixStore("burst check", shared), timeout_s, ranks_per_node, shares_gpu)
     if not had_group and dist.is_initialized():  # not after an error, when it could wait for ranks that are gone
         dist.destroy_process_group()
+
+
+def share_gpus(rank: int, ranks: int) -> bool:
+    """Return whether there are GPUs, and fewer than ranks. Then let NCCL take several ranks for one: it refuses them.
+
+    ranks: all of this machine. Before any group of this process is made.
+    """
+    if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
+        return False
+    if torch.cuda.nccl.version() >= (2, 30):
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    else:  # each is on a host of its own, and talks over sockets
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+        os.environ["NCCL_SOCKET_IFNAME"] = _loopback()
+    return True
 
 
 def _device(local: int) -> torch.device:

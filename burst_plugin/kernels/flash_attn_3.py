@@ -5,6 +5,9 @@ the Python functions around them are not; what `bwd` returns differs too, so gra
 it is given. A side without a bound is -1. Releases whose `bwd` returns 8 tensors, up to v2.8.3, accept
 `deterministic` and ignore it (hopper/flash_bwd_launch_template.h); those that return 5 honour it.
 
+What a build has left out, such as softcap or a head dim (FLASH_ATTENTION_DISABLE_... in hopper/setup.py), it says
+when it is called, so that each use is tried out first.
+
 `fwd` takes q and k of up to 192 with a v of up to 128 (MLA's); not every `bwd` does. So that is first compared with a
 v that is filled up, which is half as wide again, as are out and its gradient.
 """
@@ -21,6 +24,7 @@ from burst_plugin.kernels import library
 from burst_plugin.kernels.flash import Ask, FlashKernel, sequence_options
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Lengths, Queries
+from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.trial import problem_of
 
 __all__ = ["FlashAttn3Kernel"]
@@ -29,6 +33,7 @@ _MODULE = "flash_attn_interface"
 _RETURNS_IF_DETERMINISTIC = 5
 _SMS, _FLOPS, _CTA_BYTES_PER_S = 132, 6e14, 20e9  # of an H100, about: its multiprocessors, this kernel, a CTA of NCCL
 _UNLIKE = (192, 128)  # head dims of q and k, and of v
+_TRUSTED = ReferenceKernel()
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,9 +68,7 @@ class FlashAttn3Kernel(FlashKernel):
         returns = len(torch.ops.flash_attn_3.bwd.default._schema.returns)
         if "deterministic" in case.features and returns != _RETURNS_IF_DETERMINISTIC:
             return "this release is not deterministic when asked to be; install one newer than v2.8.3"
-        if _may_be_unlike(case.qk_dim, case.v_dim):
-            _takes_unlike(case.device, case.dtype)  # tried out now, before there are messages under way
-        return None
+        return problem_of(self, _TRUSTED, case)  # tried out now, before there are messages under way
 
     def _dims_of(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         dims = k.shape[-1], v.shape[-1]

@@ -19,12 +19,15 @@ from burst_plugin.kernels import library
 from burst_plugin.kernels.flash import Ask, FlashKernel
 from burst_plugin.kernels.limits import HALVES, Limits
 from burst_plugin.kernels.protocol import Case, Queries
+from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.kernels.shaping import round_up
+from burst_plugin.kernels.trial import problem_of
 
 __all__ = ["FlashAttn4Kernel"]
 
 _MODULE = "flash_attn.cute.interface"
 _FIRST_BETA = 26
+_TRUSTED = ReferenceKernel()
 _DIMS = 32  # of which head dims have to be multiples
 _LEAST_DIM = 64  # of those that its own tests have gradients of
 
@@ -61,7 +64,7 @@ class FlashAttn4Kernel(FlashKernel):
         unlike_dims = len(set(self._dims(case.qk_dim, case.v_dim))) > 1
         if unlike_dims and case.query_heads != case.kv_heads and torch.cuda.get_device_capability()[0] == 9:
             return "on Hopper it has no gradients of grouped heads where v has another head dim (flash_bwd_sm90.py)"
-        return None
+        return problem_of(self, _TRUSTED, case)  # tried out, and compiled, before there are messages under way
 
     def _dims(self, qk_dim: int, v_dim: int) -> tuple[int, int]:
         largest = round_up(max(qk_dim, v_dim, _LEAST_DIM), _DIMS)

@@ -1,6 +1,7 @@
 """A trial of a library on the current GPU: whether it computes what another kernel computes there.
 
-A library may have no kernel that runs on a newer GPU, or one that is wrong there, without an error.
+A library may have no kernel that runs on a newer GPU, or one that is wrong there, without an error; and a build of it
+may have left out what others have, such as a cap on scores or some head dims.
 """
 
 from __future__ import annotations
@@ -12,23 +13,27 @@ from torch import Tensor
 
 from burst_plugin.kernels.protocol import Case, How, Kernel, Queries
 from burst_plugin.scores import Scores
-from burst_plugin.types import CAUSAL, FULL
+from burst_plugin.types import CAUSAL, FULL, Band
 
 __all__ = ["RESULTS", "TOLERANCE", "difference", "problem_of"]
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = 0.01  # relative: two ways to round to 16 bits; what is left out or mixed up is far more
 _ROWS = 256
+_WINDOW = Band(-100, 20)
+_SOFTCAP = 2.0  # under which most scores are bent
+_FEATURES = frozenset({"softcap", "windows"})  # which a tile can be tried with
 
 
 def problem_of(kernel: Kernel, trusted: Kernel, case: Case) -> str | None:
-    """Return what is wrong with a kernel, compared with a trusted one on two small tiles; None if nothing.
+    """Return what is wrong with a kernel, compared with a trusted one on small tiles; None if nothing.
 
-    There is one trial for each GPU, type, number of heads and head dim.
+    There is one trial for each GPU, type, number of heads, head dim, and use of windows and caps, if both have them.
     """
     device = torch.device(case.device, torch.cuda.current_device()) if case.device == "cuda" else case.device
-    plain = case._replace(features=frozenset(), new_tiles=False)
-    return _problem(kernel, trusted, torch.device(device), plain)  # type: ignore[arg-type]  # kernels have a hash
+    features = case.features & _FEATURES & kernel.features & trusted.features
+    tried = case._replace(features=features, new_tiles=False)
+    return _problem(kernel, trusted, torch.device(device), tried)  # type: ignore[arg-type]  # kernels have a hash
 
 
 @cache
@@ -44,7 +49,7 @@ def _problem(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) 
 
 
 def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) -> list[str]:
-    """Return the results that differ, of a causal and of a full tile."""
+    """Return the results that differ, of a causal and of a full tile, and of a window if there are any."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def draw(rows: int, heads: int, dim: int) -> Tensor:
@@ -52,12 +57,14 @@ def _wrong(kernel: Kernel, trusted: Kernel, device: torch.device, case: Case) ->
         return drawn.to(device, case.dtype)
 
     wrong: dict[str, None] = {}
-    for band, keys in ((CAUSAL, _ROWS), (FULL, 2 * _ROWS)):
+    scores = Scores(scale=case.qk_dim**-0.5, softcap=_SOFTCAP if "softcap" in case.features else None)
+    windows = ((_WINDOW, _ROWS),) if "windows" in case.features else ()
+    for band, keys in ((CAUSAL, _ROWS), (FULL, 2 * _ROWS), *windows):
         q, dout = (draw(_ROWS, case.query_heads, dim) for dim in (case.qk_dim, case.v_dim))
         k, v = (draw(keys, case.kv_heads, dim) for dim in (case.qk_dim, case.v_dim))
-        how = How(band, Scores(scale=case.qk_dim**-0.5))
+        how = How(band, scores)
         expected = trusted.forward(q, k, v, how)
-        queries = Queries(q, dout, *expected)
+        queries = Queries(q, dout, expected[0].to(q.dtype), expected[1])
         found, right = (
             (*outputs, *each.backward(queries, k, v, how)[:3])
             for each, outputs in ((kernel, kernel.forward(q, k, v, how)), (trusted, expected))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ from burst_plugin.kernels import (
     torch_efficient,
 )
 from burst_plugin.kernels import flash_attn_3 as flash_attn_3_module
+from burst_plugin.kernels import flash_attn_4 as flash_attn_4_module
+from burst_plugin.kernels.flash import Ask
 from burst_plugin.kernels.flash_attn_3 import FlashAttn3Kernel
 from burst_plugin.kernels.flash_attn_4 import FlashAttn4Kernel
 from burst_plugin.kernels.table import table
@@ -401,9 +404,28 @@ def test_flash_attention_3_is_asked_for_determinism_only_where_it_has_it(returne
     kernel = KERNELS["flash_attn_3"]
     with flash_attn_3(Calls(), returned):
         assert isinstance(kernel, FlashAttn3Kernel)
-        why = kernel._refuse_library(PLAIN._replace(features=frozenset({"deterministic"})))
-        assert kernel._refuse_library(PLAIN) is None
+        case = Case("cpu", torch.float32, 2, 1, 64, 64)
+        why = kernel._refuse_library(case._replace(features=frozenset({"deterministic"})))
+        assert kernel._refuse_library(case) is None
     assert (why is not None and "newer than v2.8.3" in why) == refused
+
+
+@pytest.mark.parametrize("feature", ["softcap", "windows"])
+def test_what_a_build_of_flash_attention_3_lacks_is_refused(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one in xformers 0.0.34 lacks softcap, seen on an H100; before a message is under way."""
+    kernel, asked = KERNELS["flash_attn_3"], Case("cpu", torch.float32, 2, 1, 64, 56)
+    plain_forward = FlashAttn3Kernel._forward
+
+    def forward(self: FlashAttn3Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ask: Ask) -> Any:
+        if ask.softcap if feature == "softcap" else ask.left is not None:
+            raise RuntimeError(f"This flash attention build does not support {feature}.")
+        return plain_forward(self, q, k, v, ask)
+
+    monkeypatch.setattr(FlashAttn3Kernel, "_forward", forward)
+    with flash_attn_3(Calls(), 5):
+        assert kernel._refuse_library(asked) is None
+        why = kernel._refuse_library(asked._replace(features=frozenset({feature, "head dims"})))
+    assert why == f"tried out, it fails: RuntimeError: This flash attention build does not support {feature}."
 
 
 @pytest.mark.parametrize(
@@ -441,7 +463,7 @@ def test_betas_of_flash_attention_4_that_compute_wrongly_are_refused(version: st
     kernel = KERNELS["flash_attn_4"]
     with flash_attn_4(Calls(), 4, version):
         assert isinstance(kernel, FlashAttn4Kernel)
-        why = kernel._refuse_library(PLAIN)
+        why = kernel._refuse_library(Case("cpu", torch.float32, 2, 1, 64, 64))
     assert (why is not None and "4.0.0b26" in why) == refused
 
 
@@ -600,7 +622,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, gpu: str, cudnn: int = 91501) -> No
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: GPU[gpu])
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    for module in (torch_cudnn, flash_attn_3_module):
+    for module in (torch_cudnn, flash_attn_3_module, flash_attn_4_module):
         monkeypatch.setattr(module, "problem_of", lambda *_: None)
 
 

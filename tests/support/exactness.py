@@ -6,7 +6,6 @@ NCCL `found_by_ranks` spawns them, over gloo where there are no GPUs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -156,7 +155,6 @@ def _rank(
     steps: int,
     is_bound: bool,
 ) -> list[dict[str, Any]]:
-    share_gpus(rank, ranks)
     with joined((rank, ranks, rank), _TIMEOUT_S, directory, is_bound=is_bound) as world:
         found = [each for dtype in dtypes for each in _cases(ranks, dtype, world.device, steps)]
         world.exchange("the end", None)
@@ -181,14 +179,3 @@ def _cases(ranks: int, dtype: torch.dtype, device: torch.device, steps: int) -> 
 
 def _on(device: torch.device, problem: Problem) -> Problem:
     return Problem(*(None if x is None else x.to(device) for x in problem))  # type: ignore[arg-type]
-
-
-def share_gpus(rank: int, ranks: int) -> None:
-    """Have NCCL take several ranks for one GPU, where there are fewer GPUs than ranks; by itself it refuses them."""
-    if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
-        return
-    if torch.cuda.nccl.version() >= (2, 30):
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    else:  # each is on a host of its own, and talks over sockets
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-        os.environ["NCCL_SOCKET_IFNAME"] = "lo"

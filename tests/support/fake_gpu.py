@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -155,6 +156,7 @@ def fake_driver() -> Iterator[Launches]:
         (torch.backends.cudnn, "version", lambda: CUDNN),
         (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         (torch.cuda, "is_available", lambda: True),
+        (fake_tensor, "init_gpu_context", lambda _: None),  # which a PyTorch for CUDA would do
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
         (torch.cuda, "is_current_stream_capturing", lambda: False),
         (torch.cuda, "Stream", _Stream),
