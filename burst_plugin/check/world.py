@@ -200,7 +200,7 @@ def share_gpus(rank: int, ranks: int) -> bool:
     """
     if not torch.cuda.is_available() or ranks <= torch.cuda.device_count():
         return False
-    if torch.cuda.nccl.version() >= (2, 30):
+    if torch.cuda.nccl.version() >= (2, 30):  # type: ignore[no-untyped-call]
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     else:  # each is on a host of its own, and talks over sockets
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
