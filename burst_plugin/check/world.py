@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,6 +178,8 @@ def joined(
     device = _device(local)
     shares_gpu = directory is not None and share_gpus(rank, size)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, size)) if device.type == "cpu" else 1)
+    # Autograd's thread makes its CUDA context with its first product of matrices, and PyTorch warns of that.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     had_group, timeout = dist.is_initialized(), timedelta(seconds=timeout_s)
     if not had_group:
         store = None

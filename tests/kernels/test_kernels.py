@@ -67,7 +67,8 @@ def runs(*, feature: str = "", dtypes: bool = False) -> list[object]:
             if feature and feature not in kernel.features:
                 continue
             where = Run(name, device)
-            case = CASE._replace(device=device, dtype=where.dtypes[-1])
+            features = frozenset({feature} if feature else ())
+            case = CASE._replace(device=device, dtype=where.dtypes[-1], features=features)
             why = kernel.refuse(case) or (None if torch.cuda.is_available() else "there is no CUDA device")
             gpu = () if device == "cpu" else (pytest.mark.gpu, pytest.mark.skipif(bool(why), reason=f"{name}: {why}"))
             values = [(where, dtype) for dtype in where.dtypes] if dtypes else [(where,)]
