@@ -28,8 +28,8 @@ class Cluster:
     margin_gib: float = 4.0
     process_gib: float = 8.0
     peak_flops: float = 989e12
-    matmul_share: float = 0.55
-    attention_share: float = 0.45
+    matmul_share: float = 0.45
+    attention_share: float = 0.54
     intra_bytes_per_s: float = 350e9
     inter_bytes_per_s: float = 40e9
     pcie_bytes_per_s: float = 40e9
