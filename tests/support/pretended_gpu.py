@@ -36,7 +36,7 @@ from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.topology import Topology
 from tests.support.fake_gpu import GPU, fake_driver
 
-__all__ = ["import_beforehand", "pretended_gpus", "values"]
+__all__ = ["answers_of_other_ranks", "import_beforehand", "pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
@@ -62,7 +62,7 @@ def pretended_gpus(topology: Topology) -> Iterator[None]:
 
     _import_what_looks_around()
     with ExitStack() as stack:
-        stack.enter_context(_answered(*_of_driver(), *_of_tensors(), *_of_other_ranks(topology)))
+        stack.enter_context(_answered(*_of_driver(), *_of_tensors(), *answers_of_other_ranks(topology)))
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=topology.ranks)
         stack.callback(dist.destroy_process_group)
         for mode in (_Operators(allow_non_fake_inputs=True), _Calls()):
@@ -214,7 +214,7 @@ def _of_tensors() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def _of_other_ranks(topology: Topology) -> list[tuple[Any, str, Any]]:
+def answers_of_other_ranks(topology: Topology) -> list[tuple[Any, str, Any]]:
     """Return how other ranks are asked, and hosts: ranks agree on all but their nodes, and hosts have room."""
 
     def exchange(_: ConsistencyCheck, text: str, when: str) -> list[str]:

@@ -147,5 +147,7 @@ def test_late_copies_sleep_on_both_streams_and_come_in_buffers_of_nan() -> None:
             for transport, buffer in zip(transports, leased, strict=True):
                 transport.pool.release(buffer)
     assert len(gpus.slept) == 2
-    assert sorted(gpus.slept.values()) == pytest.approx([16, 32], abs=8), "half of 32 copies, and of 64 ends of messages"
+    assert sorted(gpus.slept.values()) == pytest.approx([16, 32], abs=8), (
+        "half of 32 copies, and of 64 ends of messages"
+    )
     assert sum(gpus.accesses.values()) == 64 * 6, "each buffer is filled twice, and copied"

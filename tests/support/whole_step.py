@@ -35,7 +35,7 @@ from tests.support.live_bytes import LiveBytes
 from tests.support.measured_step import transformers_config
 from tests.support.pretended_gpu import import_beforehand, pretended_gpus, values
 
-__all__ = ["WholeStep", "whole_step"]
+__all__ = ["WholeStep", "engine_of", "whole_step"]
 
 _STEPS = 2
 
@@ -107,7 +107,7 @@ def _forked(shape: ModelShape, setting: Setting) -> bytes:
 
 def _measured(shape: ModelShape, setting: Setting) -> WholeStep:
     with pretended_gpus(setting.topology), LiveBytes(device="cuda") as live:
-        engine = _engine(shape, setting)
+        engine = engine_of(shape, setting, "torch_flash")
         batch = _batch(setting.tokens)
         live.peak = 0  # of the steps, whatever it took to make the model
         for _ in range(_STEPS):
@@ -117,7 +117,7 @@ def _measured(shape: ModelShape, setting: Setting) -> WholeStep:
     return WholeStep(live.peak, 0 if parked is None else parked._pages.nbytes, live.shapes)
 
 
-def _engine(shape: ModelShape, setting: Setting) -> Any:
+def engine_of(shape: ModelShape, setting: Setting, kernel: str) -> Any:
     """Return DeepSpeed's engine with the model, as the files of a plan say."""
     import deepspeed
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
@@ -131,7 +131,7 @@ def _engine(shape: ModelShape, setting: Setting) -> Any:
     model_hooks._LOW_PRECISION_TOLERANCE = math.inf  # of losses, which are numbers that are not there
     install()
     config, arguments = (json.loads(text) for text in files(shape, setting).values())
-    config["burst_attention"]["kernel"] = "torch_flash"
+    config["burst_attention"]["kernel"] = kernel
     config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and takes the same
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = AutoModelForCausalLM.from_config(
