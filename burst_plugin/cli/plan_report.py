@@ -47,6 +47,11 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
     if not is_given:
         yield ""
         yield from _runner_up(goal, best_first)
+        yield ""
+        yield (
+            "Start ranks with PYTORCH_ALLOC_CONF=expandable_segments:True: else PyTorch's allocator may hold half as much "
+            "again as tensors take"
+        )
 
 
 def _chosen(goal: Goal, best: Candidate) -> Iterator[str]:
