@@ -49,7 +49,7 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         yield from _runner_up(goal, best_first)
         yield ""
         yield (
-            "Start ranks with PYTORCH_ALLOC_CONF=expandable_segments:True: else PyTorch's allocator may hold half as much "
+            "Start ranks with PYTORCH_ALLOC_CONF=expandable_segments:True: else PyTorch may hold half as much "
             "again as tensors take"
         )
 
