@@ -118,7 +118,8 @@ def check_rings(world: World, settings: Settings, *, is_bound: bool = False) -> 
     ends the section, since messages may still be under way.
     """
     if world.size == 1:
-        yield Finding("right", NOT_SHOWN, "ring", "there is one rank, which has no ring; start 2 or more")
+        reason = "there is one rank, which has no ring; start 2 or more, which may share a GPU"
+        yield Finding("right", NOT_SHOWN, "ring", reason)
         return
     sizes = settings.sizes(world.device)
     rows = max(16, min(sizes.tile // 3, _MOST_TOKENS // world.size))

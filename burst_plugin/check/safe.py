@@ -104,7 +104,8 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
 def safe(settings: Settings, ranks: int, device: torch.device) -> Iterator[Finding]:
     """Yield what became of each case, in `ranks` processes of this machine each."""
     if ranks < 2:
-        yield Finding("safe", NOT_SHOWN, "a rank that fails", "there is one rank, and no other that could miss it")
+        reason = "there is one rank, and no other that could miss it; start 2 or more, which may share a GPU"
+        yield Finding("safe", NOT_SHOWN, "a rank that fails", reason)
         return
     ranks = min(ranks, 2) if settings.quick else min(ranks, 4)
     start = time.monotonic()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from burst_plugin.check import run
 from burst_plugin.check.crew import Ended
-from burst_plugin.check.findings import FAILED, OK, Finding
+from burst_plugin.check.findings import FAILED, NOT_SHOWN, OK, SECTIONS, Finding
 from burst_plugin.check.problem import BOUNDS, worst
 from burst_plugin.check.right_gpu import check_far_offsets, far_errors, memory_finding
 from burst_plugin.check.right_ring import check_rings
@@ -100,6 +100,25 @@ def test_on_gpus_a_second_crew_has_groups_that_are_bound(
     monkeypatch.setattr(run, "_kind", lambda: torch.device("cuda"))
     assert list(run._spawned(Settings(sections=("right",)), ranks)) == []
     assert asked == crews
+
+
+def test_ranks_that_share_a_gpu_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[tuple[str, ...], int]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(run, "_spawned", lambda settings, ranks: asked.append((settings.sections, ranks)) or [])
+    assert list(run.check(Settings(), 2)) == []
+    found = list(run.check(Settings(), 4))
+    assert [each.section for each in found] == ["fast", "tuned", "peers"]
+    assert {each.verdict for each in found} == {NOT_SHOWN}
+    assert asked == [(SECTIONS, 2), (("right", "safe"), 4)]
+
+
+def test_what_shared_gpus_cannot_show_is_said() -> None:
+    world = World(0, 2, torch.device("cuda", 0), dist.HashStore(), 10.0, shares_gpu=True)
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(2**40, 2**40)):
+        found = [*check_far_offsets(world, QUICK), memory_finding(world, {"ring 1x2": [2**28, 2**30]})]
+    assert [(each.verdict, "share" in each.text) for each in found] == [(NOT_SHOWN, True)] * 2
 
 
 def test_what_fails_on_bound_groups_is_the_section_right(monkeypatch: pytest.MonkeyPatch) -> None:
