@@ -18,7 +18,7 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     """Raise MemoryError if this host has no room for what the checkpoints of `model` park of a sharded batch."""
     strategy = shard.cp.strategy
     tokens = batch.get("input_ids") if batch.get("inputs_embeds") is None else batch["inputs_embeds"][..., 0]
-    if not (strategy.offload and model.training and model.is_gradient_checkpointing) or tokens is None:
+    if not (strategy.offload and model.training and _recomputes(model)) or tokens is None:
         return
     memory, config = host_memory(tokens.device), model.config.get_text_config()
     if memory is None or not torch.is_grad_enabled():
@@ -31,3 +31,9 @@ def expect_on_host(model: PreTrainedModel, shard: SequenceShard, batch: Mapping[
     of_chunk = [share * out / chunks, share * heads * torch.float32.itemsize / chunks]
     nbytes = [tokens.numel() * each for each in (hidden * model.dtype.itemsize, *(of_chunk * chunks))]
     memory.expect(nbytes, config.num_hidden_layers, shard.cp.topology.ranks_per_node)
+
+
+def _recomputes(model: Any) -> bool:
+    """Return whether the model's layers are computed again; transformers 5.24 has given that another name."""
+    found = getattr(model, "is_activation_checkpointing", None)
+    return bool(model.is_gradient_checkpointing if found is None else found)
