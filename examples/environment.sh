@@ -160,7 +160,10 @@ PYTHON
 }
 
 install() {
-    local all torch=${BURST_TORCH:-$(stamp_line torch)} pip=("$py" -m pip install --disable-pip-version-check)
+    local pip=("$py" -m pip install --disable-pip-version-check)
+    # Compiling all modules takes longer than compiling those that are imported, when they first are.
+    [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || pip+=(--no-compile)
+    local all torch=${BURST_TORCH:-$(stamp_line torch)}
     all=$(union "$(stamp_line extras)" "$extras")
     if [ -n "${BURST_TORCH:-}" ] && [ "$BURST_TORCH" != "$(stamp_line torch)" ]; then
         run_logged "installing $BURST_TORCH" "${pip[@]}" "$BURST_TORCH"
