@@ -9,8 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched import launched
+
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_LLAMA = ("transformers.models.llama.modeling_llama",)
+_DEEPSPEED = ("deepspeed", *_LLAMA, "transformers.trainer")  # what the examples import
 
 
 @pytest.mark.megatron
@@ -60,11 +64,8 @@ def test_the_plain_pytorch_example_is_exact() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, "examples/kv_cache.py"], capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT
-    )
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    done = launched(4, ["examples/kv_cache.py"])
+    assert done.returncode == 0, done.stderr
     assert done.stdout.count("same tokens as one rank: True") == 4
 
 
@@ -72,10 +73,8 @@ def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
 @pytest.mark.slow
 def test_the_example_of_generation_runs_on_the_ring() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["examples/generate.py", "--smoke"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    done = launched(4, ["examples/generate.py", "--smoke"], ["torch", *_LLAMA])
+    assert done.returncode == 0, done.stderr
     assert "passkeys found in 1024 tokens: " in done.stdout
     sent = [line.split("sent per token ")[1] for line in done.stdout.splitlines() if "sent per token" in line]
     assert len(sent) == 4
@@ -86,10 +85,8 @@ def test_the_example_of_generation_runs_on_the_ring() -> None:
 def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["examples/grpo.py", "--smoke", "--out", str(tmp_path / "grpo.png")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    done = launched(2, ["examples/grpo.py", "--smoke", "--out", str(tmp_path / "grpo.png")], ["torch", *_LLAMA])
+    assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference of losses")]
     of_losses, of_gradients = (float(word) for word in line.replace(",", "").split() if word[0].isdigit())
     assert of_losses < 1e-6
@@ -103,14 +100,12 @@ def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
 def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = ["-m", "burst_plugin.run", "--framework", "deepspeed", "--cpu"]
     small = ["--steps", "3", "--seq-length", "2048", "--vocabulary", "300", "--layers", "2"]
     small += ["--config", "examples/deepspeed/ds_config_long.json"]
     for script in ("train", "alst"):
         out = ["--out", str(tmp_path / f"{script}.json")]
-        command = [*launcher, *run, f"examples/deepspeed/{script}.py", *small, *out]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+        done = launched(2, [*run, f"examples/deepspeed/{script}.py", *small, *out], _DEEPSPEED)
         assert done.returncode == 0, done.stdout + done.stderr
     files = [str(tmp_path / f"{script}.json") for script in ("train", "alst")]
     command = [sys.executable, "examples/deepspeed/compare.py", *files]
@@ -126,11 +121,9 @@ def test_the_deepspeed_examples_equal_one_rank(tmp_path: Path, script: str) -> N
     pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
     small = ["--steps", "2", "--seq-length", "256", "--vocabulary", "300"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     for ranks, name, off in ((4, "ring", []), (1, "one", ["--off"])):
         run = ["-m", "burst_plugin.run", "--framework", "deepspeed", "--cpu", f"examples/deepspeed/{script}"]
-        command = [*launcher, str(ranks), *run, *small, *off, "--out", str(tmp_path / f"{name}.json")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, env=ENVIRONMENT)
+        done = launched(ranks, [*run, *small, *off, "--out", str(tmp_path / f"{name}.json")], _DEEPSPEED)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count(f"burst_plugin: context_parallel_size={ranks}: topology ") == (not off)
     files = [str(tmp_path / "ring.json"), str(tmp_path / "one.json")]

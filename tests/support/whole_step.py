@@ -78,6 +78,7 @@ def _serve(answers: IO[bytes]) -> None:
     import_beforehand(*frameworks, *models)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
     with contextlib.suppress(EOFError):
         while True:
             answers.write(_forked(*pickle.load(sys.stdin.buffer)))
