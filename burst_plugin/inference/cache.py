@@ -95,22 +95,22 @@ class KVCache:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row, with those of the turn that has begun; () before the first."""
+        """Return the tokens of each row, with those of the turn that has begun; () before the first."""
         return self._lengths
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that this rank holds."""
+        """Return the bytes of the keys and values that this rank holds."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that this rank has allocated for them, with room for more."""
+        """Return the bytes that this rank has allocated for them, with room for more."""
         return sum(layer.allocated_bytes for layer in self._layers)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
+        """Return the bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
 
         For merging they are those of `decode_bytes`. Besides, on the ring they are part of `ContextParallel.traffic`.
         """

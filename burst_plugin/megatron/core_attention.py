@@ -77,7 +77,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def pg_collection(self) -> Any:
-        """Megatron's ProcessGroupCollection; None stands for the global groups."""
+        """Return Megatron's ProcessGroupCollection; None stands for the global groups."""
         return self._pg_collection
 
     @pg_collection.setter

@@ -122,27 +122,27 @@ class RouteTable:
 
     @property
     def cp_ranks(self) -> int:
-        """Number of ranks of the context-parallel group."""
+        """Return the number of ranks of the context-parallel group."""
         return self._cp_topology.ranks
 
     @property
     def ring_ranks(self) -> int:
-        """Number of ranks of the ring."""
+        """Return the number of ranks of the ring."""
         return self._ring_topology.ranks
 
     @property
     def ring_topology(self) -> Topology:
-        """Nodes and ranks of the ring."""
+        """Return the nodes and ranks of the ring."""
         return self._ring_topology
 
     @property
     def moving(self) -> frozenset[str]:
-        """What is asked to move, in either direction."""
+        """Return what is asked to move, in either direction."""
         return frozenset((self._strategy.forward, self._strategy.backward))
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, for masks that leave most of the work."""
+        """Return the name of the schedule, for masks that leave most of the work."""
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:

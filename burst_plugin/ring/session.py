@@ -86,7 +86,7 @@ class Session:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self._global_ranks)
 
     @property
@@ -96,7 +96,7 @@ class Session:
 
     @property
     def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that this ring has made so far, with the time-out that the given one had then."""
+        """Return the process groups that this ring has made so far, with the time-out that the given one had then."""
         return tuple(self._communicators.created)
 
     def _begin(self, topology: Topology) -> None:

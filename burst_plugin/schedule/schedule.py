@@ -86,12 +86,12 @@ class RankSchedule(NamedTuple):
 
     @property
     def sends(self) -> Iterator[Transfer]:
-        """The transfers that this rank sends."""
+        """Return the transfers that this rank sends."""
         return (t for step in self.steps for t in step.issue if t.src == self.rank)
 
     @property
     def rows(self) -> dict[int, Rows | None]:
-        """By block that this rank receives: the rows that it receives, None for all."""
+        """Return, by block that this rank receives, the rows that it receives, None for all."""
         arrivals = (t for step in self.steps for t in step.due if t.dst == self.rank)
         return {t.block: t.rows for t in arrivals if t.traffic is Traffic.GATHER}
 
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.topology.ranks
 
     def owner(self, block: int) -> int:
@@ -138,7 +138,7 @@ class Schedule:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """All transfers, gather before reduce."""
+        """Return all transfers, gather before reduce."""
         return (*self.gather, *self.reduce)
 
     def hops(self, rank: int) -> dict[Link, dict[Traffic, int]]:

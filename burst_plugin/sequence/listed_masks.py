@@ -127,7 +127,7 @@ class PerRow(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Number of masks."""
+        """Return the number of masks."""
         return len(self.masks)
 
     def of_row(self, row: int) -> Mask:
@@ -160,7 +160,7 @@ class PerHeadGroup(_Several):
 
     @property
     def head_groups(self) -> int | None:
-        """Number of masks."""
+        """Return the number of masks."""
         return len(self.masks)
 
     def of_head_group(self, group: int) -> Mask:
@@ -169,7 +169,7 @@ class PerHeadGroup(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Batch size that any mask is made for."""
+        """Return the batch size that any mask is made for."""
         return next((mask.rows for mask in self.masks if mask.rows is not None), None)
 
     def of_row(self, row: int) -> Mask:
