@@ -164,7 +164,7 @@ class PassPlan:
 
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
-        """By side and rank of the ring, tokens of its block."""
+        """Return by side and rank of the ring the tokens of its block."""
         state = self.rank_state
         runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
         return {side: [*map(token_count, held)] for side, held in runs.items()}

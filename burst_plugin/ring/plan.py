@@ -229,7 +229,7 @@ class Plan:
 
     @cached_property
     def _no_heads(self) -> HeadExchange:
-        """The exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
+        """Return the exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
         return HeadExchange(**self._exchange(self.rank_state.ulysses_group))
 
     @cached_property
@@ -274,7 +274,7 @@ class Plan:
 
     @cached_property
     def _group_blocks(self) -> dict[Side, GroupBlock]:
-        """What the group of this rank holds of either side."""
+        """Return what the group of this rank holds of either side."""
         table, rank = self.rank_state.route_table, self.rank_state.ring_rank
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 

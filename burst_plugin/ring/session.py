@@ -91,7 +91,7 @@ class Session:
 
     @property
     def _aborts(self) -> bool:
-        """Whether this rank aborts its communicators once a rank has given up."""
+        """Return whether this rank aborts its communicators once a rank has given up."""
         return self.strategy.abort and self.group is not None and launches_batches(self.group)
 
     @property

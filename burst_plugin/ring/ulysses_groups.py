@@ -110,7 +110,7 @@ class UlyssesGroup:
 
     @cached_property
     def _channels(self) -> dict[Traffic, list[Channel]]:
-        """The channel to every member, by traffic."""
+        """Return the channel to every member, by traffic."""
         links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 

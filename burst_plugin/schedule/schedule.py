@@ -251,12 +251,12 @@ class Schedule:
 
     @cached_property
     def _arriving(self) -> dict[tuple[int, int], int]:
-        """By rank and block: the number of the one transfer that brings the rank the block's operands."""
+        """Return by rank and block the number of the one transfer that brings the rank the block's operands."""
         return {(t.dst, t.block): number for number, t in enumerate(self.gather)}
 
     @cached_property
     def _leaving(self) -> dict[tuple[int, int], int]:
-        """By rank and block: the number of the one transfer that takes the block's partial results from the rank."""
+        """Return by rank and block the number of the one transfer that takes the partial results from the rank."""
         return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
     def most_rows_moved(self, lengths: Sequence[int]) -> tuple[int, int]:

@@ -87,28 +87,28 @@ class _Several(Mask):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Bounds of the documents of all masks, if they are the same."""
+        """Return the bounds of the documents of all masks, if they are the same."""
         found = {mask.documents for mask in self.masks}
         return found.pop() if len(found) == 1 else None
 
     @property
     def compares_positions(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.compares_positions for mask in self.masks)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.looks_ahead for mask in self.masks)
 
     @property
     def shifts(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.shifts for mask in self.masks)
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """Those of all masks."""
+        """Return those of all masks."""
         return frozenset().union(*(mask.trees for mask in self.masks))
 
 

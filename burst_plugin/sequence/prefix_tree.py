@@ -42,7 +42,7 @@ class _Node(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How much further on tokens are in the sequence than on their path."""
+        """Return how much further on tokens are in the sequence than on their path."""
         return self.start - self.depth
 
 
