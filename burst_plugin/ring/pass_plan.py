@@ -20,7 +20,7 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import NO_POSITIONS, VisitPositions
 from burst_plugin.kernels.varlen import DQ_ROWS
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.routes import Attending, Route
+from burst_plugin.ring.routes import Attending, PassKey, Route
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.sequence.layout import positions, token_count
 from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
@@ -103,9 +103,8 @@ class PassPlan:
         """Return the visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
         state, place = self.rank_state, self.rank_state.mesh_group.place
-        return state.route_table.route(
-            state.ring_rank, self.attending, self.moving, bool(results), self.parts, place, self.halved
-        )
+        key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.halved)
+        return state.route_table.route(state.ring_rank, key)
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
