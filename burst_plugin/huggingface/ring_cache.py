@@ -178,7 +178,7 @@ class RingCache(Cache):
                 f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
                 "tokens; correct sliding_window or layer_types"
             )
-        out = self._kv.attend(layer, *qkv, mask, scores, sink)
+        out = self._kv.attend(layer, *qkv, mask=mask, scores=scores, sink=sink)
         self._attended += 1
         return out
 

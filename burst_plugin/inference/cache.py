@@ -171,6 +171,7 @@ class KVCache:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         mask: Mask = Causal(),
         scores: Scores = Scores(),
         sink: Tensor | None = None,
@@ -200,8 +201,7 @@ class KVCache:
         before, attended = [each.store.lengths for each in self._layers], self._attended
         try:
             with torch.no_grad():
-                shares = self._turn is not None and not self._turn.replicated
-                if shares:
+                if self._turn is not None and not self._turn.replicated:
                     out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
                     self._ring_bytes += sent
                 else:
