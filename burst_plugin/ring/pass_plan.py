@@ -26,7 +26,7 @@ from burst_plugin.sequence.layout import positions, token_count
 from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
-from burst_plugin.types import SIDES, Direction, Rows, Side, Spec
+from burst_plugin.types import SIDES, Direction, Rows, Side, Spec, row_count
 
 __all__ = ["KernelTiles", "PassPlan"]
 
@@ -157,7 +157,7 @@ class PassPlan:
         """Return the shapes of one rank's block, or of some of its rows, whichever side moves."""
         shapes = self.kernel_tiles.shapes
         if rows is not None:
-            count = sum(stop - start for start, stop in rows)
+            count = row_count(rows)
             return shapes._replace(q_len=count, kv_len=count)
         return shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
 

@@ -21,7 +21,7 @@ from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
-from burst_plugin.types import OTHER_SIDE, SIDES, Side
+from burst_plugin.types import OTHER_SIDE, SIDES, Side, row_count
 
 __all__ = ["Attending", "Pairs", "PassKey", "Route", "RouteTable"]
 
@@ -252,7 +252,7 @@ class RouteTable:
         required = pairs.required("kv")
         if required is None:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
-        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
+        return [sum(map(row_count, needed.values())) for needed in required]
 
     def work_in_halves(self, attending: Attending) -> list[int]:
         """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""

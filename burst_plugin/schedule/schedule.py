@@ -30,7 +30,7 @@ from burst_plugin.schedule.drawing import draw
 from burst_plugin.schedule.parts import in_parts
 from burst_plugin.schedule.validation import ScheduleError, validate
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.types import Rows
+from burst_plugin.types import Rows, row_count
 
 __all__ = ["RankSchedule", "Required", "Schedule", "ScheduleError", "Step", "Transfer"]
 
@@ -266,7 +266,7 @@ class Schedule:
         """
         moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
-            rows = lengths[self.owner(t.block)] if t.rows is None else sum(stop - start for start, stop in t.rows)
+            rows = lengths[self.owner(t.block)] if t.rows is None else row_count(t.rows)
             moved["out", t.src, t.link] += rows
             moved["in", t.dst, t.link] += rows
         most = dict.fromkeys(Link, 0)
