@@ -13,6 +13,7 @@ import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
 from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
@@ -75,6 +76,7 @@ def test_sequences_equal_one_rank(changes: dict[str, Any], sizes: dict[str, Any]
 
 
 def test_auto_leaves_sequences_in_zigzag() -> None:
+    assert Registry(Strategy(layout="auto")).tokens_of_batch(64, 2) == Tokens(64, layout="zigzag")
     check_over(over(TWO_LAYERS, "auto", cp=2), TWO_LAYERS)
 
 
