@@ -99,7 +99,7 @@ class ContextParallel(Session):
 
     @property
     def topology(self) -> Topology:
-        """Nodes and ranks per node."""
+        """Return the nodes and ranks per node."""
         return self.rank_state.topology
 
     def warm_up(

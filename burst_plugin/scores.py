@@ -70,5 +70,5 @@ class Scores:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether a kernel needs the positions of the tokens that it works on."""
+        """Return whether a kernel needs the positions of the tokens that it works on."""
         return self.alibi_slopes is not None or self.dropout > 0

@@ -62,12 +62,12 @@ class Topology:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def levels(self) -> int:
-        """2 if there are several nodes of several ranks, so that using both links apart pays, else 1."""
+        """Return 2 if there are several nodes of several ranks, so that using both links apart pays, else 1."""
         return 2 if self.nodes > 1 and self.ranks_per_node > 1 else 1
 
     def node(self, rank: int) -> int:
@@ -109,7 +109,7 @@ class Topology:
 
     @property
     def ulysses_degrees(self) -> list[int]:
-        """Sizes of Ulysses groups into which it can be divided, inside nodes or of whole nodes."""
+        """Return the sizes of Ulysses groups into which it can be divided, inside nodes or of whole nodes."""
         inside = [n for n in range(1, self.ranks_per_node + 1) if self.ranks_per_node % n == 0]
         return [*inside, *(n * self.ranks_per_node for n in range(2, self.nodes + 1) if self.nodes % n == 0)]
 
@@ -177,7 +177,7 @@ class Groups(NamedTuple):
 
     @property
     def ring_size(self) -> int:
-        """Ranks of a ring, which is how many groups there are."""
+        """Return the ranks of a ring, which is how many groups there are."""
         return self.topology.ranks // self.size
 
     def of(self, rank: int) -> tuple[int, int]:
@@ -198,7 +198,7 @@ class Groups(NamedTuple):
 
     @property
     def ring_topology(self) -> Topology:
-        """The topology of a ring. Raises ValueError, naming the option, for a size that nodes cannot have."""
+        """Return the topology of a ring. Raises ValueError, naming the option, for a size that nodes cannot have."""
         if not self.apart:
             return self.topology.of_ulysses_groups(self.size, self.option)
         per_node, sizes = (

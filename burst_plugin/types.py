@@ -27,6 +27,7 @@ __all__ = [
     "Spec",
     "UnderWay",
     "merged",
+    "row_count",
     "rows_within",
     "union",
     "without",
@@ -85,6 +86,11 @@ def merged(parts: Iterable[tuple[int, int]]) -> Rows:
         else:
             ranges.append((start, stop))
     return tuple(ranges)
+
+
+def row_count(rows: Iterable[tuple[int, int]]) -> int:
+    """Return how many rows there are in these ranges."""
+    return sum(stop - start for start, stop in rows)
 
 
 def union(several: Iterable[Rows | None]) -> Rows | None:

@@ -156,13 +156,19 @@ def test_seeds_are_integers() -> None:
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [PerRow([Documents((0, 5, 8)), Documents([0, 8])]), Keys([[0, 5]]), BlockMask(4, [[True, False], [True, True]])],  # type: ignore[arg-type, list-item]
+    ("listed", "mask"),
+    [
+        (PerRow([Documents((0, 5, 8)), Documents([0, 8])]), PerRow((Documents((0, 5, 8)), Documents((0, 8))))),  # type: ignore[arg-type]
+        (Keys([[0, 5]]), Keys(((0, 5),))),  # type: ignore[arg-type, list-item]
+        (BlockMask(4, [[True, False], [True, True]]), BlockMask(4, ((True, False), (True, True)))),  # type: ignore[arg-type]
+    ],
     ids=lambda mask: type(mask).__name__,
 )
-def test_masks_may_be_made_of_lists(mask: Mask) -> None:
+def test_masks_may_be_made_of_lists(listed: Mask, mask: Mask) -> None:
     q, k, v = (x.expand(2, -1, -1, -1) for x in Problem.draw(8, (2, 2))[:3])
-    burst_attention(q, k, v, ContextParallel(), mask=mask)
+    out, expected = (burst_attention(q, k, v, ContextParallel(), mask=given) for given in (listed, mask))
+    assert torch.equal(out, expected)
+    assert (listed, hash(listed)) == (mask, hash(mask)), "plans are kept by masks"
 
 
 RING = VirtualRing(Topology(1, 2))

@@ -55,7 +55,7 @@ class Parked:
 
     @property
     def before(self) -> Parked | None:
-        """The last tensor that was parked before this one and has not been fetched yet, if it is still needed."""
+        """Return the last tensor that was parked before this one and is not fetched yet, if it is still needed."""
         before = None if self._before is None else self._before()
         while before is not None and before.was_fetched:
             before = None if before._before is None else before._before()

@@ -36,7 +36,7 @@ class Pages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages."""
+        """Return the bytes of all pages."""
         return self.made * PAGE_BYTES
 
     def take(self, nbytes: int) -> list[Tensor]:

@@ -72,7 +72,7 @@ class Crew:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the processes were started."""
+        """Return the seconds since the processes were started."""
         return time.monotonic() - self._start
 
     def heard(self, enough: Callable[[], bool] = lambda: False) -> Iterator[tuple[int, Any]]:

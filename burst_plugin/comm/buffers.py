@@ -49,7 +49,7 @@ class Packing:
 
     @property
     def length(self) -> int:
-        """Number of token rows of the first tensor, [B, S, H, D]."""
+        """Return the number of token rows of the first tensor, [B, S, H, D]."""
         return self._sections[0][1][1]
 
 

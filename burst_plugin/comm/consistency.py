@@ -65,7 +65,7 @@ class ConsistencyCheck:
 
     @property
     def group_name(self) -> str:
-        """Name of the ring's group, the same on all of its ranks and different from those of other groups.
+        """Return the name of the ring's group, the same on all of its ranks and different from those of others.
 
         Empty with NCCL: ranks may have different names for a group that was split off another there, and they compare
         on it only.
@@ -74,7 +74,7 @@ class ConsistencyCheck:
 
     @cached_property
     def device(self) -> torch.device:
-        """Device whose tensors the group moves; looked up when ranks first meet, when each has set its GPU."""
+        """Return the device whose tensors the group moves; looked up when ranks first meet: each has set its GPU."""
         return group_device(self._group)
 
     def meet(self, text: str) -> list[str]:

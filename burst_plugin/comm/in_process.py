@@ -37,7 +37,7 @@ class Parcel:
 
     @property
     def is_whole(self) -> bool:
-        """Whether both ends are posted."""
+        """Return whether both ends are posted."""
         return self.source is not None and self.target is not None
 
     def deliver(self) -> None:

@@ -137,7 +137,7 @@ class DistributedTransport(Transport):
 
     @property
     def backend_bytes(self) -> float:
-        """NCCL's memory for the peers that messages came from, about."""
+        """Return roughly how much memory NCCL has for the peers that messages came from, in bytes."""
         leaving = {each for channel, each in self._by_channel.items() if channel.link is Link.INTER}
         return sum(
             len(each.senders) * peer_bytes(each.ctas, Link.INTER if each in leaving else Link.INTRA)
@@ -151,7 +151,7 @@ class DistributedTransport(Transport):
 
     @property
     def progress(self) -> Progress:
-        """Where this rank notes its waits."""
+        """Return where this rank notes its waits."""
         return self._progress if self.board is None else self.board.progress
 
     def _communicator(self, channel: Channel) -> _Communicator:

@@ -46,7 +46,7 @@ class PeerLostError(RuntimeError):
 
     @property
     def timed_out(self) -> bool:
-        """Whether nothing came from the peer in time; it may be alive."""
+        """Return whether nothing came from the peer in time; it may be alive."""
         return "timed out" in self.cause.lower()
 
 
@@ -96,7 +96,7 @@ class Transport(ABC):
 
     @property
     def backend_bytes(self) -> float:
-        """Memory that the backend itself has for the peers that messages came from, about; 0 on CPUs."""
+        """Return roughly the bytes that the backend itself has for the peers that messages came from; 0 on CPUs."""
         return 0.0
 
     def ctas(self, channels: Iterable[Channel]) -> int:

@@ -63,7 +63,7 @@ class Accumulator:
 
     @property
     def tensors(self) -> Tensors:
-        """All that was contributed, added up."""
+        """Return all that was contributed, added up."""
         self.settle()
         assert self._tensors is not None
         return self._tensors

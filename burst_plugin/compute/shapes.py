@@ -37,7 +37,7 @@ class Shapes(NamedTuple):
 
     @property
     def ulysses_degrees(self) -> list[int]:
-        """How many ranks can share these heads between them."""
+        """Return how many ranks can share these heads between them."""
         degrees = [n for n in range(1, self.q_heads + 1) if self.q_heads % n == 0]
         return [n for n in degrees if self.kv_heads % n == 0 or n % self.kv_heads == 0]
 
@@ -47,7 +47,7 @@ class Shapes(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """The type of everything that accumulates."""
+        """Return the type of everything that accumulates."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def side(self, direction: Direction, side: Side) -> tuple[list[Spec], list[Spec]]:
@@ -73,7 +73,7 @@ class Shapes(NamedTuple):
 
     @property
     def sends_out(self) -> bool:
-        """Whether travelling queries take their output along, not a factor per row (`online_softmax.row_factor`)."""
+        """Return whether travelling queries take out along, not a factor per row (`online_softmax.row_factor`)."""
         return self.dtype is torch.float16
 
 

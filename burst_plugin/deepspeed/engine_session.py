@@ -45,12 +45,12 @@ class Session:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks: context-parallel times data-parallel ones."""
+        """Return the number of all ranks: context-parallel times data-parallel ones."""
         return dist.get_world_size(self.world)
 
     @property
     def leaves_losses(self) -> bool:
-        """Whether losses stay as models compute them: on a ring of one rank, which has a mean of its own."""
+        """Return whether losses stay as models compute them: on a ring of one rank, which has a mean of its own."""
         return self.cp.ranks == 1 and self.loss == MEAN_OF_RANKS
 
     @contextmanager

@@ -36,7 +36,7 @@ class _Heads:
 
     @property
     def group(self) -> int:
-        """How many query heads share a key head."""
+        """Return how many query heads share a key head."""
         return self.queries // self.keys
 
 

@@ -139,7 +139,7 @@ class MaskRecipe:
 
     @cached_property
     def unknown(self) -> list[str]:
-        """Rules in this mask, by their names in transformers, that a ring does not know."""
+        """Return the rules in this mask, by their names in transformers, that a ring does not know."""
         unsized = self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} if self.window is None else set()
         from transformers import masking_utils
 
@@ -149,17 +149,17 @@ class MaskRecipe:
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether the model has handed over positions that look like documents."""
+        """Return whether the model has handed over positions that look like documents."""
         return _DOCUMENTS in self._rules
 
     @property
     def window(self) -> int | None:
-        """Number of keys back that a query attends to, itself included; for windows both ways, to either side."""
+        """Return how many keys back a query attends to, itself included; for windows both ways, to either side."""
         return self._asked.get("local_size") if self._rules.keys() & {_WINDOW, _WINDOW_BOTH_WAYS} else None
 
     @property
     def mask(self) -> Mask:
-        """The mask of a layer in one sequence, apart from padding and documents."""
+        """Return the mask of a layer in one sequence, apart from padding and documents."""
         causal, window = _CAUSAL in self._rules, self.window
         if window is None:
             return Causal() if causal else Full()

@@ -80,38 +80,38 @@ class RingCache(Cache):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row, without padding."""
+        """Return the tokens of each row, without padding."""
         return () if self._kv is None else self._kv.lengths
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that this rank holds."""
+        """Return the bytes of the keys and values that this rank holds."""
         return 0 if self._kv is None else self._kv.bytes
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank has sent for attention, `{"intra": n, "inter": m}`; see `KVCache.bytes_sent`."""
+        """Return the bytes that this rank has sent for attention: see `KVCache.bytes_sent`."""
         new = {} if self._kv is None else self._kv.bytes_sent
         return {link: n + new.get(link, 0) for link, n in self._sent.items()}
 
     @property
     def seen(self) -> Tensor:
-        """Which of the tokens so far were no padding, [B, columns], bool on the CPU."""
+        """Return which of the tokens so far were no padding, [B, columns], bool on the CPU."""
         return self._seen
 
     @property
     def turn(self) -> Turn | None:
-        """The turn of the forward in progress."""
+        """Return the turn of the forward in progress."""
         return self._turn
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it holds anything."""
+        """Return whether it holds anything."""
         return self._kv is not None
 
     @property
     def batch_size(self) -> int:
-        """Rows; -1 if it is empty."""
+        """Return the number of rows; -1 if it is empty."""
         return len(self.lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -178,7 +178,7 @@ class RingCache(Cache):
                 f"{name} of layer {layer} attends by {mask}, but its config says that its window is of {window + 1} "
                 "tokens; correct sliding_window or layer_types"
             )
-        out = self._kv.attend(layer, *qkv, mask, scores, sink)
+        out = self._kv.attend(layer, *qkv, mask=mask, scores=scores, sink=sink)
         self._attended += 1
         return out
 

@@ -96,7 +96,7 @@ class LayerCall(NamedTuple):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether rows are alike and share nothing, so that the ring takes them as a batch."""
+        """Return whether rows are alike and share nothing, so that the ring takes them as a batch."""
         layer, mask = self.layer, self.asked.mask
         return self.turn.is_uniform and mask.rows is None and len(set(layer.first_keys)) == 1 and not layer.shared
 

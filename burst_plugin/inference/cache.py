@@ -95,22 +95,22 @@ class KVCache:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each row, with those of the turn that has begun; () before the first."""
+        """Return the tokens of each row, with those of the turn that has begun; () before the first."""
         return self._lengths
 
     @property
     def bytes(self) -> int:
-        """Bytes of the keys and values that this rank holds."""
+        """Return the bytes of the keys and values that this rank holds."""
         return sum(layer.nbytes for layer in self._layers)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that this rank has allocated for them, with room for more."""
+        """Return the bytes that this rank has allocated for them, with room for more."""
         return sum(layer.allocated_bytes for layer in self._layers)
 
     @property
     def bytes_sent(self) -> dict[str, int]:
-        """Bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
+        """Return the bytes that this rank has sent for attention, `{"intra": n, "inter": m}`.
 
         For merging they are those of `decode_bytes`. Besides, on the ring they are part of `ContextParallel.traffic`.
         """
@@ -171,6 +171,7 @@ class KVCache:
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        *,
         mask: Mask = Causal(),
         scores: Scores = Scores(),
         sink: Tensor | None = None,
@@ -200,8 +201,7 @@ class KVCache:
         before, attended = [each.store.lengths for each in self._layers], self._attended
         try:
             with torch.no_grad():
-                shares = self._turn is not None and not self._turn.replicated
-                if shares:
+                if self._turn is not None and not self._turn.replicated:
                     out, sent = attend_on_ring(self._cp, appended, tag, self._forward)
                     self._ring_bytes += sent
                 else:

@@ -51,7 +51,7 @@ class OwnAttention(NamedTuple):
 
     @property
     def signature(self) -> Mapping[str, object]:
-        """What has to be the same on every rank, by name."""
+        """Return what has to be the same on every rank, by name."""
         shapes = self.shapes._asdict()
         return {
             **{name: shapes[name] for name in ("batch", "q_len", "q_heads", "kv_heads", "qk_dim", "v_dim", "dtype")},

@@ -28,7 +28,7 @@ class HostRowStore(RowStore):
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that are on the device now, or on their way."""
+        """Return the bytes that are on the device now, or on their way."""
         return sum(x.nbytes for x in self._fetched)
 
     def fetch(self) -> None:

@@ -63,7 +63,7 @@ class LayerCache:
 
     @property
     def stores(self) -> tuple[RowStore, ...]:
-        """All that it stores in."""
+        """Return all that it stores in."""
         return (self.store,) if self.shared_store is None else (self.store, self.shared_store)
 
     def masked(self, mask: Mask) -> Mask:
@@ -118,12 +118,12 @@ class LayerCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
+        """Return the bytes of what is stored."""
         return sum(store.nbytes for store in self.stores)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that are allocated."""
+        """Return the bytes that are allocated."""
         return sum(store.allocated_bytes for store in self.stores)
 
     def _held(self, start: int, stop: int) -> int:

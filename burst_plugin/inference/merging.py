@@ -38,7 +38,7 @@ class TreeMerge:
 
     @property
     def sent_bytes(self) -> Counter[str]:
-        """Bytes sent so far, by the name of the link."""
+        """Return the bytes sent so far, by the name of the link."""
         return Counter({channel.link.value: n for channel, n in self._transport.sent_bytes.items()})
 
     def run(self, compute: Callable[[], Partial], which: CallId, signature: Mapping[str, object]) -> Partial:

@@ -34,17 +34,17 @@ class RowStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored."""
+        """Return the bytes of what is stored."""
         return sum(self.lengths) * sum(x[0].nbytes for x in self._tensors() if len(x))
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that are allocated."""
+        """Return the bytes that are allocated."""
         return sum(x.nbytes for x in self._tensors())
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever appended."""
+        """Return whether nothing was ever appended."""
         return self._k is None
 
     def check_like(self, k: Tensor, v: Tensor) -> None:

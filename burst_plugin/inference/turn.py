@@ -40,22 +40,22 @@ class Turn:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """New tokens of each row."""
+        """Return how many new tokens each row has."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def compared(self) -> dict[str, object]:
-        """What has to be the same on every rank, by name."""
+        """Return what has to be the same on every rank, by name."""
         return {"new tokens": self.lengths, "cached tokens": self.starts, "replicated": self.replicated}
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all rows are equally long, before the turn and after it."""
+        """Return whether all rows are equally long, before the turn and after it."""
         return len(set(self.starts)) == len(set(self.stops)) == 1
 
     @cached_property
     def own(self) -> tuple[slice, ...]:
-        """Which of the new tokens of each row this rank stores, counted from the first new one."""
+        """Return which of the new tokens of each row this rank stores, counted from the first new one."""
         return self.own_of(self.rank)
 
     def own_of(self, rank: int) -> tuple[slice, ...]:
@@ -66,7 +66,7 @@ class Turn:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many tokens of each row this rank computes: rows of its q, k and v that are not padding."""
+        """Return how many tokens of each row this rank computes: rows of its q, k and v that are not padding."""
         return self.lengths if self.replicated else self.counts_of(self.rank)
 
     def counts_of(self, rank: int) -> tuple[int, ...]:
@@ -75,12 +75,12 @@ class Turn:
 
     @property
     def size(self) -> int:
-        """Tokens per row of this rank's tensors: those of the longest row; the others are padded at their ends."""
+        """Return the tokens per row of this rank's tensors: those of the longest row, to which others are padded."""
         return max(self.counts)
 
     @cached_property
     def index(self) -> Tensor:
-        """Which new token of its row each of this rank's is, [B, size], int64 on the CPU; 0 for padding."""
+        """Return which new token of its row each of this rank's is, [B, size], int64 on the CPU; 0 for padding."""
         found = torch.zeros(len(self.starts), self.size, dtype=torch.int64)
         for row, own in enumerate(self.own):
             steps = range(self.lengths[row]) if self.replicated else range(own.start, own.stop, own.step)
@@ -89,12 +89,12 @@ class Turn:
 
     @cached_property
     def valid(self) -> Tensor:
-        """Which of this rank's tokens are no padding, [B, size], bool on the CPU."""
+        """Return which of this rank's tokens are no padding, [B, size], bool on the CPU."""
         return torch.arange(self.size) < torch.tensor(self.counts).unsqueeze(1)
 
     @cached_property
     def positions(self) -> Tensor:
-        """Positions of this rank's tokens in their rows, for rotary embeddings: [B, size], int64 on the CPU.
+        """Return the positions of this rank's tokens in their rows, for rotary embeddings: [B, size], int64, CPU.
 
         Those of padding are that of the row's first new token.
         """

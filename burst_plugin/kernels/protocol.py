@@ -78,12 +78,12 @@ class How(NamedTuple):
 
     @property
     def wants_dbias(self) -> bool:
-        """Whether there is a bias, and its gradient is wanted."""
+        """Return whether there is a bias, and its gradient is wanted."""
         return self.bias is not None and self.bias_has_grad
 
     @property
     def scale(self) -> float:
-        """Factor on q . k."""
+        """Return the factor on q . k."""
         assert self.scores.scale is not None, "a call resolves it"
         return self.scores.scale
 

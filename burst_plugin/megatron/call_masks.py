@@ -16,7 +16,16 @@ from burst_plugin.megatron.tree_masks import is_tree, tree_of
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Mask
 
-__all__ = ["CallMask", "MaskReader"]
+__all__ = ["CallMask", "GivenMask", "MaskReader"]
+
+
+class GivenMask(NamedTuple):
+    """What Megatron gives a call besides q, k and v. kind: the name of its AttnMaskType."""
+
+    kind: str
+    attention_mask: Any
+    attention_bias: Tensor | None
+    packed_seq_params: Any
 
 
 class CallMask(NamedTuple):
@@ -37,24 +46,16 @@ class MaskReader:
         self._window = window
         self._registry = registry
 
-    def read(
-        self,
-        kind: str,
-        cp: ContextParallel,
-        q: Tensor,
-        k: Tensor,
-        attention_mask: Any,
-        attention_bias: Tensor | None,
-        packed_seq_params: Any,
-    ) -> CallMask:
-        """Return what the call of mask type `kind` with q [B, S/CP, ...] and k [B, Sk/CP, ...] may attend to.
+    def read(self, given: GivenMask, cp: ContextParallel, q: Tensor, k: Tensor) -> CallMask:
+        """Return what a call with q [B, S/CP, ...] and k [B, Sk/CP, ...] may attend to.
 
         Raises ValueError for what does not fit together, naming what was got.
         """
+        kind, attention_mask, attention_bias, packed_seq_params = given
         lengths = (q.shape[1], k.shape[1])
         mask = self.of_type(kind, lengths)
         if is_packed(packed_seq_params):
-            documents, tokens = self._documents(kind, cp, packed_seq_params, attention_mask, lengths)
+            documents, tokens = self._documents(given, cp, lengths)
             return CallMask(documents & mask, attention_bias, tokens)
         if are_bounds(attention_mask):
             return self._with_bounds(kind, cp, mask, attention_mask, lengths)
@@ -91,14 +92,10 @@ class MaskReader:
         return masks.windowed(mask, self._window)
 
     def _documents(
-        self,
-        kind: str,
-        cp: ContextParallel,
-        packed_seq_params: Any,
-        attention_mask: Any,
-        lengths: tuple[int, int],
+        self, given: GivenMask, cp: ContextParallel, lengths: tuple[int, int]
     ) -> tuple[Mask, tuple[Tokens, Tokens]]:
         """Return the documents of packed sequences, and the tokens of queries and keys."""
+        kind, attention_mask = given.kind, given.attention_mask
         if attention_mask is not None or kind in ("arbitrary", "causal_bottom_right"):
             got = f"attn_mask_type={kind}" if attention_mask is None else "an attention_mask"
             raise ValueError(
@@ -113,7 +110,7 @@ class MaskReader:
             return in_this_call[id(tensor)]
 
         assign = self._registry.packed_tokens
-        tokens, documents = packed_documents(packed_seq_params, cp.ranks, lengths, read, assign)
+        tokens, documents = packed_documents(given.packed_seq_params, cp.ranks, lengths, read, assign)
         return documents, tokens
 
     def _with_bounds(

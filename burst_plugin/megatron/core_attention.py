@@ -20,7 +20,7 @@ from torch import Tensor
 
 from burst_plugin.attention import burst_attention
 from burst_plugin.context import ContextParallel
-from burst_plugin.megatron.call_masks import MaskReader
+from burst_plugin.megatron.call_masks import GivenMask, MaskReader
 from burst_plugin.megatron.config import is_hybrid, problems, unknown_fields
 from burst_plugin.megatron.flag_checks import flag_problems, warn_of_quantizers
 from burst_plugin.megatron.packed import is_packed
@@ -77,7 +77,7 @@ class BurstCoreAttention(MegatronModule):
 
     @property
     def pg_collection(self) -> Any:
-        """Megatron's ProcessGroupCollection; None stands for the global groups."""
+        """Return Megatron's ProcessGroupCollection; None stands for the global groups."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -168,7 +168,8 @@ class BurstCoreAttention(MegatronModule):
         if packed:
             self._check_packed_group(cp)
         q, k, v = (x.unsqueeze(0) if packed else x.transpose(0, 1) for x in (query, key, value))
-        allowed = self._masks.read(kind, cp, q, k, attention_mask, attention_bias, packed_seq_params)
+        given = GivenMask(kind, attention_mask, attention_bias, packed_seq_params)
+        allowed = self._masks.read(given, cp, q, k)
         out = burst_attention(
             q,
             k,
@@ -197,7 +198,7 @@ class BurstCoreAttention(MegatronModule):
         assert self.attend is not None
         with torch.inference_mode(False), torch.no_grad():  # what is kept may be written to outside, too
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            out = self.attend(q, k, v, mask, self._scores_now(), self._sink(q))
+            out = self.attend(q, k, v, mask=mask, scores=self._scores_now(), sink=self._sink(q))
         return out.transpose(0, 1).flatten(2)
 
     def _tag(self, cp: ContextParallel, packed_seq_params: Any) -> tuple[object, ...]:

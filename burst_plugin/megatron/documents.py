@@ -63,7 +63,7 @@ class MicrobatchDocuments:
 
     @cached_property
     def _store(self) -> Any:
-        """The job's store over a connection of its own: while this waits for a key, others may need theirs."""
+        """Return the job's store over a connection of its own: while this waits for a key, others may need theirs."""
         shared: Any = dist.distributed_c10d._get_default_store()
         return shared.clone()
 

@@ -51,7 +51,7 @@ class Identity:
 
     @property
     def moment(self) -> tuple[int, int] | None:
-        """The number of the pass in progress and of its microbatch, the same on all stages of a pipeline, if any."""
+        """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
     def whole_loss_mask(self) -> Tensor | None:

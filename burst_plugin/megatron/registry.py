@@ -66,12 +66,12 @@ class Registry:
 
     @property
     def layout(self) -> str:
-        """The option `layout`, which is looked up for every batch."""
+        """Return the option `layout`, which is looked up for every batch."""
         return parsed_layout() if self.strategy is None else self.strategy.layout
 
     @property
     def layout_of_sequences(self) -> str:
-        """The layout of batches without packed documents; of the causal ones that Megatron has, if that is "auto"."""
+        """Return the layout of batches without packed documents; that of Megatron's causal ones, if it is "auto"."""
         return "zigzag" if self.layout == AUTO else self.layout
 
     def packed_tokens(self, offsets: tuple[int, ...], ranks: int) -> Tokens:

@@ -102,7 +102,7 @@ class ClusterProfile:
 
     @property
     def topology(self) -> Topology:
-        """Nodes and ranks per node."""
+        """Return the nodes and ranks per node."""
         return Topology(self.nodes, self.ranks_per_node)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -25,5 +25,5 @@ class Event(NamedTuple):
 
     @property
     def duration_s(self) -> float:
-        """Seconds from start to stop."""
+        """Return the seconds from start to stop."""
         return self.stop_s - self.start_s

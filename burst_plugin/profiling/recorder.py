@@ -197,7 +197,7 @@ class Profile:
 
     @property
     def events(self) -> list[Event]:
-        """All events, in the order in which they ended. On GPUs this waits for the stream."""
+        """Return all events, in the order in which they ended. On GPUs this waits for the stream."""
         clocks = {id(interval.clock): interval.clock for interval in self._intervals}
         readers = {key: clock.reader() for key, clock in clocks.items()}
         new_events = []
@@ -212,7 +212,7 @@ class Profile:
 
     @property
     def summary(self) -> Summary:
-        """Times and bytes by step, and waits by peer."""
+        """Return times and bytes by step, and waits by peer."""
         from burst_plugin.profiling.report import Summary  # tables, which few need
 
         events = self.events

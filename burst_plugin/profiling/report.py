@@ -35,7 +35,7 @@ class StepCost:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the step, of all kinds."""
+        """Return the seconds of the step, of all kinds."""
         return self.compute_s + self.wait_s + self.other_s
 
     @staticmethod
@@ -86,22 +86,22 @@ class Summary:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of kernels and merging, in all passes."""
+        """Return the seconds of kernels and merging, in all passes."""
         return sum(total.compute_s for total in self.totals.values())
 
     @property
     def wait_s(self) -> float:
-        """Seconds of communication that was not hidden, in all passes."""
+        """Return the seconds of communication that was not hidden, in all passes."""
         return sum(total.wait_s for total in self.totals.values())
 
     @property
     def other_s(self) -> float:
-        """Seconds of everything else, in all passes."""
+        """Return the seconds of everything else, in all passes."""
         return sum(total.other_s for total in self.totals.values())
 
     @property
     def slowest_peers(self) -> list[tuple[int, float]]:
-        """Pairs of a rank and the seconds waited for it, longest first."""
+        """Return pairs of a rank and the seconds waited for it, longest first."""
         return sorted(self.waited_s.items(), key=lambda pair: -pair[1])
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class RingProfile:
 
     @property
     def caused_s(self) -> list[float]:
-        """By rank: seconds that its peers waited for it, less those that it waited for its own peers.
+        """Return, by rank, the seconds that its peers waited for it, less those that it waited for its own peers.
 
         It is near 0 for a rank that only passes a delay on, and above for the rank where the delay began.
         """
@@ -146,7 +146,7 @@ class RingProfile:
 
     @property
     def slowest(self) -> int:
-        """The rank that keeps the others waiting most."""
+        """Return the rank that keeps the others waiting most."""
         return max(range(len(self.summaries)), key=self.caused_s.__getitem__)
 
     def __str__(self) -> str:
@@ -192,7 +192,7 @@ class Timeline(Protocol):
 
     @property
     def events(self) -> list[Event]:
-        """All events: see `Profile.events`."""
+        """Return all events: see `Profile.events`."""
         ...
 
 

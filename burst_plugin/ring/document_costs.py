@@ -76,7 +76,7 @@ class DocumentCosts:
 
     @cached_property
     def _last(self) -> Tensor:
-        """How many keys of every document each rank requires, [ranks, documents]."""
+        """Return how many keys of every document each rank requires, [ranks, documents]."""
         rank, document, _, stop = self._stretches
         count = len(self.documents)
         flat = torch.zeros(self.topology.ranks * count, dtype=torch.int64)

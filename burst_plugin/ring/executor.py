@@ -67,7 +67,7 @@ class Visit:
 
     @property
     def accumulator(self) -> Accumulator:
-        """What travels along with the block and collects contributions to it."""
+        """Return what travels along with the block and collects contributions to it."""
         return self._accumulator()
 
 
@@ -108,7 +108,7 @@ class RingPass:
 
     @property
     def step(self) -> int:
-        """The step of the schedule that this rank is at."""
+        """Return the step of the schedule that this rank is at."""
         return self._step
 
     def visits(self) -> Iterator[Visit | None]:

@@ -46,7 +46,7 @@ class Memo:
 
     @property
     def is_filled(self) -> bool:
-        """Whether there was a first run."""
+        """Return whether there was a first run."""
         return self._plan is not None
 
     def first_kept(self, plan: Plan) -> int:

@@ -20,13 +20,13 @@ from burst_plugin.compute.shapes import Shapes
 from burst_plugin.compute.tile_attention import NO_POSITIONS, VisitPositions
 from burst_plugin.kernels.varlen import DQ_ROWS
 from burst_plugin.ring.rank_state import RankState
-from burst_plugin.ring.routes import Attending, Route
+from burst_plugin.ring.routes import Attending, PassKey, Route
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.sequence.layout import positions, token_count
 from burst_plugin.sequence.tile_splitting import batched, cut, split_pieces, split_tail
 from burst_plugin.sequence.tiles import Tile
 from burst_plugin.topology import Traffic
-from burst_plugin.types import SIDES, Direction, Rows, Side, Spec
+from burst_plugin.types import SIDES, Direction, Rows, Side, Spec, row_count
 
 __all__ = ["KernelTiles", "PassPlan"]
 
@@ -55,7 +55,7 @@ class KernelTiles(NamedTuple):
 
     @property
     def most_spans(self) -> int:
-        """How many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
+        """Return how many documents go into one call: kernels have rows of their own, filled up, for dq of each."""
         widest = max(self.shapes.qk_dim, self.shapes.v_dim)
         document_bytes = self.shapes.batch * self.shapes.q_heads * DQ_ROWS * widest * 4
         return min(_LARGEST_BATCH // self.shapes.batch, _FILLED_BYTES // document_bytes)
@@ -85,31 +85,30 @@ class PassPlan:
 
     @property
     def halves(self) -> tuple[PassPlan, ...]:
-        """Both halves, or all of it if one side moves in all visits."""
+        """Return both halves, or all of it if one side moves in all visits."""
         return (self,) if self.other is None else (self, self.other)
 
     @property
     def moving_sides(self) -> str:
-        """Which side moves, or which two, for people to read."""
+        """Return which side moves, or which two, for people to read."""
         return " and ".join(half.moving for half in self.halves)
 
     @property
     def parts(self) -> int:
-        """How many parts the heads are cut into."""
+        """Return how many parts the heads are cut into."""
         return self.rank_state.strategy.parts_of(self.direction)
 
     @cached_property
     def route(self) -> Route:
-        """The visits of this rank, and what it sends."""
+        """Return the visits of this rank, and what it sends."""
         _, results = self.kernel_tiles.shapes.side(self.direction, self.moving)
         state, place = self.rank_state, self.rank_state.mesh_group.place
-        return state.route_table.route(
-            state.ring_rank, self.attending, self.moving, bool(results), self.parts, place, self.halved
-        )
+        key = PassKey(self.attending, self.moving, bool(results), self.parts, place, self.halved)
+        return state.route_table.route(state.ring_rank, key)
 
     @cached_property
     def tiles(self) -> dict[tuple[int, bool], tuple[Tile, ...]]:
-        """By owner, and whether it is the tail: the work of a visit, in tiles that the kernel takes."""
+        """Return the work of a visit, in tiles that the kernel takes, by owner and whether it is the tail."""
         schedule, tiles = self.route.schedule, {}
         for owner, work in self.route.tiles.items():
             head, tail = split_tail(work, schedule.tail_share if owner == schedule.rank else 0.0)
@@ -133,7 +132,7 @@ class PassPlan:
 
     @cached_property
     def send_recv(self) -> SendRecvPlan:
-        """The steps and messages."""
+        """Return the steps and messages."""
         packing = cache(self._packing_of_block)
         schedule, peers = self.route.schedule, self.rank_state.ring_peers
         return SendRecvPlan(self.direction, self.moving, self.device, schedule, peers, packing)
@@ -158,13 +157,13 @@ class PassPlan:
         """Return the shapes of one rank's block, or of some of its rows, whichever side moves."""
         shapes = self.kernel_tiles.shapes
         if rows is not None:
-            count = sum(stop - start for start, stop in rows)
+            count = row_count(rows)
             return shapes._replace(q_len=count, kv_len=count)
         return shapes._replace(q_len=self._lengths["q"][owner], kv_len=self._lengths["kv"][owner])
 
     @cached_property
     def _lengths(self) -> dict[str, list[int]]:
-        """By side and rank of the ring, tokens of its block."""
+        """Return by side and rank of the ring the tokens of its block."""
         state = self.rank_state
         runs = state.route_table.pairs(self.attending, self.moving, state.mesh_group.place).runs
         return {side: [*map(token_count, held)] for side, held in runs.items()}

@@ -55,7 +55,7 @@ class Extras(NamedTuple):
 
     @property
     def listed(self) -> tuple[str, ...]:
-        """What there is, for people to read."""
+        """Return what there is, for people to read."""
         named = (("sink", self.sink), ("bias", self.bias), ("shared bias", self.shared_bias))
         return (*(name for name, there in named if there), *([self.exchanged_bias] if self.exchanged_bias else []))
 
@@ -88,35 +88,35 @@ class Plan:
 
     @property
     def passes(self) -> tuple[PassPlan, ...]:
-        """Both passes, or the halves of each."""
+        """Return both passes, or the halves of each."""
         return (*self.forward.halves, *self.backward.halves)
 
     @property
     def is_rehearsed(self) -> bool:
-        """Whether passes first run without messages; only the first few do, as batches may bring new kinds."""
+        """Return whether passes first run without messages; only the first few do, as batches may bring new kinds."""
         state = self.rank_state
         return self.device.type == "cuda" and state.consistency is not None and len(state.rehearsed) < _MOST_REHEARSED
 
     @property
     def heads(self) -> int:
-        """Query heads of all ranks of a Ulysses group together, those that q had before they were exchanged."""
+        """Return the query heads of all ranks of a Ulysses group together, those that q had before the exchange."""
         return self.shapes.q_heads * self.rank_state.strategy.degree
 
     @cached_property
     def choices(self) -> dict[str, str]:
-        """What was chosen, for people to read."""
+        """Return what was chosen, for people to read."""
         schedules = dict.fromkeys(each.route.schedule.name for each in self.passes)
         moving: dict[str, str] = {each.direction: each.moving_sides for each in (self.forward, self.backward)}
         return {**moving, "kernel": self.kernel.name, "schedule": " / ".join(schedules)}
 
     @cached_property
     def by_link(self) -> frozenset[bool]:
-        """Whether the schedules need separate communicators for the two links."""
+        """Return whether the schedules need separate communicators for the two links."""
         return frozenset(each.route.schedule.by_link for each in self.passes)
 
     @property
     def sends_row_factor(self) -> bool:
-        """Whether queries travel backward, with a factor per row in place of out (`online_softmax.row_factor`)."""
+        """Return whether queries travel backward with a factor per row, not out (`online_softmax.row_factor`)."""
         state = self.rank_state
         around = state.route_table.ring_ranks > 1 and any(half.moving == "q" for half in self.backward.halves)
         in_group = self.backward.moving == "kv" and state.mesh_group.degree > 1
@@ -124,7 +124,7 @@ class Plan:
 
     @cached_property
     def signature(self) -> Mapping[str, object]:
-        """What has to be the same on every rank, by name."""
+        """Return what has to be the same on every rank, by name."""
         degree = self.rank_state.ulysses_group.degree
         heads = {"q_heads": self.heads, "kv_heads": self.shapes.kv_heads * degree // self.ranks_per_kv_head}
         named = {**self.shapes._asdict(), **heads}
@@ -205,7 +205,7 @@ class Plan:
 
     @property
     def q_runs(self) -> tuple[Run, ...]:
-        """The queries, of those that this rank works on, whose outputs it has in the end."""
+        """Return the queries, of those that this rank works on, whose outputs it has in the end."""
         state, whole = self.rank_state, self.attending.q
         table = state.route_table
         return table.shards(whole)[state.rank] if state.mesh_group.degree > 1 else table.runs(whole)[state.ring_rank]
@@ -229,7 +229,7 @@ class Plan:
 
     @cached_property
     def _no_heads(self) -> HeadExchange:
-        """The exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
+        """Return the exchange of a rank that is alone in its group: one for all calls, as there are no messages."""
         return HeadExchange(**self._exchange(self.rank_state.ulysses_group))
 
     @cached_property
@@ -274,7 +274,7 @@ class Plan:
 
     @cached_property
     def _group_blocks(self) -> dict[Side, GroupBlock]:
-        """What the group of this rank holds of either side."""
+        """Return what the group of this rank holds of either side."""
         table, rank = self.rank_state.route_table, self.rank_state.ring_rank
         return {side: table.group_blocks(self.attending.of(side))[rank] for side in SIDES}
 
@@ -286,7 +286,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> bytes:
-        """Digest of the kind of call, the same on all ranks of the ring."""
+        """Return the digest of the kind of call, the same on all ranks of the ring."""
         state = self.rank_state
         text = repr((state.ring_id, self.signature, state.topology, state.strategy.compared))
         return blake2b(text.encode(), digest_size=8).digest()

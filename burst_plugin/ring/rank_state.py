@@ -67,17 +67,17 @@ class RankState:
 
     @cached_property
     def ulysses_group(self) -> UlyssesGroup:
-        """The ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
+        """Return the ranks that this one exchanges heads with; itself alone without a `ulysses_degree`."""
         return self._group(self.strategy.degree)
 
     @cached_property
     def mesh_group(self) -> UlyssesGroup:
-        """The ranks that this one gathers blocks of; itself alone without a `mesh_degree`."""
+        """Return the ranks that this one gathers blocks of; itself alone without a `mesh_degree`."""
         return self._group(self.strategy.mesh_degree)
 
     @property
     def exchange_group(self) -> UlyssesGroup:
-        """The one of both that has several ranks, if there is one."""
+        """Return the one of both that has several ranks, if there is one."""
         return self.mesh_group if self.strategy.mesh_degree > 1 else self.ulysses_group
 
     def _group(self, degree: int) -> UlyssesGroup:
@@ -88,22 +88,22 @@ class RankState:
 
     @cached_property
     def groups(self) -> Groups:
-        """Which ranks are a group, and which a ring."""
+        """Return which ranks are a group, and which a ring."""
         return self.strategy.groups(self.topology)
 
     @property
     def ring_rank(self) -> int:
-        """The number of this rank in its ring: that of its group."""
+        """Return the number of this rank in its ring: that of its group."""
         return self.groups.of(self.rank)[0]
 
     @property
     def ring_peers(self) -> range:
-        """The ranks of its ring."""
+        """Return the ranks of its ring."""
         return self.groups.ring(self.groups.of(self.rank)[1])
 
     @property
     def pools(self) -> tuple[BufferPool, BufferPool]:
-        """The buffers of the ring, and those of its group."""
+        """Return the buffers of the ring, and those of its group."""
         return self.transport.pool, self.ulysses_transport.pool
 
     def link_peers(self, by_link: bool, apart: bool = False) -> dict[Link, tuple[int, ...]]:
@@ -280,7 +280,7 @@ class RankState:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a pass was left half way, or a call refused by this rank alone."""
+        """Return whether a pass was left half way, or a call refused by this rank alone."""
         return bool(self._broken)
 
     def give_up(self, error: BaseException) -> None:

@@ -21,9 +21,9 @@ from burst_plugin.sequence.required_rows import RequiredRows, find_required_rows
 from burst_plugin.sequence.tiles import Regions, Tile, check_strides, tiles_of
 from burst_plugin.strategy import AUTO, Strategy
 from burst_plugin.topology import Topology
-from burst_plugin.types import OTHER_SIDE, SIDES, Side
+from burst_plugin.types import OTHER_SIDE, SIDES, Side, row_count
 
-__all__ = ["Attending", "Pairs", "Route", "RouteTable"]
+__all__ = ["Attending", "Pairs", "PassKey", "Route", "RouteTable"]
 
 _FEW_RUNS = 4  # of a block: with more it takes long to find out which rows blocks may shed
 _KNOWN = 64  # kinds of calls to remember; lengths may vary without end
@@ -39,6 +39,20 @@ class Attending(NamedTuple):
     def of(self, side: Side) -> Tokens:
         """Return the sequence of side "q" or "kv"."""
         return self.q if side == "q" else self.kv
+
+
+class PassKey(NamedTuple):
+    """What a pass has its schedule by: side `moving` travels, with partial results if the pass `reduces`.
+
+    place: which ring of a mesh. halved: of the half of the visits in which this side travels where both do (`_half`).
+    """
+
+    attending: Attending
+    moving: Side
+    reduces: bool
+    parts: int = 1
+    place: int = 0
+    halved: bool = False
 
 
 class Pairs:
@@ -116,33 +130,33 @@ class RouteTable:
         self._ring_topology = self.groups.ring_topology
         self._pairs: dict[tuple[Attending, Side, int], Pairs] = {}
         self._group_blocks: dict[Tokens, list[GroupBlock]] = {}
-        self._schedules: dict[tuple[Attending, str, bool, int, int, bool], Schedule] = {}
+        self._schedules: dict[PassKey, Schedule] = {}
         self._dense: dict[tuple[bool, int], Schedule] = {}
-        self._routes: dict[tuple[int, Attending, str, bool, int, int, bool], Route] = {}
+        self._routes: dict[tuple[int, PassKey], Route] = {}
 
     @property
     def cp_ranks(self) -> int:
-        """Number of ranks of the context-parallel group."""
+        """Return the number of ranks of the context-parallel group."""
         return self._cp_topology.ranks
 
     @property
     def ring_ranks(self) -> int:
-        """Number of ranks of the ring."""
+        """Return the number of ranks of the ring."""
         return self._ring_topology.ranks
 
     @property
     def ring_topology(self) -> Topology:
-        """Nodes and ranks of the ring."""
+        """Return the nodes and ranks of the ring."""
         return self._ring_topology
 
     @property
     def moving(self) -> frozenset[str]:
-        """What is asked to move, in either direction."""
+        """Return what is asked to move, in either direction."""
         return frozenset((self._strategy.forward, self._strategy.backward))
 
     @property
     def schedule_name(self) -> str:
-        """The name of the schedule, for masks that leave most of the work."""
+        """Return the name of the schedule, for masks that leave most of the work."""
         return self._strategy.schedule_for(self._ring_topology)
 
     def layout(self, tokens: Tokens) -> Layout:
@@ -200,26 +214,11 @@ class RouteTable:
             self._pairs[key] = Pairs(attending, runs)
         return self._pairs[key]
 
-    def route(
-        self,
-        ring_rank: int,
-        attending: Attending,
-        moving: Side,
-        reduces: bool,
-        parts: int = 1,
-        place: int = 0,
-        halved: bool = False,
-    ) -> Route:
-        """Return one rank's route of a pass in which side `moving` travels, with partial results if it `reduces`.
-
-        `place`: which ring of a mesh. `halved`: of the half of the visits in which this side travels where both do
-        (`_half`).
-        """
-        pairs = self.pairs(attending, moving, place)
-        key = (ring_rank, attending, moving, reduces, parts, place, halved)
-        if key not in self._routes:
-            schedule = self.schedule(attending, moving, reduces, parts, place, halved).of_rank(ring_rank)
-            home = OTHER_SIDE[moving]
+    def route(self, ring_rank: int, key: PassKey) -> Route:
+        """Return one rank's route of a pass."""
+        pairs = self.pairs(key.attending, key.moving, key.place)
+        if (ring_rank, key) not in self._routes:
+            schedule, moving, home = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
             runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), moving: {}}
@@ -232,8 +231,8 @@ class RouteTable:
                     tiles[owner] = pairs.of_visit(moving, owner, ring_rank)
                 else:
                     tiles[owner] = pairs.tiles(runs["q"][owner], runs["kv"][owner])
-            self._routes[key] = Route(schedule, tiles, runs)
-        return self._routes[key]
+            self._routes[ring_rank, key] = Route(schedule, tiles, runs)
+        return self._routes[ring_rank, key]
 
     def dense(self, reduces: bool, parts: int = 1) -> Schedule:
         """Return the schedule in which every rank visits every block."""
@@ -253,7 +252,7 @@ class RouteTable:
         required = pairs.required("kv")
         if required is None:
             return [sum(map(token_count, pairs.runs["kv"]))] * self.ring_ranks
-        return [sum(stop - start for spans in needed.values() for start, stop in spans) for needed in required]
+        return [sum(map(row_count, needed.values())) for needed in required]
 
     def work_in_halves(self, attending: Attending) -> list[int]:
         """Return by rank of the ring how many (query, key) pairs it works on where both sides move."""
@@ -265,16 +264,14 @@ class RouteTable:
         return work
 
     def schedule(
-        self,
-        attending: Attending,
-        moving: Side,
-        reduces: bool,
-        parts: int = 1,
-        place: int = 0,
-        halved: bool = False,
+        self, attending: Attending, moving: Side, reduces: bool, parts: int = 1, *, halved: bool = False
     ) -> Schedule:
         """Return the schedule asked for; for "auto" maybe a sparse one, if it sends less over the scarcer link."""
-        pairs, key = self.pairs(attending, moving, place), (attending, moving, reduces, parts, place, halved)
+        return self._schedule(PassKey(attending, moving, reduces, parts, halved=halved))
+
+    def _schedule(self, key: PassKey) -> Schedule:
+        attending, moving, reduces, parts, place, halved = key
+        pairs = self.pairs(attending, moving, place)
         if key in self._schedules:
             return self._schedules[key]
         required: Required | None = pairs.required(moving)

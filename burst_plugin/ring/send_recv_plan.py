@@ -56,7 +56,7 @@ class SendRecvPlan:
 
     @cached_property
     def batches(self) -> tuple[tuple[Batch, ...], ...]:
-        """By step: its messages, those that are due together in one batch."""
+        """Return the messages by step, those that are due together in one batch."""
         return tuple(self._of_step(step) for step in self.schedule.steps)
 
     def _of_step(self, step: Step) -> tuple[Batch, ...]:
@@ -71,7 +71,7 @@ class SendRecvPlan:
 
     @cached_property
     def under_way(self) -> tuple[Counter[Channel], ...]:
-        """By step: bytes of messages that are not due before the next one, each spread over the steps it may take."""
+        """Return, by step, the bytes that are not due before the next one, each spread over the steps it may take."""
         found = tuple(Counter[Channel]() for _ in self.schedule.steps)
         for step, batch in ((step, batch) for step, batches in enumerate(self.batches) for batch in batches):
             both = _bytes_of(batch.sends, batch.due - step) | _bytes_of(batch.recvs, batch.due - step)  # at once
@@ -81,12 +81,12 @@ class SendRecvPlan:
 
     @cached_property
     def rows(self) -> dict[int, Rows | None]:
-        """The rows that this rank receives, by block: see `RankSchedule.rows`."""
+        """Return the rows that this rank receives, by block: see `RankSchedule.rows`."""
         return self.schedule.rows
 
     @cached_property
     def sent_bytes(self) -> Counter[Channel]:
-        """What a pass sends."""
+        """Return what a pass sends."""
         sent: Counter[Channel] = Counter()
         for batch in chain.from_iterable(self.batches):
             for post in batch.sends:

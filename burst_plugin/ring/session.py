@@ -86,17 +86,17 @@ class Session:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self._global_ranks)
 
     @property
     def _aborts(self) -> bool:
-        """Whether this rank aborts its communicators once a rank has given up."""
+        """Return whether this rank aborts its communicators once a rank has given up."""
         return self.strategy.abort and self.group is not None and launches_batches(self.group)
 
     @property
     def created_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """The process groups that this ring has made so far, with the time-out that the given one had then."""
+        """Return the process groups that this ring has made so far, with the time-out that the given one had then."""
         return tuple(self._communicators.created)
 
     def _begin(self, topology: Topology) -> None:

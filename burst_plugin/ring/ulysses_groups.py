@@ -35,7 +35,7 @@ class GroupBlock(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Rows of the whole group."""
+        """Return the rows of the whole group."""
         return token_count(self.runs)
 
 
@@ -85,17 +85,17 @@ class UlyssesGroup:
 
     @property
     def degree(self) -> int:
-        """How many ranks, and shares of the heads."""
+        """Return how many ranks, and shares of the heads, there are."""
         return len(self.peers)
 
     @property
     def nodes(self) -> int:
-        """On how many nodes its members are."""
+        """Return on how many nodes its members are."""
         return len({self.topology.node(peer) for peer in self.peers})
 
     @property
     def others(self) -> list[int]:
-        """The members besides this rank."""
+        """Return the members besides this rank."""
         return [member for member in range(self.degree) if member != self.place]
 
     def heads_of(self, heads: int) -> slice:
@@ -110,7 +110,7 @@ class UlyssesGroup:
 
     @cached_property
     def _channels(self) -> dict[Traffic, list[Channel]]:
-        """The channel to every member, by traffic."""
+        """Return the channel to every member, by traffic."""
         links = [self.topology.link(self.peers[self.place], peer) for peer in self.peers]
         return {traffic: [Channel(traffic, link) for link in links] for traffic in Traffic}
 

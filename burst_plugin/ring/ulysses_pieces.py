@@ -50,7 +50,7 @@ class Piece(ABC):
     @property
     @abstractmethod
     def result(self) -> Tensor:
-        """The side that the exchange fills."""
+        """Return the side that the exchange fills."""
 
     @abstractmethod
     def whose_rows(self, sender: int, receiver: int) -> int:
@@ -103,7 +103,7 @@ class ToHeads(Piece):
 
     @property
     def result(self) -> Tensor:
-        """The rows of the whole group, of this rank's heads."""
+        """Return the rows of the whole group, of this rank's heads."""
         return self.joint
 
     def whose_rows(self, sender: int, receiver: int) -> int:
@@ -144,7 +144,7 @@ class ToTokens(Piece):
 
     @property
     def result(self) -> Tensor:
-        """This rank's rows, of all heads."""
+        """Return this rank's rows, of all heads."""
         return self.local
 
     def whose_rows(self, sender: int, receiver: int) -> int:

@@ -160,7 +160,7 @@ class _TwoLevels:
 
     @property
     def phases(self) -> tuple[int, ...]:
-        """The first step of every inner ring; the own node's has two parts."""
+        """Return the first step of every inner ring; the own node's has two parts."""
         starts = [0, *(self._step(outer, 0) for outer in range(1, self._nodes))]
         return (*starts, self._last) if self._last < self._nodes * self._width else tuple(starts)
 

@@ -30,7 +30,7 @@ from burst_plugin.schedule.drawing import draw
 from burst_plugin.schedule.parts import in_parts
 from burst_plugin.schedule.validation import ScheduleError, validate
 from burst_plugin.topology import Link, Topology, Traffic
-from burst_plugin.types import Rows
+from burst_plugin.types import Rows, row_count
 
 __all__ = ["RankSchedule", "Required", "Schedule", "ScheduleError", "Step", "Transfer"]
 
@@ -86,12 +86,12 @@ class RankSchedule(NamedTuple):
 
     @property
     def sends(self) -> Iterator[Transfer]:
-        """The transfers that this rank sends."""
+        """Return the transfers that this rank sends."""
         return (t for step in self.steps for t in step.issue if t.src == self.rank)
 
     @property
     def rows(self) -> dict[int, Rows | None]:
-        """By block that this rank receives: the rows that it receives, None for all."""
+        """Return, by block that this rank receives, the rows that it receives, None for all."""
         arrivals = (t for step in self.steps for t in step.due if t.dst == self.rank)
         return {t.block: t.rows for t in arrivals if t.traffic is Traffic.GATHER}
 
@@ -125,7 +125,7 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.topology.ranks
 
     def owner(self, block: int) -> int:
@@ -138,7 +138,7 @@ class Schedule:
 
     @property
     def transfers(self) -> tuple[Transfer, ...]:
-        """All transfers, gather before reduce."""
+        """Return all transfers, gather before reduce."""
         return (*self.gather, *self.reduce)
 
     def hops(self, rank: int) -> dict[Link, dict[Traffic, int]]:
@@ -251,12 +251,12 @@ class Schedule:
 
     @cached_property
     def _arriving(self) -> dict[tuple[int, int], int]:
-        """By rank and block: the number of the one transfer that brings the rank the block's operands."""
+        """Return by rank and block the number of the one transfer that brings the rank the block's operands."""
         return {(t.dst, t.block): number for number, t in enumerate(self.gather)}
 
     @cached_property
     def _leaving(self) -> dict[tuple[int, int], int]:
-        """By rank and block: the number of the one transfer that takes the block's partial results from the rank."""
+        """Return by rank and block the number of the one transfer that takes the partial results from the rank."""
         return {(t.src, t.block): number for number, t in enumerate(self.reduce)}
 
     def most_rows_moved(self, lengths: Sequence[int]) -> tuple[int, int]:
@@ -266,7 +266,7 @@ class Schedule:
         """
         moved: Counter[tuple[str, int, Link]] = Counter()
         for t in self.gather:
-            rows = lengths[self.owner(t.block)] if t.rows is None else sum(stop - start for start, stop in t.rows)
+            rows = lengths[self.owner(t.block)] if t.rows is None else row_count(t.rows)
             moved["out", t.src, t.link] += rows
             moved["in", t.dst, t.link] += rows
         most = dict.fromkeys(Link, 0)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from burst_plugin.schedule.schedule import Required, Schedule, Transfer
-from burst_plugin.types import Rows, union, without
+from burst_plugin.types import Rows, row_count, union, without
 
 __all__ = ["mirrored", "rows_moved", "shedding", "trimmed"]
 
@@ -104,6 +104,4 @@ def _carried(schedule: Schedule, required: Required) -> dict[tuple[int, int], Ro
 
 def rows_moved(schedule: Schedule, lengths: Sequence[int]) -> int:
     """Return how many rows all ranks together send to gather blocks of these lengths."""
-    return sum(
-        lengths[t.block] if t.rows is None else sum(stop - start for start, stop in t.rows) for t in schedule.gather
-    )
+    return sum(lengths[t.block] if t.rows is None else row_count(t.rows) for t in schedule.gather)

@@ -45,7 +45,7 @@ class Edges:
 
     @cached_property
     def _index(self) -> Tensor:
-        """The edges of one rollout after the other."""
+        """Return the edges of one rollout after the other."""
         return self._arrivals[torch.cat([path[1:] for path in self.paths])]
 
 

@@ -67,7 +67,7 @@ class Run(NamedTuple):
 
     @property
     def last(self) -> int:
-        """Position of the last token."""
+        """Return the position of the last token."""
         return self.start + (self.length - 1) * self.stride
 
 

@@ -87,28 +87,28 @@ class _Several(Mask):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Bounds of the documents of all masks, if they are the same."""
+        """Return the bounds of the documents of all masks, if they are the same."""
         found = {mask.documents for mask in self.masks}
         return found.pop() if len(found) == 1 else None
 
     @property
     def compares_positions(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.compares_positions for mask in self.masks)
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.looks_ahead for mask in self.masks)
 
     @property
     def shifts(self) -> bool:
-        """Whether any mask does."""
+        """Return whether any mask does."""
         return any(mask.shifts for mask in self.masks)
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """Those of all masks."""
+        """Return those of all masks."""
         return frozenset().union(*(mask.trees for mask in self.masks))
 
 
@@ -127,7 +127,7 @@ class PerRow(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Number of masks."""
+        """Return the number of masks."""
         return len(self.masks)
 
     def of_row(self, row: int) -> Mask:
@@ -160,7 +160,7 @@ class PerHeadGroup(_Several):
 
     @property
     def head_groups(self) -> int | None:
-        """Number of masks."""
+        """Return the number of masks."""
         return len(self.masks)
 
     def of_head_group(self, group: int) -> Mask:
@@ -169,7 +169,7 @@ class PerHeadGroup(_Several):
 
     @property
     def rows(self) -> int | None:
-        """Batch size that any mask is made for."""
+        """Return the batch size that any mask is made for."""
         return next((mask.rows for mask in self.masks if mask.rows is not None), None)
 
     def of_row(self, row: int) -> Mask:

@@ -63,7 +63,7 @@ class SlidingWindow(Mask):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the window extends beyond the query."""
+        """Return whether the window extends beyond the query."""
         return self.right != 0
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -161,12 +161,12 @@ class Documents(Mask):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Bounds of documents, `cu_seqlens`, unless the keys have their own."""
+        """Return the bounds of documents, `cu_seqlens`, unless the keys have their own."""
         return None if self.shifts else self.cu_seqlens
 
     @property
     def shifts(self) -> bool:
-        """Whether the keys have documents of their own."""
+        """Return whether the keys have documents of their own."""
         return self.kv_cu_seqlens not in (None, self.cu_seqlens)
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:

@@ -42,7 +42,7 @@ class _Node(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """How much further on tokens are in the sequence than on their path."""
+        """Return how much further on tokens are in the sequence than on their path."""
         return self.start - self.depth
 
 
@@ -104,17 +104,17 @@ class PrefixTree(Mask):
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """The tree itself."""
+        """Return the tree itself."""
         return frozenset((self,))
 
     @property
     def length(self) -> int:
-        """Number of tokens of all nodes."""
+        """Return the number of tokens of all nodes."""
         return sum(self.lengths)
 
     @property
     def documents(self) -> tuple[int, ...]:
-        """Bounds of what the roots begin."""
+        """Return the bounds of what the roots begin."""
         roots = [node.start for node, parent in zip(self._nodes, self.parents, strict=True) if parent == _NO_PARENT]
         return (*roots, self.length)
 

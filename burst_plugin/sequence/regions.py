@@ -56,13 +56,13 @@ class Region(NamedTuple):
 
     @property
     def transposed(self) -> Region:
-        """The region with queries and keys exchanged."""
+        """Return the region with queries and keys exchanged."""
         lower, upper = (None if edge is None else -edge for edge in (self.upper, self.lower))
         return Region(self.k_start, self.k_stop, self.q_start, self.q_stop, lower, upper)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no pair."""
+        """Return whether it holds no pair."""
         crossed = self.lower is not None and self.upper is not None and self.lower > self.upper
         return crossed or self.q_start >= self.q_stop or self.k_start >= self.k_stop
 
@@ -87,7 +87,7 @@ class Mask(ABC):
 
     @property
     def rows(self) -> int | None:
-        """Batch size that the mask is made for; None if it is the same for every batch row."""
+        """Return the batch size that the mask is made for; None if it is the same for every batch row."""
         return None
 
     def of_row(self, row: int) -> Mask:
@@ -96,7 +96,7 @@ class Mask(ABC):
 
     @property
     def head_groups(self) -> int | None:
-        """Number of groups of heads that it is made for; None if it is the same for every head."""
+        """Return the number of groups of heads that it is made for; None if it is the same for every head."""
         return None
 
     def of_head_group(self, group: int) -> Mask:
@@ -105,17 +105,17 @@ class Mask(ABC):
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Bounds of documents of queries and keys, as `cu_seqlens`; None if there are none."""
+        """Return the bounds of documents of queries and keys, as `cu_seqlens`; None if there are none."""
         return None
 
     @property
     def compares_positions(self) -> bool:
-        """Whether it depends on the distance of query and key; if not, it combines with documents that shift."""
+        """Return whether the distance of query and key matters; if not, it combines with documents that shift."""
         return True
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a query may attend to a later key, of as many queries as keys.
+        """Return whether a query may attend to a later key, of as many queries as keys.
 
         If not, padding at the end needs no mask.
         """
@@ -123,17 +123,17 @@ class Mask(ABC):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether all batches of a run share the mask; if not, every batch may bring tiles of new shapes."""
+        """Return whether all batches of a run share the mask; if not, every batch may bring tiles of new shapes."""
         return False
 
     @property
     def shifts(self) -> bool:
-        """Whether queries attend to keys at unrelated positions, so that distances between the two mean nothing."""
+        """Return whether queries attend to keys at unrelated positions, so that distances mean nothing."""
         return False
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """The prefix trees in it, by which tokens have logical positions, of all batch rows and groups of heads."""
+        """Return the prefix trees in it, by which tokens have logical positions: of all rows and groups of heads."""
         return frozenset()
 
     def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
@@ -178,12 +178,12 @@ class Both(Mask):
 
     @property
     def rows(self) -> int | None:
-        """Batch size that either mask is made for."""
+        """Return the batch size that either mask is made for."""
         return self.one.rows if self.one.rows is not None else self.other.rows
 
     @property
     def documents(self) -> tuple[int, ...] | None:
-        """Bounds of the documents of either mask."""
+        """Return the bounds of the documents of either mask."""
         return self.one.documents or self.other.documents
 
     def of_row(self, row: int) -> Mask:
@@ -192,7 +192,7 @@ class Both(Mask):
 
     @property
     def head_groups(self) -> int | None:
-        """Number of groups of heads that either mask is made for."""
+        """Return the number of groups of heads that either mask is made for."""
         return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
 
     def of_head_group(self, group: int) -> Mask:
@@ -203,27 +203,27 @@ class Both(Mask):
 
     @property
     def compares_positions(self) -> bool:
-        """Whether either mask does."""
+        """Return whether either mask does."""
         return self.one.compares_positions or self.other.compares_positions
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether both masks do."""
+        """Return whether both masks do."""
         return self.one.looks_ahead and self.other.looks_ahead
 
     @property
     def is_fixed(self) -> bool:
-        """Whether both masks are."""
+        """Return whether both masks are."""
         return self.one.is_fixed and self.other.is_fixed
 
     @property
     def shifts(self) -> bool:
-        """Whether either mask does."""
+        """Return whether either mask does."""
         return self.one.shifts or self.other.shifts
 
     @property
     def trees(self) -> frozenset[PrefixTree]:
-        """Those of either mask."""
+        """Return those of either mask."""
         return self.one.trees | self.other.trees
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:

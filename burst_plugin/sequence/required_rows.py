@@ -14,7 +14,7 @@ from itertools import accumulate
 from burst_plugin.sequence.layout import Run, token_count
 from burst_plugin.sequence.regions import Region
 from burst_plugin.sequence.tiles import Regions, RunIndex, key_rows
-from burst_plugin.types import Rows, merged
+from burst_plugin.types import Rows, merged, row_count
 
 __all__ = ["RequiredRows", "find_required_rows"]
 
@@ -113,6 +113,6 @@ class _Meetings:
     def are_most(self, required: Mapping[int, Rows]) -> bool:
         """Return whether these are most rows of every block."""
         return all(
-            sum(stop - start for start, stop in required.get(owner, ())) >= _MOST_ROWS * token_count(block)
+            row_count(required.get(owner, ())) >= _MOST_ROWS * token_count(block)
             for owner, block in enumerate(self._blocks)
         )

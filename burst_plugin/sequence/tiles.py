@@ -60,12 +60,12 @@ class Tile(NamedTuple):
 
     @property
     def q(self) -> slice:
-        """The query rows."""
+        """Return the query rows."""
         return slice(self.q_start, self.q_stop)
 
     @property
     def k(self) -> slice:
-        """The key rows."""
+        """Return the key rows."""
         return slice(self.k_start, self.k_stop)
 
     def rows(self, side: Side) -> slice:
@@ -74,12 +74,12 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Numbers of query and key rows of one piece."""
+        """Return the numbers of query and key rows of one piece."""
         return (self.q_stop - self.q_start) // self.pieces, (self.k_stop - self.k_start) // self.pieces
 
     @property
     def work(self) -> int:
-        """Number of (query, key) pairs that attend, in one batch row."""
+        """Return the number of (query, key) pairs that attend, in one batch row."""
         rows, columns = self.shape
         lower, upper = self.band
         up_to_upper = rows * columns if upper is None else _pairs_up_to(upper, rows, columns)
@@ -105,7 +105,7 @@ class Regions:
 
     @property
     def transposed(self) -> Regions:
-        """The regions with queries and keys exchanged."""
+        """Return the regions with queries and keys exchanged."""
         return Regions([region.transposed for region in self._regions])
 
     def at(self, first: int, last: int) -> Iterator[Region]:

@@ -38,7 +38,7 @@ class RoundRobin(Tokens):
 
     @property
     def own_layout(self) -> Layout:
-        """How ranks hold it; see `RouteTable.layout`."""
+        """Return how ranks hold it; see `RouteTable.layout`."""
         return ROUND_ROBIN
 
     @classmethod
@@ -86,12 +86,12 @@ class TurnMask(Mask):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the mask does."""
+        """Return whether the mask does."""
         return self.mask.looks_ahead
 
     @property
     def compares_positions(self) -> bool:
-        """Whether the mask does."""
+        """Return whether the mask does."""
         return self.mask.compares_positions
 
     def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:

@@ -200,19 +200,19 @@ class Strategy:
 
     @property
     def kept_share(self) -> float:
-        """The share of the sequence whose attention is kept across activation checkpoints."""
+        """Return the share of the sequence whose attention is kept across activation checkpoints."""
         return kept_share(self.keep_attention)
 
     @property
     def degree(self) -> int:
-        """`ulysses_degree` as a number. Raises ValueError for a word, which `on` replaces."""
+        """Return `ulysses_degree` as a number. Raises ValueError for a word, which `on` replaces."""
         if isinstance(self.ulysses_degree, str):
             raise ValueError(f"ulysses_degree={self.ulysses_degree!r} depends on the ring: use strategy.on(topology)")
         return self.ulysses_degree
 
     @property
     def group_size(self) -> int:
-        """How many ranks send each other something before and after the ring: heads, or blocks."""
+        """Return how many ranks send each other something before and after the ring: heads, or blocks."""
         return self.degree * self.mesh_degree
 
     def groups(self, topology: Topology) -> Groups:
@@ -294,7 +294,7 @@ class Strategy:
 
     @cached_property
     def compared(self) -> Mapping[str, object]:
-        """The options that must be the same on all ranks, as they compare them: kernel objects by name."""
+        """Return the options that must be the same on all ranks, as they compare them: kernel objects by name."""
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["compared"]}
         return {**options, "kernel": self.kernel if isinstance(self.kernel, str) else self.kernel.name}
 

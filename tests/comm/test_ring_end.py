@@ -88,36 +88,52 @@ def test_other_ranks_hear_of_what_fails_around_a_pass(direction: str) -> None:
     assert "RingError: rank 1 gave up: MemoryError: no room" in first.error
 
 
-def _twice(rank: int) -> str:
-    """A second backward pass through one graph, which all ranks refuse before any message; then the ring goes on."""
+def _twice(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A second backward pass through one graph, which all ranks refuse before any message; then the ring goes on.
+
+    Return the gradients before and after that.
+    """
     cp = ContextParallel(dist.group.WORLD)
     x = X.clone().requires_grad_()
     out = burst_attention(x, x, x, cp)
-    torch.autograd.grad(out, x, X)
-    with pytest.raises(RuntimeError, match="a second time") as raised:
+    (before,) = torch.autograd.grad(out, x, X)
+    with pytest.raises(RuntimeError, match="a second time"):
         torch.autograd.grad(out, x, X)
-    burst_attention(x, x, x, cp).sum().backward()
-    return str(raised.value)
+    (after,) = torch.autograd.grad(burst_attention(x, x, x, cp), x, X)
+    return before, after
 
 
 def test_a_graph_that_is_gone_through_twice_does_not_end_the_ring() -> None:
-    run_ranks(_twice, 2)
+    for before, after in run_ranks(_twice, 2):
+        assert before.any()
+        assert torch.equal(after, before)
 
 
-def _batch_in_a_thread(rank: int) -> str:
+def _batch_in_a_thread(rank: int) -> list[str]:
     """One thread compares a batch while another is in a pass: their messages would be taken for each other's."""
-    cp = ContextParallel(dist.group.WORLD)
+    cp, said = ContextParallel(dist.group.WORLD), []
     burst_attention(X, X, X, cp)
-    with cp.rank_state.alone(), pytest.raises(RuntimeError, match="cut batches in the thread that trains") as raised:
-        shard_batch({"input_ids": torch.arange(32)[None]}, cp)
-    return str(raised.value)
+    for now in (cp.rank_state.alone(), nullcontext()):
+        with now, pytest.raises(RuntimeError) as raised:
+            shard_batch({"input_ids": torch.arange(32)[None]}, cp)
+        said.append(str(raised.value))
+    return said
 
 
 def test_batches_are_not_compared_in_the_middle_of_a_pass() -> None:
-    run_ranks(_batch_in_a_thread, 2)
+    for said in run_ranks(_batch_in_a_thread, 2):
+        assert "cut batches in the thread that trains" in said[0]
+        assert said[1].startswith("an earlier call on this ring was left half way (RuntimeError: burst attention was")
 
 
-def _given_up(rank: int) -> None:
+def _closed(cp: ContextParallel) -> tuple[int, int]:
+    """Close a ring; return how often this rank waited for all, and how many groups are left."""
+    with mock.patch.object(session, "barrier") as barrier:
+        cp.close()
+    return barrier.call_count, len(dist.distributed_c10d._world.pg_map)
+
+
+def _given_up(rank: int) -> tuple[int, int]:
     """Rank 1 gives up between two calls, and lives on; then, once the other knows, all close."""
     with mock.patch.object(watch, "_PERIOD_S", 0.05):
         cp = ContextParallel(dist.group.WORLD, ranks_per_node=1)
@@ -128,29 +144,26 @@ def _given_up(rank: int) -> None:
     assert cp._watch is not None
     while not cp._watch.some_gave_up():
         time.sleep(0.01)
-    with mock.patch.object(session, "barrier", side_effect=AssertionError("the other does not come")):
-        cp.close()
-    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+    return _closed(cp)
 
 
 def test_closing_waits_for_nobody_once_a_rank_has_given_up() -> None:
-    run_ranks(_given_up, 2)
+    assert run_ranks(_given_up, 2) == [(0, 1)] * 2
 
 
-def _destroyed(rank: int) -> None:
+def _destroyed(rank: int) -> tuple[int, int]:
     group = dist.new_group([0, 1])
     cp = ContextParallel(group)
     burst_attention(X, X, X, cp)
     dist.destroy_process_group(group)
-    cp.close()
-    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+    return _closed(cp)
 
 
 def test_closing_after_the_group_was_destroyed_leaves_nothing_behind() -> None:
-    run_ranks(_destroyed, 2)
+    assert run_ranks(_destroyed, 2) == [(0, 1)] * 2
 
 
-def _barrier_fails(rank: int) -> None:
+def _barrier_fails(rank: int) -> tuple[int, int]:
     """That of rank 1; rank 0 closes once."""
     cp = ContextParallel(dist.group.WORLD)
     burst_attention(X, X, X, cp)
@@ -158,13 +171,11 @@ def _barrier_fails(rank: int) -> None:
         lost = mock.patch.object(session, "barrier", side_effect=RuntimeError("Connection closed by peer"))
         with lost, pytest.raises(RuntimeError, match="Connection closed"):
             cp.close()
-    with mock.patch.object(session, "barrier", side_effect=AssertionError("once is enough") if rank else None):
-        cp.close()
-    assert list(dist.distributed_c10d._world.pg_map) == [dist.group.WORLD]
+    return _closed(cp)
 
 
 def test_closing_again_after_it_failed_waits_for_nobody() -> None:
-    run_ranks(_barrier_fails, 2)
+    assert run_ranks(_barrier_fails, 2) == [(1, 1), (0, 1)]
 
 
 def _second_group_fails(rank: int, problem: Problem) -> float:

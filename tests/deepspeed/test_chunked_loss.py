@@ -105,7 +105,8 @@ def test_heads_with_lora_tied_and_frozen() -> None:
 
 
 def test_two_rings() -> None:
-    check([replace(RUN, stage=stage) for stage in (0, 3)], 4)
+    found = check([replace(RUN, stage=stage) for stage in (0, 3)], 4)
+    assert [fetched["Linear"] for _, _, fetched in found] == [0, 4]
 
 
 def _low(rank: int, runs: Sequence[Run]) -> list[dict[str, torch.Tensor]]:

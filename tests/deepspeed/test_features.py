@@ -573,10 +573,17 @@ def test_a_model_belongs_to_the_engine_made_last() -> None:
 
 
 def test_stopped_engines_are_forgotten() -> None:
-    def twice(rank: int) -> None:
+    def twice(rank: int) -> list[str]:
+        said = []
         for _ in range(2):
             engine = start(Run(cp=2), 2)
             burst.shard_batch(BATCHES[0])
             stop(engine)
+            with pytest.raises(ValueError) as error:  # noqa: PT011
+                burst.shard_batch(BATCHES[0])
+            said.append(str(error.value))
+        return said
 
-    run_ranks(twice, 2)
+    for said in run_ranks(twice, 2):
+        assert len(said) == 2
+        assert all(text.startswith("got no engine, and 0 engines run with burst attention") for text in said)

@@ -47,10 +47,11 @@ BATCH = draw(1, rows=2, length=32)[0]
 
 @dataclass(frozen=True)
 class Result:
-    """Whole logits [B, S, V] where labels are, zero elsewhere; and gradients of the sum of losses."""
+    """Whole logits [B, S, V] where labels are, zero elsewhere; gradients of the sum of losses; bytes sent."""
 
     logits: torch.Tensor
     grads: dict[str, torch.Tensor]
+    sent: int = 0
 
 
 def _on_ring(
@@ -64,13 +65,15 @@ def _on_ring(
         model = prepare(build(Run(model=_config(name, changes), checkpointing=checkpointing)))
         local = shard_batch(batch, cp)
         labels = local.pop("shift_labels")
+        cp.reset_traffic()
         logits = model(**local, use_cache=False).logits
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
         grads = {each: p.grad for each, p in model.named_parameters()}
         for each, p in model.named_parameters():
             grads[each] = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(grads[each])
-        found[name] = Result(local["burst"].unshard(logits.detach()), grads)
+        sent = sum(n for link in cp.traffic().values() for n in link.values())
+        found[name] = Result(local["burst"].unshard(logits.detach()), grads, sent)
     return found
 
 
@@ -103,15 +106,21 @@ def _config(name: str, changes: dict[str, Any]) -> Any:
     return config
 
 
-def check(names: list[str], ranks: int, batch: Batch, options: dict[str, Any] | None = None, **changes: Any) -> None:
-    """Compare models on a ring with those on one rank, but for the logits of padding; `options` are the ring's."""
+def check(
+    names: list[str], ranks: int, batch: Batch, options: dict[str, Any] | None = None, **changes: Any
+) -> dict[str, int]:
+    """Compare models on a ring with those on one rank, but for the logits of padding; `options` are the ring's.
+
+    Return the bytes that a rank sends, by model.
+    """
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     truths = {name: _on_one_rank(name, batch, changes) for name in names}
-    for found in run_ranks(_on_ring, ranks, names, batch, options or {}, changes, timeout_s=120.0)[:1]:
-        for name, truth in truths.items():
-            torch.testing.assert_close(found[name].logits[real], truth.logits[real], rtol=2e-5, atol=2e-5, msg=name)
-            error, parameter = worst(found[name].grads, truth.grads)
-            assert error <= 1e-5, (name, parameter, error)
+    found = run_ranks(_on_ring, ranks, names, batch, options or {}, changes, timeout_s=120.0)[0]
+    for name, truth in truths.items():
+        torch.testing.assert_close(found[name].logits[real], truth.logits[real], rtol=2e-5, atol=2e-5, msg=name)
+        error, parameter = worst(found[name].grads, truth.grads)
+        assert error <= 1e-5, (name, parameter, error)
+    return {name: found[name].sent for name in names}
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -120,8 +129,8 @@ def test_logits_and_gradients_equal_eager_on_one_rank(ranks: int) -> None:
 
 
 def test_attention_that_checkpoints_keep() -> None:
-    for share in ("all", 0.5):
-        check(list(FAMILIES), 2, BATCH, {"keep_attention": share})
+    whole, half = (check(list(FAMILIES), 2, BATCH, {"keep_attention": share}) for share in ("all", 0.5))
+    assert all(whole[name] < half[name] for name in FAMILIES), "of what is not kept, blocks are sent again"
 
 
 NOT_BY_HEADS = {

@@ -284,7 +284,7 @@ def test_offloaded_layers_are_on_the_device_one_ahead() -> None:
     for turn in told.turns:
         new = cache.begin(turn)
         for layer in range(4):
-            out = cache.attend(*told.asked(new)._replace(layer=layer))
+            out = cache.attend(**told.asked(new)._replace(layer=layer)._asdict())
             there = [each.store.fetched_bytes > 0 for each in cache._layers]  # type: ignore[attr-defined]
             assert not any(there) or there == [n == (layer + 1) % 4 for n in range(4)]
             assert told.error(out, new.starts, turn) < 1e-14
@@ -302,7 +302,7 @@ def test_turns_in_and_out_of_inference_mode_mix() -> None:
     cache = KVCache(ContextParallel(), 1)
     for number, turn in enumerate(told.turns):
         with torch.inference_mode(number != 1):
-            out = cache.attend(*told.asked(cache.begin(turn)))
+            out = cache.attend(**told.asked(cache.begin(turn))._asdict())
             assert told.error(out, [n - m for n, m in zip(cache.lengths, turn, strict=True)], turn) < 1e-14
 
 

@@ -11,11 +11,11 @@ from burst_plugin import ContextParallel
 from burst_plugin.inference import KVCache
 from burst_plugin.inference.host_storage import HostRowStore, _stream
 from tests.support.fake_gpu import GPU
-from tests.support.races import RaceError, Stream
+from tests.support.races import Gpus, RaceError, Stream
 from tests.support.recorded_gpu import PlainKernel, recorded_gpus
 
 
-def _talk() -> None:
+def _talk() -> tuple[KVCache, Gpus]:
     """Go through turns in which rows grow, are laid out anew, and are cut off; windows are moved."""
     _stream.cache_clear()  # of other GPUs that are not there
     with (
@@ -31,10 +31,13 @@ def _talk() -> None:
                 assert cache.attend(layer, q, k, k).device == GPU
         cache.truncate([160, 130])
     _stream.cache_clear()
+    return cache, gpus
 
 
 def test_a_layer_waits_for_what_it_reads() -> None:
-    _talk()
+    cache, gpus = _talk()
+    assert cache.lengths == (160, 130)
+    assert any(name.startswith("side stream") for name in gpus.accesses), "nothing was copied beside the layers"
 
 
 @pytest.mark.parametrize("left_out", [(HostRowStore, "_wait"), (Stream, "wait_stream")], ids=lambda each: each[1])

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.megatron
 
 RUN = GptRun(layers=2, cp=4, hierarchical=(2, 2), cp_comm_type="burst")
 S, SK, B, HEADS, GROUPS, DIM = 32, 48, 2, 8, 4, 8
+Beside = list[tuple[torch.Tensor, torch.Tensor]]  # what was found, and what is defined
 
 
 def _cut(x: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
@@ -59,8 +60,8 @@ def _compare(
     bias: torch.Tensor,
     live: torch.Tensor | None,
     call: Callable[..., torch.Tensor],
-) -> None:
-    """`call(q, k, v)` on this rank's tensors against the definition: out and gradients."""
+) -> Beside:
+    """Return what `call(q, k, v)` gives on this rank's tensors beside the definition: out, then gradients."""
     q, k, v, dout = whole
     if live is not None:  # queries of which the output is not read
         dout = dout * live.t().unsqueeze(-1)
@@ -71,11 +72,19 @@ def _compare(
     out = call(*local)
     out.backward(_cut(dout, 0, rank, 4))
     read = torch.ones(S, B) if live is None else live.t()
-    torch.testing.assert_close(
-        *(_cut(x.float() * read.unsqueeze(-1), 0, rank, 4) for x in (expected, _whole(out, rank)))
-    )
-    for got, x in zip(local, reference, strict=True):
-        torch.testing.assert_close(got.grad, _cut(x.grad, 0, rank, 4).float(), rtol=1e-4, atol=1e-5)
+    got, wanted = (_cut(x.detach().float() * read.unsqueeze(-1), 0, rank, 4) for x in (_whole(out, rank), expected))
+    grads = [(x.grad, _cut(y.grad, 0, rank, 4).float()) for x, y in zip(local, reference, strict=True)]
+    return [(got, wanted), *grads]
+
+
+def _check_close(ranks: list[list[Beside]], calls: int) -> None:
+    """Of every rank's calls, out and gradients are those of the definition."""
+    for of_rank in ranks:
+        assert len(of_rank) == calls
+        for out, *grads in of_rank:
+            torch.testing.assert_close(*out)
+            for grad in grads:
+                torch.testing.assert_close(*grad, rtol=1e-4, atol=1e-5)
 
 
 def _whole(out: torch.Tensor, rank: int) -> torch.Tensor:
@@ -97,19 +106,19 @@ def _added(allowed: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------- biases and masks
 
 
-def _bias(rank: int) -> None:
+def _bias(rank: int) -> list[Beside]:
     core, whole = _core(), _tensors()
     bias = torch.randn(1, HEADS, S, S, generator=torch.Generator().manual_seed(4))
     reference = bias.double().requires_grad_()
     causal = _added(allowed_pairs(S, S, causal=True))
     _defined(*whole[:3], reference + causal).backward(whole[3].double())
     mine = _cut(bias, 2, rank, 4).requires_grad_()
-    _compare(rank, whole, bias + causal, None, lambda q, k, v: core(q, k, v, None, attention_bias=mine))
-    torch.testing.assert_close(mine.grad, _cut(reference.grad, 2, rank, 4).float(), rtol=1e-4, atol=1e-5)
+    found = _compare(rank, whole, bias + causal, None, lambda q, k, v: core(q, k, v, None, attention_bias=mine))
+    return [[*found, (mine.grad, _cut(reference.grad, 2, rank, 4).float())]]
 
 
 def test_attention_bias_is_added_after_the_scale() -> None:
-    run_ranks(_bias, 4)
+    _check_close(run_ranks(_bias, 4), calls=1)
 
 
 def _listed(rank: int) -> list[float]:
@@ -127,13 +136,14 @@ def test_megatrons_new_time_out_is_that_of_the_rings_groups_too() -> None:
         assert set(found) == {7.0}
 
 
-def _rebound(rank: int) -> None:
+def _rebound(rank: int) -> list[Beside]:
     """Groups of two and of one, given to a layer that was built for four, and the first ones again."""
     core, (q, k, v, _) = _core(), _tensors()
     whole = _defined(q, k, v, _added(allowed_pairs(S, S, causal=True))).float()
     usual = core.pg_collection
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     alone = [dist.new_group([each]) for each in range(4)]
+    found: list[Beside] = []
     for collection, place, size in (
         (SimpleNamespace(cp=pairs[rank // 2]), rank % 2, 2),
         (SimpleNamespace(cp=alone[rank]), 0, 1),
@@ -141,16 +151,17 @@ def _rebound(rank: int) -> None:
     ):
         core.pg_collection = collection
         out = core(*(_cut(x, 0, place, size) for x in (q, k, v)), None)
-        torch.testing.assert_close(out, _cut(whole, 0, place, size))
+        found.append([(out, _cut(whole, 0, place, size))])
+    return found
 
 
 def test_a_layer_may_be_given_other_groups() -> None:
     """As Megatron-Bridge does for evaluation with another context-parallel size."""
-    run_ranks(_rebound, 4)
+    _check_close(run_ranks(_rebound, 4), calls=3)
 
 
-def _built_for(rank: int) -> None:
-    """A layer for pairs of ranks has the communicators of its ring when it is built; its first call makes none."""
+def _built_for(rank: int) -> tuple[int, int]:
+    """Return how many groups the ring of a layer for pairs of ranks has when it is built, and after a call."""
     core, (q, k, v, _) = _core(), _tensors()
     pairs = SimpleNamespace(cp=[dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2])
     config = replace(core.config, hierarchical_context_parallel_sizes=None)
@@ -159,13 +170,14 @@ def _built_for(rank: int) -> None:
     ring = core._registry.contexts()[-1]
     assert ring.group is pairs.cp
     made = ring.created_groups
-    assert made
     built(*(_cut(x, 0, rank % 2, 2) for x in (q, k, v)), None)
-    assert (core._registry.contexts()[-1], ring.created_groups) == (ring, made)
+    assert core._registry.contexts()[-1] is ring
+    return len(made), len(ring.created_groups)
 
 
 def test_communicators_are_made_when_a_layer_is_built() -> None:
-    run_ranks(_built_for, 4)
+    for built, after_a_call in run_ranks(_built_for, 4):
+        assert built == after_a_call > 0
 
 
 VALID = torch.ones(B, S, dtype=torch.bool)
@@ -182,7 +194,7 @@ def _padded(causal: bool, keys_only: bool) -> torch.Tensor:
     return ~(pairs & VALID.view(B, 1, S, 1))
 
 
-def _masked(rank: int, kind: AttnMaskType, keys_only: bool) -> None:
+def _masked(rank: int, kind: AttnMaskType, keys_only: bool) -> list[Beside]:
     core = _core()
     causal = kind is AttnMaskType.padding_causal
     mask = _padded(causal, keys_only)
@@ -191,8 +203,10 @@ def _masked(rank: int, kind: AttnMaskType, keys_only: bool) -> None:
     if kind is AttnMaskType.arbitrary:
         added = _added(~mask)  # to the letter: padded queries attend to nothing
     live = None if kind is AttnMaskType.arbitrary else VALID
-    for given in (local, (local, local)) if keys_only else (local,):
+    return [
         _compare(rank, _tensors(), added, live, lambda q, k, v, g=given: core(q, k, v, g, attn_mask_type=kind))
+        for given in ((local, (local, local)) if keys_only else (local,))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -206,25 +220,20 @@ def _masked(rank: int, kind: AttnMaskType, keys_only: bool) -> None:
     ids=["padding", "padding_keys", "padding_causal", "arbitrary"],
 )
 def test_mask_tensors_are_honoured(kind: AttnMaskType, keys_only: bool) -> None:
-    run_ranks(_masked, 4, kind, keys_only)
+    _check_close(run_ranks(_masked, 4, kind, keys_only), calls=1 + keys_only)
 
 
-def _cross(rank: int, kind: AttnMaskType) -> None:
+def _cross(rank: int, kind: AttnMaskType) -> list[Beside]:
     core, pairs = _core(), torch.ones(S, SK, dtype=torch.bool)
     if kind is AttnMaskType.causal_bottom_right:
         pairs = torch.ones(S, SK, dtype=torch.bool).tril(SK - S)
-    _compare(
-        rank,
-        _tensors(SK),
-        _added(pairs).view(1, 1, S, SK),
-        None,
-        lambda q, k, v: core(q, k, v, None, attn_mask_type=kind),
-    )
+    added = _added(pairs).view(1, 1, S, SK)
+    return [_compare(rank, _tensors(SK), added, None, lambda q, k, v: core(q, k, v, None, attn_mask_type=kind))]
 
 
 @pytest.mark.parametrize("kind", [AttnMaskType.no_mask, AttnMaskType.causal_bottom_right], ids=lambda kind: kind.name)
 def test_queries_and_keys_of_other_lengths(kind: AttnMaskType) -> None:
-    run_ranks(_cross, 4, kind)
+    _check_close(run_ranks(_cross, 4, kind), calls=1)
 
 
 def _no_key_padding(rank: int) -> tuple[str, str]:
@@ -391,7 +400,7 @@ def test_sinks_are_saved_as_megatrons() -> None:
         assert found == megatrons[rank % 2]
 
 
-def _packed(rank: int) -> None:
+def _packed(rank: int) -> list[Beside]:
     """Both ways of saying "no mask", of documents of 16 tokens, 13 and 16 of them real."""
     core, starts, lengths = _core(), (0, 16, 32), (13, 16)
     q, k, v, dout = (x[:, :1] for x in _tensors())
@@ -401,18 +410,18 @@ def _packed(rank: int) -> None:
     expected.backward(dout.double().squeeze(1))
     rows = packed_indices(starts, 4, rank)
     real, padded = torch.tensor([0, 13, 29]), torch.tensor(starts)
-    params = PackedSeqParams("thd", real, real, padded, padded)
+    params, found = PackedSeqParams("thd", real, real, padded, padded), list[Beside]()
     for kind in (AttnMaskType.no_mask, AttnMaskType.padding):
         local = [x.squeeze(1)[rows].requires_grad_() for x in (q, k, v)]
         out = core(*local, attn_mask_type=kind, packed_seq_params=params)
         out.backward(dout.squeeze(1)[rows])
-        torch.testing.assert_close(out, expected[rows].float())
-        for got, x in zip(local, reference, strict=True):
-            torch.testing.assert_close(got.grad, x.grad.squeeze(1)[rows], rtol=1e-4, atol=1e-5)
+        grads = [(got.grad, x.grad.squeeze(1)[rows]) for got, x in zip(local, reference, strict=True)]
+        found.append([(out.detach(), expected[rows].detach().float()), *grads])
+    return found
 
 
 def test_padding_of_documents_neither_attends_nor_is_attended_to() -> None:
-    run_ranks(_packed, 4)
+    _check_close(run_ranks(_packed, 4), calls=2)
 
 
 @pytest.mark.parametrize(

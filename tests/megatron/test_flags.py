@@ -39,7 +39,9 @@ def _no_parsed_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_megatrons_parser_nothing_is_looked_at() -> None:
+    assert parsed_arguments() is None
     refuse_flags()
+    assert flag_problems() == []
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,11 @@ def test_without_megatrons_parser_nothing_is_looked_at() -> None:
 )
 def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
     _parse(**changes)
-    refuse_flags()
+    before = dict(vars(parsed_arguments()))
+    with warnings.catch_warnings(record=True) as said:
+        refuse_flags()
+    assert len(said) == ("burst" not in (changes.get("cp_comm_type") or USUAL["cp_comm_type"])), "another one runs"
+    assert vars(parsed_arguments()) == before
 
 
 @pytest.mark.parametrize(

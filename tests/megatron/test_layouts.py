@@ -13,6 +13,7 @@ import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
 from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, positions
@@ -75,6 +76,7 @@ def test_sequences_equal_one_rank(changes: dict[str, Any], sizes: dict[str, Any]
 
 
 def test_auto_leaves_sequences_in_zigzag() -> None:
+    assert Registry(Strategy(layout="auto")).tokens_of_batch(64, 2) == Tokens(64, layout="zigzag")
     check_over(over(TWO_LAYERS, "auto", cp=2), TWO_LAYERS)
 
 
@@ -113,7 +115,8 @@ def test_positions_of_another_layout_would_be_noticed() -> None:
     assert abs(results[0].loss - _on_one_rank(TWO_LAYERS, None).loss) > 1e-4
 
 
-def _cut_elsewhere(rank: int, kind: str) -> None:
+def _cut_elsewhere(rank: int, kind: str) -> tuple[str, torch.Tensor]:
+    """Return what is said of a batch in zigzag, and the losses of one that was cut by the layout."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     model = build(replace(over(TWO_LAYERS, "striped", cp=2), microbatch_size=1))
@@ -122,15 +125,19 @@ def _cut_elsewhere(rank: int, kind: str) -> None:
     offsets = torch.tensor(starts, dtype=torch.int32)
     params = None if kind == "sequence" else PackedSeqParams("thd", *[offsets] * 4, 48, 48)
     held = torch.where(rows < 16, rows, rows - 16) if kind == "documents" else rows
-    with pytest.raises(ValueError, match="this batch has been cut in zigzag, but layout='striped'"):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
         model(rows[None], held[None], None, labels=rows[None], packed_seq_params=params)
     rows = torch.arange(rank, 64, 2)
-    model(rows[None], rows[None], None, labels=rows[None], packed_seq_params=params)
+    losses = model(rows[None], rows[None], None, labels=rows[None], packed_seq_params=params)
+    return str(error.value), losses.detach()
 
 
 @pytest.mark.parametrize("kind", ["sequence", "documents", "documents, positions of the whole"])
 def test_batches_that_were_cut_in_zigzag_elsewhere_are_refused(kind: str) -> None:
-    run_ranks(_cut_elsewhere, 2, kind)
+    for said, losses in run_ranks(_cut_elsewhere, 2, kind):
+        assert "this batch has been cut in zigzag, but layout='striped'" in said
+        assert losses.shape == (1, 32)
+        assert losses.isfinite().all()
 
 
 # ------------------------------------------------------------------------------------------------- packed documents
@@ -165,6 +172,9 @@ def test_documents_with_mla_and_recomputation_equal_the_definition() -> None:
 # ------------------------------------------------------------------------------------------------------------ parts
 
 
+SEEN = torch.ones(1, 1, 48, 48).tril()
+
+
 class Group:
     """A process group that is not there."""
 
@@ -178,8 +188,8 @@ class Group:
         return self._rank
 
 
-def _rotated(rank: int, fused: bool) -> None:
-    """Rotary embedding for each of four ranks is rows of that of the whole, of documents too."""
+def _rotated(rank: int, fused: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return rotary embeddings for each of four ranks beside their rows of that of the whole, of documents too."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.models.common.embeddings.rotary_pos_embedding import (
         MultimodalRotaryEmbedding,
@@ -203,22 +213,28 @@ def _rotated(rank: int, fused: bool) -> None:
     parts = [
         rope_utils._apply_rotary_pos_emb_bshd(part[:, None], freqs[: len(part)]) for part in x.split([13, 2, 24, 9])
     ]
-    rotated = torch.cat(parts).squeeze(1)
+    rotated, found = torch.cat(parts).squeeze(1), []
     for number in range(4):
         group, rows = Group(4, number), torch.arange(number, 48, 4)
-        torch.testing.assert_close(plain(48, cp_group=group), whole[0][rows], rtol=0, atol=0)
-        torch.testing.assert_close(visual(at, [1, 1, 2], cp_group=group), whole[1][rows], rtol=0, atol=0)
         got = rope_utils.apply_rotary_pos_emb(x[rows], freqs, config, cu_seqlens=offsets, cp_group=group)
-        torch.testing.assert_close(got, rotated[rows], rtol=0, atol=0)
+        found += [
+            (plain(48, cp_group=group), whole[0][rows]),
+            (visual(at, [1, 1, 2], cp_group=group), whole[1][rows]),
+            (got, rotated[rows]),
+        ]
+    return found
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_positions_are_those_of_a_ranks_own_tokens(fused: bool) -> None:
-    run_ranks(_rotated, 1, fused)
+    (found,) = run_ranks(_rotated, 1, fused)
+    assert len(found) == 3 * 4
+    for got, expected in found:
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
-def _cut_as_since_0_18(rank: int, has_te: bool) -> None:
-    """Megatron's functions of later releases, or stand-ins, behind the plugin."""
+def _cut_as_since_0_18(rank: int, has_te: bool) -> list[dict[str, torch.Tensor]]:
+    """Return what Megatron's functions of later releases, or stand-ins, give behind the plugin on the second rank."""
     from megatron.core import utils
 
     def in_zigzag(batch: dict[str, Any], cp_group: Any) -> dict[str, Any]:
@@ -229,23 +245,25 @@ def _cut_as_since_0_18(rank: int, has_te: bool) -> None:
     utils.get_sft_batch_on_this_cp_rank = in_zigzag
     cpu.enable(force=True)
     install(Strategy(layout="striped"))
-    rows, seen = list(range(1, 48, 2)), torch.ones(1, 1, 48, 48).tril()
-    whole = {"tokens": torch.arange(48)[None], "labels": None, "attention_mask": seen, "cu_seqlens": None}
-    cut = utils.get_pretrain_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
-    assert cut["tokens"].tolist() == [rows]
-    assert torch.equal(cut["attention_mask"], seen[:, :, rows])
-    whole["cu_seqlens"], whole["cu_seqlens_padded"] = torch.tensor([REAL]), torch.tensor([STARTS])
-    cut = utils.get_sft_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1))
-    assert cut["tokens"].tolist() == [rows]
-    assert cut["cu_seqlens"].tolist() == [list(REAL)]
+    whole = {"tokens": torch.arange(48)[None], "labels": None, "attention_mask": SEEN, "cu_seqlens": None}
+    offsets = {"cu_seqlens": torch.tensor([REAL]), "cu_seqlens_padded": torch.tensor([STARTS])}
+    return [
+        utils.get_pretrain_batch_on_this_cp_rank(dict(whole), cp_group=Group(2, 1)),
+        utils.get_sft_batch_on_this_cp_rank({**whole, **offsets}, cp_group=Group(2, 1)),
+    ]
 
 
 @pytest.mark.parametrize("has_te", [False, True])
 def test_batches_of_later_releases_are_cut_by_the_layout(has_te: bool) -> None:
-    run_ranks(_cut_as_since_0_18, 1, has_te)
+    ((of_sequences, of_documents),) = run_ranks(_cut_as_since_0_18, 1, has_te)
+    rows = list(range(1, 48, 2))
+    assert of_sequences["tokens"].tolist() == of_documents["tokens"].tolist() == [rows]
+    assert torch.equal(of_sequences["attention_mask"], SEEN[:, :, rows])
+    assert of_documents["cu_seqlens"].tolist() == [list(REAL)]
 
 
-def _rolled(rank: int, layout: str) -> None:
+def _rolled(rank: int, layout: str) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return a rank's tokens, rolled, their sum as that is returned, and those of the whole; of documents as well."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import gpt_model
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -255,20 +273,25 @@ def _rolled(rank: int, layout: str) -> None:
     group, whole = parallel_state.get_context_parallel_group(), torch.arange(1, 49).view(1, 48)
     of_sequence = cut_batch({"tokens": whole})["tokens"] - 1
     packed = PackedSeqParams("thd", *[torch.tensor(REAL)] * 2, *[torch.tensor(STARTS)] * 2)
+    found = []
     for rows, params in ((of_sequence[0], None), (packed_indices(STARTS, 4, rank), packed)):
-        assert len(rows) == 12
         expected, _ = multi_token_prediction.roll_tensor(whole.clone(), packed_seq_params=params)
         for module in (multi_token_prediction, gpt_model):
             if hasattr(module, "roll_tensor"):  # until 0.16 the latter, too
                 got, total = module.roll_tensor(whole[:, rows], cp_group=group, packed_seq_params=params)
-                assert got.tolist() == expected[:, rows].tolist()
-                assert total == got.sum()
+                found.append((got, total, expected[:, rows]))
+    return found
 
 
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("layout", ["contiguous", "auto"])
 def test_what_token_prediction_rolls_is_rolled_as_a_whole(layout: str) -> None:
-    run_ranks(_rolled, 4, layout)
+    for found in run_ranks(_rolled, 4, layout):
+        assert len(found) in (2, 4)
+        for got, total, expected in found:
+            assert got.shape == (1, 12)
+            assert torch.equal(got, expected)
+            assert total == got.sum()
 
 
 def _refused(rank: int) -> list[str]:

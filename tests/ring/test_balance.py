@@ -26,14 +26,14 @@ from burst_plugin import (
 )
 from burst_plugin.ring import load_balance as balance
 from burst_plugin.ring.load_balance import choose_tokens, imbalance, work_by_rank
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence import chunks, required_rows
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, positions, token_count
 from burst_plugin.sequence.regions import work_by_token
 from burst_plugin.sequence.tiles import key_rows
-from burst_plugin.types import SIDES, Side
+from burst_plugin.types import SIDES, Side, row_count
 from tests.support.reference import painted
 
 
@@ -151,7 +151,7 @@ def test_queries_and_keys_of_unlike_strides_are_refused_by_every_rank() -> None:
     for rank in range(4):
         table = RouteTable(Topology(1, 4), Strategy())
         with pytest.raises(ValueError, match="runs of unlike strides do not make tiles"):
-            table.route(rank, Attending(q, kv, mask), "kv", True)
+            table.route(rank, PassKey(Attending(q, kv, mask), "kv", True))
 
 
 def test_batch_rows_of_unlike_documents_count_as_one() -> None:
@@ -204,7 +204,7 @@ def test_work_by_rank_is_that_of_the_tiles(layout: str) -> None:
     tokens = Tokens(67)
     attending = Attending(tokens, tokens, SlidingWindow(20, 3) & Documents((0, 30, 67)))
     for home, away in (("q", "kv"), ("kv", "q")):
-        tiles = [table.route(rank, attending, away, True).tiles for rank in range(6)]
+        tiles = [table.route(rank, PassKey(attending, away, True)).tiles for rank in range(6)]
         found = [sum(tile.work for visit in visits.values() for tile in visit) for visits in tiles]
         assert work_by_rank(table, attending, home) == found
 
@@ -274,13 +274,13 @@ def test_a_window_of_4096_in_a_million_tokens_costs_what_it_needs() -> None:
     table, mask = RouteTable(Topology(8, 8), Strategy(layout="auto")), SlidingWindow(window - 1)
     tokens = choose_tokens(table, length, mask)
     attending = Attending(tokens, tokens, mask)
-    routes = [table.route(rank, attending, "kv", True) for rank in range(64)]
+    routes = [table.route(rank, PassKey(attending, "kv", True)) for rank in range(64)]
     assert {route.schedule.name for route in routes} == {"direct"}
     sent = {"gather": 0, "reduce": 0}
     for route in routes:
         for transfer in route.schedule.sends:
             assert transfer.rows is not None
-            sent[transfer.traffic.value] += sum(stop - start for start, stop in transfer.rows)
+            sent[transfer.traffic.value] += row_count(transfer.rows)
     needed = 63 * (window - 1)  # at each seam between two ranks, the keys that reach over it
     assert needed <= sent["gather"] <= 1.05 * needed
     assert needed <= sent["reduce"] <= 1.05 * needed
@@ -305,7 +305,7 @@ def test_what_a_ring_carries_in_vain_is_left_out() -> None:
     """Contiguous and causal: half of all visits are empty, and a block stops at the last rank."""
     table = RouteTable(Topology(1, 4), Strategy(layout="contiguous", schedule="flat_ring"))
     attending = Attending(Tokens(64), Tokens(64), Causal())
-    schedules = [table.route(rank, attending, "kv", False).schedule for rank in range(4)]
+    schedules = [table.route(rank, PassKey(attending, "kv", False)).schedule for rank in range(4)]
     assert [[step.visit for step in mine.steps[:4]] for mine in schedules] == [
         [0, None, None, None],
         [1, 0, None, None],
@@ -319,14 +319,14 @@ def test_auto_keeps_the_ring_where_everything_is_needed() -> None:
     table = RouteTable(Topology(2, 4), Strategy())
     for mask in (Causal(), Full()):
         attending = Attending(Tokens(256), Tokens(256), mask)
-        assert table.route(0, attending, "kv", True).schedule.name == "two_level_ring"
+        assert table.route(0, PassKey(attending, "kv", True)).schedule.name == "two_level_ring"
 
 
 def test_auto_keeps_the_ring_where_a_block_would_cross_many_times() -> None:
     table = RouteTable(Topology(2, 4), Strategy(layout="contiguous"))
     attending = Attending(Tokens(256), Tokens(256), Causal())
     assert table.pairs(attending).required("kv") is not None
-    assert table.route(0, attending, "kv", True).schedule.name == "two_level_ring"
+    assert table.route(0, PassKey(attending, "kv", True)).schedule.name == "two_level_ring"
 
 
 def test_half_of_all_blocks_is_not_everything() -> None:
@@ -357,7 +357,7 @@ def test_imbalance_is_that_of_the_worse_side() -> None:
 def test_what_is_remembered_of_calls_is_bounded() -> None:
     table = RouteTable(Topology(1, 2), Strategy())
     for window in range(150):
-        table.route(0, Attending(Tokens(16), Tokens(16), SlidingWindow(window)), "kv", True)
+        table.route(0, PassKey(Attending(Tokens(16), Tokens(16), SlidingWindow(window)), "kv", True))
     remembered = (table._pairs, table._schedules, table._routes)
     assert all(len(known) <= 2 * 64 for known in remembered)
 
@@ -376,7 +376,7 @@ def test_of_many_ranks_only_those_near_by_are_looked_at(
     assert found is not None
     assert sum(map(len, found)) == (512 + 511 if layout == "contiguous" else 512 + 2 * 511)
     assert len(looked_at) < 3 * sum(map(len, found))
-    assert table.route(300, attending, moving, True).schedule.name == "direct"
+    assert table.route(300, PassKey(attending, moving, True)).schedule.name == "direct"
 
 
 def test_where_too_many_meet_blocks_go_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ def test_packed_documents_that_need_everything_are_not_looked_through() -> None:
     with mock.patch.object(
         required_rows._Meetings, "of", autospec=True, side_effect=required_rows._Meetings.of
     ) as looked_at:
-        assert table.route(3, attending, "kv", True).schedule.name == "two_level_ring"
+        assert table.route(3, PassKey(attending, "kv", True)).schedule.name == "two_level_ring"
     assert looked_at.call_count == 3
 
 

@@ -23,7 +23,7 @@ from burst_plugin import (
 from burst_plugin.compute.shapes import Shapes
 from burst_plugin.planning.planner import Links, plans
 from burst_plugin.ring.load_balance import imbalance, work_by_rank
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.types import SIDES, Side
 from tests.support.exactness import ring_errors, train_step
@@ -83,7 +83,7 @@ def test_exact_over_gloo_and_bytes_as_counted(ranks: int) -> None:
 def visits(table: RouteTable, rank: int, moving: Side) -> list[tuple[int, int] | None]:
     """By step: whose queries meet whose keys at a rank, of consecutive tokens under a causal mask."""
     tokens = Tokens(8 * table.ring_ranks)
-    schedule = table.route(rank, Attending(tokens, tokens, Causal()), moving, True, halved=True).schedule
+    schedule = table.route(rank, PassKey(Attending(tokens, tokens, Causal()), moving, True, halved=True)).schedule
     met = [None if step.visit is None else (step.visit, rank) for step in schedule.steps]
     return met if moving == "q" else [pair and pair[::-1] for pair in met]
 

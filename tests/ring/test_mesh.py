@@ -39,7 +39,7 @@ from burst_plugin.planning.simulator import Links
 from burst_plugin.ring.choices import choose_moving_side
 from burst_plugin.ring.mesh import MeshExchange
 from burst_plugin.ring.plan import Plan
-from burst_plugin.ring.routes import Attending, RouteTable
+from burst_plugin.ring.routes import Attending, PassKey, RouteTable
 from burst_plugin.topology import Link
 from burst_plugin.types import DIRECTIONS, OTHER_SIDE, Direction, Side
 from tests.support.ranks import error_of_survivor, run_ranks, run_ranks_outcomes
@@ -55,7 +55,7 @@ def test_every_pair_of_blocks_is_met_by_one_rank_in_a_tile(topology: Topology, d
     met = {}
     for rank in range(topology.ranks):
         group, place = divmod(rank, degree)
-        route = table.route(group, Attending(tokens, tokens, Full()), moving, True, 1, place)
+        route = table.route(group, PassKey(Attending(tokens, tokens, Full()), moving, True, 1, place))
         held = {
             side: [run.start + n for runs in of_side.values() for run in runs for n in range(run.length)]
             for side, of_side in route.runs.items()

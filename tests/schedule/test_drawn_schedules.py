@@ -68,5 +68,8 @@ def test_blocks_that_shed_any_rows_are_exact(topology: Topology, kinds: list[lis
         if dense.ring_of_part is None:
             for way in (dense, mirrored(dense)):
                 shed = trimmed(way, required, [4] * topology.ranks)
+                sent_on = {(t.src, t.block) for t in shed.gather}
+                last = [t for t in shed.gather if (t.dst, t.block) not in sent_on]
+                assert all((t.rows or ((0, 4),)) == required[t.dst][t.block] for t in last), "rows are sent in vain"
                 for parts in (1, 2):
                     shed.in_parts(parts).validate(required)

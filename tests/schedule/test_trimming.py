@@ -15,7 +15,7 @@ from burst_plugin.schedule.rings import SCHEDULES, flat_ring, two_level_ring
 from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
 from burst_plugin.schedule.trimming import mirrored, rows_moved
 from burst_plugin.sequence.required_rows import RequiredRows
-from burst_plugin.types import SIDES, Rows, Side, rows_within, without
+from burst_plugin.types import SIDES, Rows, Side, row_count, rows_within, without
 
 ROWS = 8
 FIRST, SECOND = ((0, ROWS // 2),), ((ROWS // 2, ROWS),)
@@ -91,7 +91,7 @@ def test_no_pass_gets_much_longer(ranks: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def rows_of(t: Transfer) -> int:
-    return ROWS if t.rows is None else sum(stop - start for start, stop in t.rows)
+    return ROWS if t.rows is None else row_count(t.rows)
 
 
 def test_counted_from_the_other_end_twice_it_is_the_same() -> None:

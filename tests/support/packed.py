@@ -9,6 +9,7 @@ from math import sqrt
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.layout import token_count
 from burst_plugin.topology import Link, Topology
+from burst_plugin.types import row_count
 
 LENGTH, COUNT = 1 << 17, 64
 
@@ -29,7 +30,7 @@ def rows_crossing(table: RouteTable, attending: Attending) -> int:
     """Rows of keys that all ranks send to other nodes, by the schedule that the table takes."""
     lengths = [token_count(held) for held in table.runs(attending.kv)]
     return sum(
-        lengths[transfer.block] if transfer.rows is None else sum(stop - start for start, stop in transfer.rows)
+        lengths[transfer.block] if transfer.rows is None else row_count(transfer.rows)
         for transfer in table.schedule(attending, "kv", False).gather
         if transfer.link is Link.INTER
     )

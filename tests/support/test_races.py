@@ -70,16 +70,21 @@ def test_what_an_event_says_is_what_came_before_it_was_recorded() -> None:
                 x.add_(y)
 
 
-def test_an_order_may_come_by_way_of_a_third_stream() -> None:
+@pytest.mark.parametrize("left_out", [None, 0, 1, 2])
+def test_an_order_may_come_by_way_of_a_third_stream(left_out: int | None) -> None:
+    """Whichever of the waits is left out, what comes next is a race."""
     with recorded_gpus():
         x = _filled()
-        first, second = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
-        for before, stream in ((torch.cuda.current_stream(GPU), first), (first, second)):
-            stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                x.fill_(1)
-        torch.cuda.current_stream(GPU).wait_stream(second)
-        x.fill_(1)
+        here, first, second = torch.cuda.current_stream(GPU), torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
+        reached = 0
+        with nullcontext() if left_out is None else pytest.raises(RaceError, match="nothing orders this after that"):
+            for number, (before, stream) in enumerate(((here, first), (first, second), (second, here))):
+                if number != left_out:
+                    stream.wait_stream(before)
+                with torch.cuda.stream(stream):
+                    x.fill_(1)
+                reached += 1
+        assert reached == (3 if left_out is None else left_out)
 
 
 def test_memory_is_not_given_back_while_another_stream_uses_it() -> None:

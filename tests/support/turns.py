@@ -100,7 +100,7 @@ class Conversation(NamedTuple):
             before = cache.bytes_sent
             turn = cache.begin(lengths)
             for layer in range(layers):
-                whole = cache.gather(cache.attend(*self.asked(turn)._replace(layer=layer)))  # type: ignore[arg-type]
+                whole = cache.gather(cache.attend(**self.asked(turn)._replace(layer=layer)._asdict()))
                 error = max(error, self.error(whole, turn.starts, lengths))
             sent.append({link: n - before[link] for link, n in cache.bytes_sent.items()})
         cache.finish()
