@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported so far out of garbage collections, and have few of these: they took a sixth of all time."""
+    """Keep what was imported out of garbage collections, and have few of these: they took a sixth of all time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # also of the ranks that tests fork

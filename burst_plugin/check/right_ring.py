@@ -60,7 +60,7 @@ class Ring:
 
     @property
     def mask(self) -> Mask:
-        """What may attend to what: causal, inside of documents if there are several."""
+        """Return what may attend to what: causal, inside of documents if there are several."""
         return Causal() & Documents(self.cu_seqlens) if self.documents else Causal()
 
     def allowed(self, device: torch.device) -> Tensor:

@@ -66,7 +66,7 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend of torch.distributed."""
+        """Return the name of the backend of torch.distributed."""
         return str(dist.get_backend())
 
     def name(self, rank: int) -> str:

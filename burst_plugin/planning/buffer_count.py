@@ -15,7 +15,7 @@ from burst_plugin.ring.executor import RingPass
 from burst_plugin.ring.send_recv_plan import SendRecvPlan
 from burst_plugin.schedule.schedule import RankSchedule, Schedule
 from burst_plugin.topology import Topology, Traffic
-from burst_plugin.types import Rows, Side
+from burst_plugin.types import Rows, Side, row_count
 
 __all__ = ["CountingPool", "Held", "as_many_buffers", "most_bytes", "most_held"]
 
@@ -78,7 +78,7 @@ def _counted(schedule: RankSchedule, reduces: bool, rows: int) -> CountingPool:
     """
 
     def packing(traffic: Traffic, block: int, some: Rows | None) -> Packing:
-        length = rows if some is None else sum(stop - start for start, stop in some)
+        length = rows if some is None else row_count(some)
         return _Size(length, 2 * length + (traffic is Traffic.REDUCE))
 
     pool = CountingPool()

@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the strategy says besides defaults, always with its schedule, as JSON holds it."""
+        """Return what the strategy says besides defaults, always with its schedule, as JSON holds it."""
         return _options(self.strategy)
 
     def __str__(self) -> str:

@@ -49,7 +49,7 @@ class Widths:
 
     @property
     def kept_attention(self) -> float:
-        """What attention returned: out and lse."""
+        """Return what attention returned: out and lse."""
         return self.q + self.lse
 
 

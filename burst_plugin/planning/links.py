@@ -50,12 +50,12 @@ class Links:
 
     @property
     def is_even(self) -> bool:
-        """Whether all nodes, and all ranks, are alike."""
+        """Return whether all nodes, and all ranks, are alike."""
         return not self.node_bytes_per_s and not self.rank_speed
 
     @property
     def even(self) -> Links:
-        """The links without what differs of single nodes and ranks."""
+        """Return the links without what differs of single nodes and ranks."""
         return replace(self, node_bytes_per_s={}, rank_speed={})
 
     def bytes_per_s(self, link: Link, node: int | None = None) -> float:

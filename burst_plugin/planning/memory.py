@@ -58,12 +58,12 @@ class Memory:
 
     @property
     def gpu_bytes(self) -> float:
-        """All parts of a GPU's memory."""
+        """Return the bytes of a GPU, all parts together."""
         return sum(self.gpu.values())
 
     @property
     def host_bytes(self) -> float:
-        """All parts of a host's memory."""
+        """Return the bytes of a host, all parts together."""
         return sum(self.host.values())
 
 

@@ -40,43 +40,43 @@ class ModelShape:
 
     @property
     def attention_parameters(self) -> int:
-        """Weights of a layer's projections to q, k, v and back."""
+        """Return how many weights a layer's projections have, to q, k, v and back."""
         return self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
 
     @property
     def mlp_parameters(self) -> int:
-        """Weights of a layer's MLP, or of all its experts and their router."""
+        """Return how many weights a layer's MLP has, or all its experts and their router."""
         if not self.experts:
             return 3 * self.hidden * self.ffn
         return self.hidden * (3 * (self.experts * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def active_mlp_parameters(self) -> int:
-        """The part of `mlp_parameters` that a token meets."""
+        """Return how many of `mlp_parameters` a token meets."""
         if not self.experts:
             return self.mlp_parameters
         return self.hidden * (3 * (self.active * self.ffn + self.shared_ffn) + self.experts)
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer, norms included."""
+        """Return how many parameters one layer has, norms included."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         return self.attention_parameters + self.mlp_parameters + norms
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding, and as many of the head."""
+        """Return how many parameters the embedding has, and the head as well."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters, of which tied ones count once."""
+        """Return how many parameters there are, of which tied ones count once."""
         tables = 1 if self.tied else 2
         return self.layers * self.layer_parameters + tables * self.embedding_parameters + self.hidden
 
     @property
     def mlp_width(self) -> int:
-        """How wide the MLP is for one token: experts that see it side by side."""
+        """Return how wide the MLP is for one token: experts that see it side by side."""
         return self.active * self.ffn + self.shared_ffn if self.experts else self.ffn
 
 

@@ -69,12 +69,12 @@ class Plan(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a forward and a backward pass."""
+        """Return the seconds of a forward and a backward pass."""
         return self.forward.time_s + self.backward.time_s
 
     @property
     def parts(self) -> int:
-        """Parts of a forward and a backward pass together."""
+        """Return how many parts a forward and a backward pass have together."""
         return sum(map(self.strategy.parts_of, DIRECTIONS))
 
 

@@ -33,7 +33,7 @@ class Price:
 
     @property
     def bound_s(self) -> float:
-        """Seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
+        """Return the seconds that no order of the same work and messages beats; no schedule beats `least_seconds`."""
         return max(self.compute_s, *self.link_s.values())
 
 

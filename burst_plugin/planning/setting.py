@@ -39,12 +39,12 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all nodes."""
+        """Return how many GPUs all nodes have."""
         return self.nodes * self.gpus_per_node
 
     @property
     def links(self) -> Links:
-        """Its links as the simulator of schedules takes them."""
+        """Return the links as the simulator of schedules takes them."""
         return Links(self.intra_bytes_per_s, self.inter_bytes_per_s)
 
 
@@ -105,42 +105,42 @@ class Setting:
 
     @property
     def gpus(self) -> int:
-        """GPUs in use."""
+        """Return how many GPUs are in use."""
         return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def microbatches(self) -> int:
-        """Sequences that a pipeline, or a data-parallel rank, works through in a step."""
+        """Return how many sequences a pipeline, or a data-parallel rank, works through in a step."""
         return self.batch // self.data
 
     @property
     def local_tokens(self) -> int:
-        """Tokens that attention sees on one rank; also what tensor-parallel ranks share elsewhere."""
+        """Return how many tokens attention sees on one rank; also what tensor-parallel ranks share elsewhere."""
         return -(-self.tokens // self.context)
 
     @property
     def topology(self) -> Topology:
-        """The context-parallel ranks on their nodes."""
+        """Return the context-parallel ranks on their nodes."""
         return Topology(self.context // self.inner, self.inner)
 
     @property
     def visits(self) -> int:
-        """Ranks, or groups of ranks that exchange heads, of a ring."""
+        """Return how many ranks, or groups of ranks that exchange heads, a ring has."""
         return self.context // self.ulysses
 
     @property
     def copying_norms(self) -> bool:
-        """Whether norms keep float32 copies for their backward pass; in chunks they keep inputs, as kernels do."""
+        """Return whether norms keep float32 copies for their backward pass; in chunks they keep inputs."""
         return self.code.plain_norms and not self.mlp_chunk
 
     @property
     def kept_share(self) -> float:
-        """The largest share of a rank's tokens whose attention is kept: zigzag's ranks differ (see `again_share`)."""
+        """Return the largest share of a rank's tokens whose attention is kept; ranks differ: see `again_share`."""
         return max(self._kept_chunks(place) for place in range(self.visits)) / 2 if self.recompute == "full" else 1.0
 
     @property
     def again_share(self) -> float:
-        """The share of a rank's attention that is computed forward again, on the rank that has most of it left.
+        """Return the share of attention that is computed forward again, on the rank that has most of it left.
 
         Chunk i of 2 * visits chunks of a causal sequence has work in proportion to 2 i + 1; place r in the ring has
         chunks r and 2 * visits - 1 - r.

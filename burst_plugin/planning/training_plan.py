@@ -93,12 +93,12 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step."""
+        """Return the seconds per step."""
         return sum(self.seconds.values())
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second and GPU."""
+        """Return how many tokens a GPU trains per second."""
         return tokens_per_second(self.setting, self.step_s)
 
 
