@@ -25,6 +25,7 @@ _FAR, _MEMORY, BOUND = "offsets past 2**31 elements", "memory of NCCL", "groups 
 ONLY_GPUS = (_FAR, _MEMORY, BOUND)
 """What is listed as not shown where there are none."""
 
+_SHARED = "ranks share GPUs; leave out --ranks"
 _ELEMENTS = 2**31
 _ROWS, _HEADS, _DIM = 128, 16, 128
 _TENSORS = 12  # of that size, which a kernel may need for both passes
@@ -53,11 +54,11 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
     """Yield whether the kernel finds what lies behind 2**31 elements; collective. Nothing without a GPU."""
     if world.device.type != "cuda":
         return
+    if world.shares_gpu:
+        yield Finding("right", NOT_SHOWN, _FAR, _SHARED)
+        return
     dtype, start = torch.bfloat16, time.perf_counter()
     needed, free = _TENSORS * _ELEMENTS * dtype.itemsize, torch.cuda.mem_get_info(world.device)[0]
-    if world.shares_gpu:
-        yield Finding("right", NOT_SHOWN, _FAR, "ranks share GPUs; leave out --ranks")
-        return
     if min(world.exchange("free memory", free)) < needed:
         yield Finding("right", NOT_SHOWN, _FAR, f"takes {needed / GIB:.0f} GiB of free memory on every GPU")
         return
@@ -77,7 +78,7 @@ def check_far_offsets(world: World, settings: Settings) -> Iterator[Finding]:
 def memory_finding(world: World, outside: Mapping[str, list[int]]) -> Finding:
     """Return what was taken of GPUs outside of PyTorch's allocator while a ring was open, by ring and rank."""
     if world.shares_gpu:
-        return Finding("right", NOT_SHOWN, _MEMORY, "ranks share GPUs; leave out --ranks")
+        return Finding("right", NOT_SHOWN, _MEMORY, _SHARED)
     largest = max(outside, key=lambda name: max(outside[name]))
     most = max(outside[largest])
     rank = outside[largest].index(most)

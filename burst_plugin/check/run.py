@@ -69,7 +69,7 @@ def check(settings: Settings, ranks: int | None = None) -> Iterator[Finding]:
     yield from _of_machine(settings.sections, asked, gpus)
     if 0 < gpus < asked:
         timed = [section for section in settings.sections if section not in _UNTIMED]
-        text = f"{asked} ranks share {gpus}, so that times are no measure of either; leave out --ranks"
+        text = f"{asked} ranks share {gpus} of them, so that times would say little; leave out --ranks"
         yield from (Finding(section, NOT_SHOWN, "GPUs of their own", text) for section in timed)
         settings = replace(settings, sections=tuple(x for x in settings.sections if x in _UNTIMED))
     yield from _spawned(settings, asked)
