@@ -187,10 +187,13 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=16, help="of how many tiles of attention one is computed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    from burst_plugin.deepspeed import cpu
     from burst_plugin.deepspeed.planning import space
 
     os.environ.setdefault("LOCAL_RANK", "0")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        cpu.enable()  # nothing is compiled
     cluster, shape = Cluster(gpu_gib=options.gpu_gib), MODELS[options.model]
     goal = Goal(model=shape, tokens=2**20, cluster=cluster, space=space(fused_norms=False))
     setting = replace(plans_that_fit(goal)[0].setting, tokens=options.tokens)
