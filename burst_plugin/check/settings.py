@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +73,7 @@ class Settings:
 def load_kernel(text: str) -> str | Kernel:
     """Return the kernel of "module:attribute", a class or an object; names stay as they are.
 
+    Modules in the working directory are found, too, as by `python -m`; the command `burst` would not look there.
     Raises ValueError for a name that is not known, and for a module or an attribute that is not there.
     """
     if text == "auto" or text in KERNELS:
@@ -80,6 +83,8 @@ def load_kernel(text: str) -> str | Kernel:
         raise ValueError(
             f"kernel={text!r} is not valid; use auto, one of {', '.join(KERNELS)}, or module:attribute of your own"
         )
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         found = getattr(importlib.import_module(module), attribute)
         kernel = found() if isinstance(found, type) else found

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -144,6 +147,19 @@ def test_a_kernel_that_ends_its_process_is_an_end_with_a_reason(capsys: pytest.C
     words = ["--quick", "--sections", "right", "--ranks", "1", "--kernel", f"{PLANTED}:Deadly"]
     assert main(["check", *words]) == 1
     assert "rank 0: killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_the_command_finds_a_kernel_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "of_my_own.py").write_text(
+        "from burst_plugin.kernels.torch_cpu import TorchCpuKernel\nclass Mine(TorchCpuKernel):\n    name = 'mine'\n"
+    )
+    script = Path(sys.executable).with_name("burst")
+    if not script.exists():
+        pytest.skip("the package is not installed in this environment")
+    words = ["check", "--quick", "--sections", "right", "--ranks", "1", "--kernel", "of_my_own:Mine"]
+    done = subprocess.run([script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kernel mine" in done.stdout
 
 
 def test_the_rank_that_raises_is_the_only_culprit(capsys: pytest.CaptureFixture[str]) -> None:
