@@ -137,6 +137,14 @@ def test_families_under_every_zero_stage_on_two_ranks() -> None:
     _check(2, [*cases, Case(how="logits"), Case(how="logits", stage=3), Case(how="own", stage=2)])
 
 
+def test_a_log_probability_of_minus_infinity_stays_one_and_others_have_their_gradient() -> None:
+    session: Any = mock.Mock(cp=mock.Mock(ranks=4))
+    x = torch.tensor([-torch.inf, -1.0], requires_grad=True)
+    found = package._with_gradient_of_ring(x, session)
+    assert found.tolist() == [-torch.inf, -1.0]
+    assert torch.autograd.grad(found[1], x)[0].tolist() == [0.0, 4.0]
+
+
 def test_four_ranks_and_two_rings() -> None:
     _check(4, [Case(cp=4, stage=stage) for stage in range(4)] + [Case(stage=3), Case("gemma3", 1), Case(how="own")])
 
