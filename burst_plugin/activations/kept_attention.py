@@ -28,8 +28,9 @@ from burst_plugin.ring.request import Inputs
 __all__ = ["KeptCalls", "follow_checkpoint_class", "follow_checkpoint_function", "follow_torch", "next_memo"]
 
 _MARK = "_burst_plugin_followed"
-_NON_REENTRANT = "_checkpoint_without_reentrant_generator"
-_CONTEXT_FN, _DEBUG = 2, 4  # among its arguments
+# PyTorch's generator of a checkpoint that is not reentrant: since torch 2.14, and before.
+_NON_REENTRANT = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+_CONTEXT_FN, _DEBUG = 2, 4  # among the arguments of the older one
 # The operations of PyTorch whose outputs a policy saves if it saves those of attention.
 _ATTENTION = tuple(
     getattr(torch.ops.aten, name).default
@@ -176,19 +177,29 @@ def follow_torch() -> None:
     """Follow the checkpoints of PyTorch; harmless when repeated."""
     follow_checkpoint_class(checkpoint.CheckpointFunction)
     park_inputs_of_frames()
-    original = getattr(checkpoint, _NON_REENTRANT)
+    name = next(name for name in _NON_REENTRANT if hasattr(checkpoint, name))
+    original = getattr(checkpoint, name)
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
-    def followed(*args: Any, **kwargs: Any) -> Any:
+    def followed(fn: Any, args: Any, kwargs: Any, **options: Any) -> Any:
+        if options["debug"] or checkpoint._is_compiling(fn, args, kwargs):  # type: ignore[no-untyped-call]
+            return original(fn, args, kwargs, **options)
+        respects = options.get("respect_saved_tensors_hooks")
+        options["context_fn"] = functools.partial(_with_runs, options["context_fn"], respects)
+        return original(fn, args, kwargs, **options)
+
+    @functools.wraps(original)
+    def followed_before(*args: Any, **kwargs: Any) -> Any:
         if args[_DEBUG] or checkpoint._is_compiling(args[0], args, kwargs):  # type: ignore[no-untyped-call]
             return original(*args, **kwargs)
-        context_fn = functools.partial(_with_runs, args[_CONTEXT_FN])
+        context_fn = functools.partial(_with_runs, args[_CONTEXT_FN], None)
         return original(*args[:_CONTEXT_FN], context_fn, *args[_CONTEXT_FN + 1 :], **kwargs)
 
-    setattr(followed, _MARK, True)
-    setattr(checkpoint, _NON_REENTRANT, followed)
+    wrapper = followed if name == _NON_REENTRANT[0] else followed_before
+    setattr(wrapper, _MARK, True)
+    setattr(checkpoint, name, wrapper)
 
 
 def follow_checkpoint_class(kind: Any) -> None:
@@ -228,9 +239,16 @@ def follow_checkpoint_function(module: ModuleType, name: str) -> None:
     setattr(module, name, checkpointed)
 
 
-def _with_runs(context_fn: Callable[[], Any]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of a checkpoint's two runs, with what attention gave the first time there the next time."""
+def _with_runs(
+    context_fn: Callable[[], Any], respects: bool | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Return the contexts of a checkpoint's two runs, with what attention gave the first time there the next time.
+
+    `respects` is `respect_saved_tensors_hooks` of torch 2.14, which goes to a selective checkpoint's own context.
+    """
     first, again = context_fn()
+    if hasattr(first, "respect_saved_tensors_hooks"):
+        first.respect_saved_tensors_hooks = respects
     kept = _Checkpoint(getattr(first, "policy_fn", None))
     return _Both(first, _Run(kept, False)), _Both(again, _Run(kept, True))
 

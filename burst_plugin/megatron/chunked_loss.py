@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.activations import Head, linear_cross_entropy
@@ -34,6 +35,7 @@ from burst_plugin.megatron.registry import Registry
 
 __all__ = ["ChunkedLoss", "follow_losses", "output_layer_problems", "with_loss"]
 
+_ACCEPTED = "_compute_mtp_acceptance_counts"  # since core 0.19
 _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
     "cross_entropy_loss_fusion": Rule(off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"),
     "defer_embedding_wgrad_compute": Rule(
@@ -48,6 +50,8 @@ def follow_losses(registry: Registry) -> str:
     wrap(GPTModel, "__init__", partial(_check_model, registry))
     wrap(GPTModel, "_postprocess", partial(_with_chunks, registry))
     wrap(LanguageModule, "__init__", partial(_refuse_others, registry))
+    if hasattr(multi_token_prediction, _ACCEPTED):
+        wrap(multi_token_prediction, _ACCEPTED, partial(_count_accepted, registry))
     return "GPT models compute their losses in chunks of tokens, if loss_chunk says so"
 
 
@@ -107,6 +111,32 @@ def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *
             "loss by compute_language_model_loss of its output layer's logits; drop it"
         )
     return result
+
+
+def _count_accepted(
+    registry: Registry,
+    original: Any,
+    logits: Any,
+    labels: Tensor,
+    mask: Tensor,
+    layer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Do what counts for the log how many predicted tokens are right, with logits of a chunk at a time."""
+    if not isinstance(logits, DeferredLogits):
+        found: tuple[Tensor, Tensor] = original(logits, labels, mask, layer, *args, **kwargs)
+        return found
+    with torch.no_grad():
+        hidden, head = ChunkedLoss(layer._layer, registry.asked().loss_chunk).before_logits(logits)
+        hidden = hidden.flatten(0, 1)
+        labels, mask = (x.transpose(0, 1).reshape(1, -1) for x in (labels, mask))
+        counts = [
+            original(head.logits(hidden[rows])[:, None], labels[:, rows], mask[:, rows], layer, *args, **kwargs)
+            for rows in head.chunks(len(hidden))
+        ]
+    right, total = (torch.stack(each).sum() for each in zip(*counts, strict=True))
+    return right, total
 
 
 @contextmanager

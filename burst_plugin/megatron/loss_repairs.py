@@ -91,21 +91,21 @@ class _PredictionLoss:
     def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `process_mtp_loss` does."""
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        return self._with_mask(given["config"], given.get("loss_mask"), original, *args, **kwargs)
+        return self._with_mask(given["config"], given.get("loss_mask"), partial(original, *args, **kwargs))
 
     def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `GPTModel.forward` does, of which that loss is a part until 0.16."""
-        return self._with_mask(model.config, None, original, model, *args, **kwargs)
+        return self._with_mask(model.config, None, partial(original, model, *args, **kwargs))
 
-    def _with_mask(self, config: Any, mask: Tensor | None, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _with_mask(self, config: Any, mask: Tensor | None, compute: Callable[[], Any]) -> Any:
         whole = self._identity().whole_loss_mask()
         if whole is None or not _weighs(config):
-            return original(*args, **kwargs)
+            return compute()
         self._whole = whole
         if config.calculate_per_token_loss and mask is not None:
             self._share = mask.sum() / whole.sum().clamp(min=1)
         try:
-            return original(*args, **kwargs)
+            return compute()
         finally:
             self._whole = self._share = None
 

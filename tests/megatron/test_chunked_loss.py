@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron.core.transformer import multi_token_prediction
 
 from burst_plugin import Strategy
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
@@ -62,6 +63,25 @@ def test_a_head_that_is_the_embedding_equals_one_rank() -> None:
 def test_multi_token_prediction_equals_one_rank() -> None:
     run = replace(MTP, vocab=TWO_LAYERS.vocab, config={"mtp_num_layers": 2})
     check(run, [in_chunks(run, cp=4), in_chunks(run, tp=2, cp=2)], step=first_token_masked)
+
+
+def _counts(rank: int, run: GptRun) -> list[torch.Tensor]:
+    """How many tokens were predicted rightly, and how many at all, by prediction layer."""
+    one_step(run, random_tokens(run))
+    tracker = multi_token_prediction.MTPLossLoggingHelper.tracker
+    return [tracker["correct_values"], tracker["total_values"]]
+
+
+@pytest.mark.skipif(
+    not hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"), reason="Megatron counts since core 0.19"
+)
+@pytest.mark.parametrize("parallel", [{"cp": 2}, {"tp": 2}])
+def test_predictions_that_are_right_are_counted_as_with_whole_logits(parallel: dict[str, Any]) -> None:
+    run = replace(MTP, vocab=8, config={"mtp_num_layers": 2}, cp_comm_type="burst", **parallel)
+    whole, chunked = (run_ranks(_counts, 2, each) for each in (run, in_chunks(run)))
+    assert int(whole[0][0].sum()) > 0
+    for of_whole, of_chunks in zip(whole, chunked, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(of_whole, of_chunks, strict=True))
 
 
 def _low(rank: int, runs: Sequence[GptRun]) -> list[torch.Tensor]:

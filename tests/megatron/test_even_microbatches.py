@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import itertools
 import sys
 import types
@@ -118,14 +119,27 @@ def _parse(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", at)
 
 
+def _calculator(rampup: tuple[int, int, int] | None, size: int, ranks: int) -> Any:
+    """Return Megatron's number of microbatches: constant, or from a first batch by an increment over some samples."""
+    sizes = {"micro_batch_size": size, "data_parallel_size": ranks}
+    build = num_microbatches_calculator._build_num_microbatches_calculator
+    if "rampup_batch_size" in inspect.signature(build).parameters:
+        return build(1, rampup, GLOBAL_BATCH, decrease_batch_size_if_needed=False, **sizes)
+    schedule = None
+    if rampup is not None:  # since core 0.19 by a schedule of steps
+        first, increment, samples = rampup
+        batches = range(first, GLOBAL_BATCH + 1, increment)
+        each = samples // (len(batches) - 1)
+        schedule = " ".join(f"{number * each}:{batch}" for number, batch in enumerate(batches))
+    return build(1, GLOBAL_BATCH, decrease_batch_size_if_needed=False, step_batch_size_schedule=schedule, **sizes)
+
+
 def _steps(
     scripts: Any, dataset: Any, ranks: int, size: int, consumed: int = 0, rampup: Any = None
 ) -> list[list[list[list[int]]]]:
     """By step, rank and microbatch: the numbers of samples."""
     follow_flag()
-    calculator = num_microbatches_calculator._build_num_microbatches_calculator(
-        1, rampup, GLOBAL_BATCH, size, ranks, False
-    )
+    calculator = _calculator(rampup, size, ranks)
     num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR = calculator
     iterators = []
     for rank in range(ranks):
