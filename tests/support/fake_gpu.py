@@ -85,6 +85,9 @@ class _Stream:
     def synchronize(self) -> None:
         pass
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Stream)
 

@@ -192,6 +192,7 @@ def _of_driver() -> list[tuple[Any, str, Any]]:
         *((torch.cuda, name, lambda *_: 0) for name in zero),
         *((torch.cuda.nvtx, name, lambda *_: 0) for name in ("range_push", "range_pop")),
         (torch.cuda, "default_stream", lambda *_: torch.cuda.current_stream()),
+        (torch.accelerator, "current_stream", lambda *_: torch.cuda.current_stream()),  # by optimizers, since 2.14
         (torch.cuda, "device_count", lambda: 8),
         (torch.cuda, "device", lambda *_: nullcontext()),
         (torch.cuda, "get_rng_state", lambda *_: state),
