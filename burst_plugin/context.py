@@ -73,7 +73,7 @@ class ContextParallel(Session):
                 f"there are {dist.get_world_size()} ranks, and no group says which of them hold a sequence together: "
                 "pass their process group, torch.distributed.group.WORLD for all, hierarchy=[1] for this rank alone"
             )
-        follow_torch()
+        follow_torch(needed=strategy.kept_share > 0 or strategy.offload)
         if strategy.offload:
             offload_while_alive(self)
         groups = [level for level in levels or () if not isinstance(level, int)]

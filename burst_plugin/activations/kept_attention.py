@@ -173,10 +173,37 @@ class _FollowedFunction:
         self._checkpoint.memos.clear()
 
 
-def follow_torch() -> None:
-    """Follow the checkpoints of PyTorch; harmless when repeated."""
+def follow_torch(needed: bool = False) -> None:
+    """Follow the checkpoints of PyTorch; harmless when repeated.
+
+    Raises ValueError if it is `needed`, and checkpoints of this release are made in another way.
+    """
     follow_checkpoint_class(checkpoint.CheckpointFunction)
     park_inputs_of_frames()
+    _follow_not_reentrant()
+    if needed and not _are_followed():
+        raise ValueError(
+            f"keep_attention and offload are not supported with torch {torch.__version__}, whose checkpoints are "
+            "made in a way that is not known here: nothing would be kept; leave both out, or use torch 2.11 to 2.14"
+        )
+
+
+@functools.cache
+def _are_followed() -> bool:
+    """Return whether checkpoints that are not reentrant are followed: PyTorch may give their parts other names."""
+    before, inside = len(_THREAD.runs), list[int]()
+
+    def function(x: Tensor) -> Tensor:
+        inside.append(len(_THREAD.runs))
+        return x.exp()
+
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones((), requires_grad=True)
+        checkpoint.checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
+    return inside == [before + 1]
+
+
+def _follow_not_reentrant() -> None:
     name = next(name for name in _NON_REENTRANT if hasattr(checkpoint, name))
     original = getattr(checkpoint, name)
     if hasattr(original, _MARK):

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from burst_plugin import ContextParallel, Documents, PerHeadGroup, Scores, SlidingWindow, Strategy, burst_attention
+from burst_plugin.activations import kept_attention
 from burst_plugin.activations.kept_attention import follow_checkpoint_function
 from burst_plugin.sequence.masks import Causal, Mask
 from tests.support.ranks import run_ranks
@@ -336,3 +337,16 @@ def _one_keeps(rank: int) -> str:
 def test_ranks_that_keep_different_shares_are_refused() -> None:
     for error in run_ranks(_one_keeps, 2):
         assert "keep_attention" in error
+
+
+@pytest.mark.parametrize("options", [{"keep_attention": "all"}, {"offload": True}])
+def test_checkpoints_of_a_release_that_is_not_known_are_refused(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with torch 2.14 before it was known: what is followed was there, and no longer used."""
+    monkeypatch.setattr(kept_attention, "_are_followed", kept_attention._are_followed.__wrapped__)
+    ContextParallel(**options).close()
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", lambda function, x, **_: function(x))
+    with pytest.raises(ValueError, match=r"keep_attention and offload are not supported with torch \d"):
+        ContextParallel(**options)
+    ContextParallel().close()
