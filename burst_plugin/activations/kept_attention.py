@@ -204,6 +204,7 @@ def _are_followed() -> bool:
 
 
 def _follow_not_reentrant() -> None:
+    """Follow PyTorch's checkpoints that are not reentrant, where their contexts are made."""
     name = next(name for name in _NON_REENTRANT if hasattr(checkpoint, name))
     original = getattr(checkpoint, name)
     if hasattr(original, _MARK):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -350,3 +351,24 @@ def test_checkpoints_of_a_release_that_is_not_known_are_refused(
     with pytest.raises(ValueError, match=r"keep_attention and offload are not supported with torch \d"):
         ContextParallel(**options)
     ContextParallel().close()
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.signature(checkpoint).parameters, reason="an option since torch 2.14"
+)
+@pytest.mark.parametrize("respects", [True, False])
+def test_hooks_see_what_a_selective_checkpoint_saves_if_it_is_told_so(respects: bool) -> None:
+    ContextParallel().close()
+    context = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    x, packed = torch.ones(3, 3, requires_grad=True), list[Tensor]()
+
+    def pack(saved: Tensor) -> Tensor:
+        packed.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        options: Any = {"context_fn": context, "respect_saved_tensors_hooks": respects}
+        out = checkpoint(lambda x: (x @ x).exp(), x, use_reentrant=False, **options)
+    assert any(torch.equal(each, x @ x) for each in packed) == respects
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.allclose(grad, torch.autograd.grad((x @ x).exp().sum(), x)[0])
