@@ -58,7 +58,7 @@ def tables(results: Mapping[Path, Result], directory: Path) -> str:
         for path, result in ((path, result) for path, result in results.items() if result.benchmark == name):
             picture = f"{path.stem}.png"
             if (directory / picture).exists():
-                parts.append(f"![{name} on {result.machine['cpu']}]({picture})")
+                parts.append(f"![{name} on {[*result.machine['gpu'], result.machine['cpu']][0]}]({picture})")
             found = [(package, result.versions.get(package)) for package in ("python", *PACKAGES)]
             packages = "; " + ", ".join(f"{package} {version}" for package, version in found if version)
             parts += [*write(result), _beneath(result, packages)]

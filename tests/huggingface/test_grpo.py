@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.huggingface,
     pytest.mark.skipif(
         tuple(map(int, version("trl").split(".")[:2])) < (1, 16),
-        reason=f"fold_rollouts knows TRL 1.16 and refuses {version('trl')}, the newest for this Python",
+        reason=f"fold_rollouts knows TRL 1.16, and refuses {version('trl')} by name",
     ),
 ]
 
