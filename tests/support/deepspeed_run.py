@@ -146,6 +146,8 @@ def train(run: Run, batches: Sequence[Batch]) -> Result:
     data_parallel = dist.get_world_size() // run.cp
     rows = len(batches[0]["input_ids"]) // data_parallel
     engine = start(run, rows)
+    strategy = burst.context().strategy
+    assert all(getattr(strategy, name, value) == value for name, value in run.block.items()), "the block is obeyed"
     before = _parameters(engine)
     losses, grads = [], {}
     mine = [_rows(batch, dist.get_rank() // run.cp, rows) for batch in batches]
