@@ -11,7 +11,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cache, cached_property
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -210,9 +211,27 @@ def _has_documents(mask: Mask | None) -> bool:
 
 def _names(rule: Callable[..., Any]) -> Iterator[str]:
     """Yield the names of all functions that a rule is made of, and of callables in it."""
-    yield getattr(rule, "__qualname__", type(rule).__qualname__)
+    name = getattr(rule, "__qualname__", type(rule).__qualname__)
+    yield _names_by_code().get(getattr(rule, "__code__", None), name)
     for cell in getattr(rule, "__closure__", None) or ():
         inner = cell.cell_contents
         for part in inner if isinstance(inner, tuple | list) else (inner,):
             if callable(part) and not isinstance(part, torch.nn.Module):
                 yield from _names(part)
+
+
+@cache
+def _names_by_code() -> dict[CodeType | None, str]:
+    """Return the names of the rules that functions of transformers make, by their code.
+
+    In Python 3.10 a rule that PyTorch's compiler has made again says nothing of the function that it is made by.
+    """
+    from transformers import masking_utils
+
+    makers = [maker for maker in vars(masking_utils).values() if isinstance(maker, FunctionType)]
+    return {
+        code: f"{maker.__qualname__}.<locals>.{code.co_name}"
+        for maker in makers
+        for code in maker.__code__.co_consts
+        if isinstance(code, CodeType)
+    }

@@ -27,7 +27,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from burst_plugin import Causal, ContextParallel, Documents, Strategy, Tokens, key_padding
+from burst_plugin import Causal, ContextParallel, Documents, SlidingWindow, Strategy, Tokens, key_padding
 from burst_plugin.batch import IGNORED_LABEL, SequenceShard, shard_batch
 from burst_plugin.huggingface import prepare, register
 from burst_plugin.huggingface.attention import EXAMINED, _seed, forward
@@ -705,6 +705,16 @@ def test_part_of_a_mask_is_a_tensor_and_all_of_it_a_recipe() -> None:
     )
     assert recipe[:, :, slice(0, None), :] is recipe
     assert torch.equal(recipe[:, :, -1:, :], torch.ones(1, 1, 1, 4, dtype=torch.bool))
+
+
+def test_rules_are_known_by_what_they_do_whatever_they_are_called() -> None:
+    """In Python 3.10 the compiler makes them again without the name of the function that made them."""
+    rule = sliding_window_causal_mask_function(4)
+    for part in (rule, rule.__closure__[0].cell_contents[0]):
+        part.__qualname__ = part.__name__
+    recipe = MaskRecipe(mask_function=rule, local_size=4)
+    assert recipe.unknown == []
+    assert recipe.mask == SlidingWindow(3, 0)
 
 
 def test_labels_of_a_shard_are_called_shifted() -> None:
