@@ -23,12 +23,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
 POLL_S = 0.002
+REAP_S = 0.05  # how often the parent looks while no rank ends
 LINGER_S = 2.0  # how long a finished rank waits for the others, so that no peer sees a reset connection
 STACK_S = 1.0  # how long a late rank may take to write its stack before it is killed
 _PR_SET_PDEATHSIG = 1
@@ -137,25 +139,28 @@ class _Crew:
         self.directory = directory
         self.world_size = world_size
         self.running: dict[int, int] = {}
+        self._pipes: dict[int, int] = {}  # each ends with its rank, which holds the other side
         self.exitcodes: dict[int, int] = {}
 
     def fork(self, rank: int, body: Callable[[int], Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
+        pipe, held = os.pipe()
         with undisturbed_fork() as pid:
             if pid == 0:
                 _run_rank(self, rank, body)
-            self.running[rank] = pid
+            self.running[rank], self._pipes[rank] = pid, pipe
+        os.close(held)
 
     def reap_until(self, enough: Callable[[], bool], limit_s: float) -> None:
         """Reap ranks as they end, until none is left, `enough()` is true, or the time is up."""
         deadline = time.monotonic() + limit_s
         while self.running and time.monotonic() < deadline and not enough():
+            wait([*self._pipes.values()], min(REAP_S, limit_s))
             for rank, pid in list(self.running.items()):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     self._ended(rank, status)
-            time.sleep(POLL_S)
 
     def stop(self) -> dict[int, str]:
         """Kill the ranks that are still in `body` and return their stacks; let those that only linger exit."""
@@ -178,6 +183,7 @@ class _Crew:
     def _ended(self, rank: int, status: int) -> None:
         """Record how a rank ended; ranks that linger need not wait for it any more."""
         del self.running[rank]
+        os.close(self._pipes.pop(rank))
         self.exitcodes[rank] = os.waitstatus_to_exitcode(status)
         self.done(rank)
 
