@@ -28,10 +28,14 @@ def fit(x: Tensor, dim: int, align_bytes: int = 1) -> Tensor:
         x = pad(x, (0, dim - x.shape[-1]))
     if x.stride(-1) != 1:
         x = x.contiguous()
-    starts = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    if any(start * x.element_size() % align_bytes for start in (x.storage_offset(), *starts)):
+    if align_bytes > 1 and not _is_aligned(x, align_bytes):
         x = x.clone(memory_format=torch.contiguous_format)
     return x
+
+
+def _is_aligned(x: Tensor, align_bytes: int) -> bool:
+    starts = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
+    return not any(start * x.element_size() % align_bytes for start in (x.storage_offset(), *starts))
 
 
 def expand_heads(x: Tensor, query_heads: int) -> Tensor:
