@@ -40,10 +40,12 @@ __all__ = ["answers_of_other_ranks", "import_beforehand", "pretended_gpus", "val
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
-_VIEWS = {  # of which most calls are, and which need not be looked up with all that fake tensors remember
+_OF_ONE = {  # of which most calls are, and which need not be looked up with all that fake tensors remember
     *(_ATEN.slice.Tensor, _ATEN.alias.default, _ATEN.detach.default, _ATEN.view.default, _ATEN.transpose.int),
-    *(_ATEN.t.default, _ATEN.unsqueeze.default, _ATEN._unsafe_view.default),
+    *(_ATEN.t.default, _ATEN.unsqueeze.default, _ATEN._unsafe_view.default, _ATEN.select.int, _ATEN.view.dtype),
+    *(_ATEN.as_strided.default, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.clone.default),
 }
+_MESSAGES = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}  # by the thousand; they make nothing
 _IN_PLACE = {_ATEN.add_.Tensor, _ATEN.copy_.default, _ATEN.mul_.Tensor, _ATEN.zero_.default}
 _OF_VALUES = (torch.tensor, torch.as_tensor)
 _make_subclass, _empty = torch.Tensor._make_subclass, torch.empty
@@ -150,7 +152,10 @@ class _Operators(FakeTensorMode):
         if func is _ATEN._local_scalar_dense.default:
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
-        if func in _VIEWS and isinstance(args[0], FakeTensor):
+        if func in _MESSAGES:
+            with in_kernel_invocation_manager(self):
+                return func(*args, **kwargs)
+        if func in _OF_ONE and isinstance(args[0], FakeTensor) and "device" not in kwargs:
             with in_kernel_invocation_manager(self):
                 return FakeTensor(self, func(*args, **kwargs), args[0].fake_device)
         if func in _IN_PLACE and isinstance(args[0], FakeTensor):
