@@ -116,6 +116,32 @@ def test_few_files_lie_beside_the_rooms() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 14
 
 
+def _sizes(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines of a file and of each of its functions, docstrings aside, and the parameters of each function."""
+    source = path.read_text()
+    yield "lines of a file", len(source.splitlines())
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            whole, said = (each.end_lineno - each.lineno + 1 if each else 0 for each in (node, docstring))
+            yield f"lines of {node.name}", whole - said
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield f"parameters of {node.name}", len([each for each in given if each.arg not in ("self", "cls")])
+
+
+def test_files_and_functions_are_short() -> None:
+    limits = {"lines of a file": 320, "parameters": 7, "lines": 45}
+    # Users call the first by keywords; the second takes what TRL's method takes.
+    longer = {"parameters of burst_attention", "parameters of __call__"}
+    found = [
+        f"{path}: {size} {what}"
+        for path in MODULES.values()
+        for what, size in _sizes(path)
+        if what not in longer and size > limits.get(what, limits[what.split()[0]])
+    ]
+    assert found == []
+
+
 # Words of frameworks, and the rooms that may use them.
 FRAMEWORK = re.compile(r"megatron|deepspeed|\btransformers\b|hugging ?face|\baccelerate\b|\btrl\b", re.IGNORECASE)
 FRAMEWORK_ROOMS = ("megatron", "deepspeed", "huggingface")

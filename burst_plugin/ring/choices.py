@@ -58,11 +58,7 @@ def make_plan(rank_state: RankState, inputs: Inputs, request: Request, known: di
 
 
 def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, deterministic: bool) -> Plan:
-    strategy, device = rank_state.strategy, inputs.q.device
-    if request.forward is not None:
-        strategy = replace(strategy, forward=request.forward)
-    if request.mask.trees:
-        strategy = _with_keys_moving(strategy)
+    strategy, device = _strategy_of(request, rank_state.strategy), inputs.q.device
     shapes, attending, ranks_per_kv_head = _shapes(rank_state, inputs, request)
     extras = _extras(inputs, strategy.group_size)
     scores = request.scores.resolved(shapes.qk_dim, inputs.q.shape[2])
@@ -71,11 +67,7 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     kernel_tiles = KernelTiles(kernel.features, shapes, extras.bias or scores.needs_positions, request.max_logits)
     packing = cache(partial(Packing, labelled=device.type == "cpu"))
     moving = moving_sides(strategy, shapes, rank_state.route_table.ring_ranks, bias=extras.bias)
-    # Results that something else is added to first stay as wide as they were accumulated.
-    rounded: dict[Direction, dict[Side, bool]] = {
-        "forward": {"q": not extras.sink, "kv": True},
-        "backward": {"q": True, "kv": ranks_per_kv_head == 1},
-    }
+    rounded = _rounded_sides(extras, ranks_per_kv_head)
     if strategy.mesh_degree > 1:  # one side moves
         for direction in DIRECTIONS:
             rounded[direction][OTHER_SIDE[moving[direction][0]]] = False
@@ -109,13 +101,25 @@ def _new_plan(rank_state: RankState, inputs: Inputs, request: Request, determini
     )
 
 
-def _with_keys_moving(strategy: Strategy) -> Strategy:
-    """Return the strategy under a prefix tree, in which keys move unless queries are asked to.
+def _strategy_of(request: Request, strategy: Strategy) -> Strategy:
+    """Return the strategy of a call: under a prefix tree keys move, unless queries are asked to.
 
     Ranks that hold a prompt would else have the work of all its answers.
     """
-    forward, backward = ("kv" if each == AUTO else each for each in (strategy.forward, strategy.backward))
-    return replace(strategy, forward=forward, backward=backward)
+    if request.forward is not None:
+        strategy = replace(strategy, forward=request.forward)
+    if request.mask.trees:
+        forward, backward = ("kv" if each == AUTO else each for each in (strategy.forward, strategy.backward))
+        strategy = replace(strategy, forward=forward, backward=backward)
+    return strategy
+
+
+def _rounded_sides(extras: Extras, ranks_per_kv_head: int) -> dict[Direction, dict[Side, bool]]:
+    """Return which results are rounded at once; those to which something is added first stay in float32 or wider."""
+    return {
+        "forward": {"q": not extras.sink, "kv": True},
+        "backward": {"q": True, "kv": ranks_per_kv_head == 1},
+    }
 
 
 def _pass_plan(make: Callable[..., PassPlan], moving: Sequence[Side]) -> PassPlan:
