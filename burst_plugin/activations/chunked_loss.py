@@ -67,7 +67,7 @@ class Head:
         if parameters is None:
             if not isinstance(self.project, torch.nn.Module):
                 raise ValueError(
-                    f"project is {shown(self.project)}, of which the trained parameters cannot be told; pass the "
+                    f"project is {shown(self.project)}, whose trained parameters cannot be determined; pass the "
                     "module itself, or parameters=[...], [] for none"
                 )
             parameters = self.project.parameters()

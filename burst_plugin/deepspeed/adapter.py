@@ -91,7 +91,7 @@ class Adapter:
         elif session.cp.strategy.loss_chunk:
             raise ValueError(
                 f'"{BLOCK}": loss_chunk={session.cp.strategy.loss_chunk} is for models of transformers, and '
-                f"{type(model).__name__} is none: leave it out, and call "
+                f"{type(model).__name__} is not one: leave it out, and call "
                 "burst_plugin.activations.linear_cross_entropy in the model"
             )
         session.hooks = ModelHooks(session, called)

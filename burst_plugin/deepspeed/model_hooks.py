@@ -126,7 +126,7 @@ class ModelHooks:
         if counted and self._session.cp.ranks > 1 and not self._session.is_permitted:
             raise ValueError(
                 "num_items_in_batch came with a batch that is cut already, and whether it counts the tokens of all "
-                "ranks cannot be told: leave it out, for the mean over this batch, or leave labels out and use "
+                "ranks cannot be determined: leave it out, for the mean over this batch, or leave labels out and use "
                 "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels, valid_tokens=...)"
             )
 

@@ -27,8 +27,8 @@ def check_form_of_loss(model_name: str, output: Any) -> None:
         form = f"losses of shape {list(loss.shape)}"
     if form:
         raise ValueError(
-            f"{model_name} returns {form}, in which the loss of this rank's tokens cannot be told and made that of "
-            "the whole batch: have it return a ModelOutput with a scalar loss (in transformers: leave out "
+            f"{model_name} returns {form}, in which the loss of this rank's tokens cannot be found, to make it "
+            "that of the whole batch: have it return a ModelOutput with a scalar loss (in transformers: leave out "
             "return_dict=False)"
         )
 

@@ -249,7 +249,7 @@ def _dropout(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str
     if dropout and isinstance(vars(module).get("forward"), ReplacedForward):
         raise ValueError(
             f"{type(module).__name__} drops attention probabilities, which head_chunk={shard.cp.strategy.head_chunk} "
-            "would do alike in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"
+            "would repeat in every chunk of heads; use attention_dropout=0 in the model's config, or head_chunk=0"
         )
     return dropout
 

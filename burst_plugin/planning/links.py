@@ -88,7 +88,7 @@ class Links:
         ):
             if given and max(given) >= count:
                 raise ValueError(
-                    f"{what} {max(given)} is none of {topology}, whose {what}s have numbers from 0 to {count - 1}"
+                    f"{what} {max(given)} is not one of {topology}, whose {what}s have numbers from 0 to {count - 1}"
                 )
 
     def of_rings(self, topology: Topology, degree: int) -> list[Links]:

@@ -174,7 +174,7 @@ def _check_heads(strategy: Strategy, local: Shapes) -> None:
     if strategy.degree not in local.ulysses_degrees:
         raise ValueError(
             f"ulysses_degree={strategy.degree} ranks cannot share the {local.q_heads} query heads and "
-            f"{local.kv_heads} key/value heads that are here; use one of {local.ulysses_degrees}, or a preset for "
+            f"{local.kv_heads} key/value heads of this rank; use one of {local.ulysses_degrees}, or a preset for "
             f"any number of heads: {presets_with(ulysses_degree=1, parts=1)}"
         )
 
@@ -184,7 +184,7 @@ def _check_parts(strategy: Strategy, shapes: Shapes) -> None:
     if any(shapes.kv_heads % strategy.parts_of(direction) for direction in DIRECTIONS):
         valid = [n for n in range(1, shapes.kv_heads + 1) if shapes.kv_heads % n == 0]
         raise ValueError(
-            f"parts={strategy.parts} does not divide the {shapes.kv_heads} key/value heads that are here; use one "
+            f"parts={strategy.parts} does not divide the {shapes.kv_heads} key/value heads of this rank; use one "
             f"of {valid}, or a preset without parts: {presets_with(parts=1)}"
         )
 
@@ -263,9 +263,9 @@ def moving_sides(
         asked = getattr(strategy, direction)
         if bias and asked in ("q", BOTH):
             raise ValueError(
-                f"{direction}={asked!r} cannot be had with a bias: its rows belong to the queries, which would have "
-                f"to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and values "
-                f"move: {presets_with(forward='kv', backward='kv')}"
+                f"{direction}={asked!r} cannot be combined with a bias: its rows belong to the queries, which would "
+                f"have to take all of them along; use {direction}='kv' or 'auto', or a preset in which keys and "
+                f"values move: {presets_with(forward='kv', backward='kv')}"
             )
         if bias or (asked == BOTH and ring_ranks <= 2):  # half way round is all of the way
             moving[direction] = ("kv",)

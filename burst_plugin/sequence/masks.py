@@ -110,7 +110,7 @@ class PrefixLM(Mask):
         if self.prefix > kv_len:
             raise ValueError(
                 f"PrefixLM(prefix={self.prefix}) goes beyond the {kv_len} keys that all ranks have together; give a "
-                "prefix of this sequence, or Full(), where all see all"
+                "prefix of this sequence, or Full(), for full attention"
             )
         prefix, rest = Region(0, q_len, 0, self.prefix), Region(0, q_len, self.prefix, kv_len, None, 0)
         return tuple(region for region in (prefix, rest) if not region.is_empty)

@@ -133,11 +133,11 @@ class RunIndex:
 
 
 def check_strides(runs: Iterable[Run]) -> None:
-    """Raise ValueError for runs of different strides."""
+    """Raise ValueError for runs with different strides."""
     strides = {run.stride for run in runs}
     if len(strides) > 1:
         raise ValueError(
-            f"runs of unlike strides do not make tiles: {sorted(strides)}; give queries and keys layouts of one "
+            f"runs with different strides do not make tiles: {sorted(strides)}; give queries and keys layouts of one "
             "stride (layout= of Strategy or Tokens)"
         )
 
@@ -145,7 +145,7 @@ def check_strides(runs: Iterable[Run]) -> None:
 def tiles_of(regions: Regions, q_runs: Sequence[Run], k_runs: Sequence[Run]) -> tuple[Tile, ...]:
     """Return as few tiles as possible: one-sided bands are cut where that is exact, adjacent tiles joined.
 
-    Raises ValueError for runs of different strides.
+    Raises ValueError for runs with different strides.
     """
     check_strides((*q_runs, *k_runs))
     keys = RunIndex(k_runs)

@@ -46,8 +46,8 @@ class Strategy:
     layout: str = field(
         default="zigzag",
         metadata=_about(
-            "the tokens that a rank holds: `zigzag`, `striped`, `contiguous`; `auto` chooses for each batch that is "
-            "cut, or for [lengths and masks of your own](pytorch.md#masks-and-lengths)",
+            f"the tokens that a rank holds: `{'`, `'.join(LAYOUTS)}`; `auto` chooses for each batch that is cut, or "
+            "for [lengths and masks of your own](pytorch.md#masks-and-lengths)",
             (*LAYOUTS, AUTO),
         ),
     )
@@ -223,7 +223,7 @@ class Strategy:
     def on(self, topology: Topology) -> Strategy:
         """Return the strategy of a ring on `topology`: `ulysses_degree` is a number then.
 
-        Raises ValueError if ranks cannot be put into such groups there, with what can be had.
+        Raises ValueError if ranks cannot be put into such groups there, with what is possible.
         """
         if isinstance(self.ulysses_degree, str):
             degrees = {OF_NODE: topology.ranks_per_node, ALL_RANKS: topology.ranks}

@@ -255,7 +255,7 @@ def with_preset(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_groups(groups: Groups) -> None:
-    """Raise ValueError if there is no ring of such groups, with what can be had."""
+    """Raise ValueError if there is no ring of such groups, with what is possible."""
     try:
         _ = groups.ring_topology
     except ValueError as error:

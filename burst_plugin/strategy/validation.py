@@ -87,22 +87,22 @@ def _parts(given: Any) -> int | tuple[int, ...]:
 
 
 def _check_mesh(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for what cannot be had with a mesh."""
+    """Raise ValueError for what cannot be combined with a mesh."""
     mesh = f"mesh_degree={options['mesh_degree']}"
     if options["ulysses_degree"] != 1:
         raise ValueError(
-            f"ulysses_degree={options['ulysses_degree']} and {mesh} cannot be had together: groups exchange heads or "
+            f"ulysses_degree={options['ulysses_degree']} and {mesh} cannot be combined: groups exchange heads or "
             "gather blocks; leave one out"
         )
     if options["ulysses_placement"] != PLACEMENTS[0]:
         raise ValueError(
-            f"ulysses_placement={options['ulysses_placement']!r} and {mesh} cannot be had together: no heads are "
+            f"ulysses_placement={options['ulysses_placement']!r} and {mesh} cannot be combined: no heads are "
             "exchanged; leave one out"
         )
     for direction in DIRECTIONS:
         if options[direction] == BOTH:
             raise ValueError(
-                f"{direction}='both' and {mesh} cannot be had together: groups gather blocks of a side that stays; "
+                f"{direction}='both' and {mesh} cannot be combined: groups gather blocks of a side that stays; "
                 f"use {direction}='q', 'kv' or 'auto', or leave mesh_degree out"
             )
 

@@ -130,7 +130,7 @@ def test_plan_says_what_an_uneven_cluster_costs(capsys: pytest.CaptureFixture[st
     said = "node 1 has NICs of 0.5 GB/s, rank 0 has 90% of the speed, rank 3 has 80% of the speed. What suits"
     assert said in capsys.readouterr().out
     assert main([*asked, "--slow-rank", "4=0.8"]) == 1
-    assert "rank 4 is none of 2x2 (nodes x ranks per node), whose ranks have " in capsys.readouterr().err
+    assert "rank 4 is not one of 2x2 (nodes x ranks per node), whose ranks have " in capsys.readouterr().err
     assert main([*asked, "--node-gb-s", "1=3", "--node-gb-s", "1=4"]) == 1
     assert "--node-gb-s names 1 more than once; give each number one value" in capsys.readouterr().err
     for wrong in ("3", "3=", "=0.8", "-1=0.8", "3=0", "3=1.5", "3=nan", "x=0.8"):

@@ -145,7 +145,7 @@ def _refused(rank: int) -> list[str]:
 
 def test_what_has_no_chunks_is_refused() -> None:
     for messages in run_ranks(_refused, 2, timeout_s=120.0):
-        assert "loss_chunk=5 is for models of transformers, and Linear is none" in messages[0]
+        assert "loss_chunk=5 is for models of transformers, and Linear is not one" in messages[0]
         assert "got no logits: with loss_chunk" in messages[1]
 
 

@@ -168,7 +168,7 @@ def _dropping(rank: int) -> str:
 
 def test_dropout_of_probabilities_is_refused_with_heads_in_chunks() -> None:
     for message in run_ranks(_dropping, 2):
-        assert message.startswith("LlamaAttention drops attention probabilities, which head_chunk=2 would do alike")
+        assert message.startswith("LlamaAttention drops attention probabilities, which head_chunk=2 would repeat")
 
 
 def test_models_whose_heads_do_not_come_in_chunks_are_refused_by_name() -> None:

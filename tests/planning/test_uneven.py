@@ -165,8 +165,8 @@ def test_what_it_costs_is_said_and_what_suits_it() -> None:
 
 def test_nodes_and_ranks_that_there_are_not_and_large_clusters_are_refused() -> None:
     for uneven, message in (
-        ({"node_bytes_per_s": {2: 1e8}}, "node 2 is none of 2x2 .* from 0 to 1"),
-        ({"rank_speed": {4: 0.5}}, "rank 4 is none of 2x2 .* from 0 to 3"),
+        ({"node_bytes_per_s": {2: 1e8}}, "node 2 is not one of 2x2 .* from 0 to 1"),
+        ({"rank_speed": {4: 0.5}}, "rank 4 is not one of 2x2 .* from 0 to 3"),
     ):
         with pytest.raises(ValueError, match=message):
             plans(Topology(2, 2), SHAPES, (1.0, 1.0), Links(1e9, 1e8, **uneven))

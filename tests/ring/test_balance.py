@@ -150,7 +150,7 @@ def test_queries_and_keys_of_unlike_strides_are_refused_by_every_rank() -> None:
     q, kv = Tokens(16, layout="striped"), Tokens(16, layout="contiguous")
     for rank in range(4):
         table = RouteTable(Topology(1, 4), Strategy())
-        with pytest.raises(ValueError, match="runs of unlike strides do not make tiles"):
+        with pytest.raises(ValueError, match="runs with different strides do not make tiles"):
             table.route(rank, PassKey(Attending(q, kv, mask), "kv", True))
 
 

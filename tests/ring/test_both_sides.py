@@ -148,7 +148,9 @@ def test_bytes_are_those_of_the_pairs_that_meet() -> None:
 def test_where_queries_would_have_to_take_a_bias_along_it_is_refused() -> None:
     x = torch.zeros(1, 24, 2, 4)
     ring = VirtualRing(Topology(1, 3), Strategy(**BALANCED))
-    with pytest.raises(ValueError, match=r"forward='both' cannot be had with a bias.*use forward='kv' or 'auto'"):
+    with pytest.raises(
+        ValueError, match=r"forward='both' cannot be combined with a bias.*use forward='kv' or 'auto'"
+    ):
         ring.attention(x, x, x, bias=torch.zeros(1, 1, 24, 24))
 
 

@@ -88,7 +88,7 @@ def _wrong(rank: int, kind: str) -> None:
         ("slopes", "got 1 alibi_slopes for 2 query heads"),
         ("sink", "sink must be floating point [2], one logit per query head, got torch.float32 [3]"),
         ("bias", "here [2, 2, 8, 16], got torch.float32 [1, 1, 8, 8]"),
-        ("bias moving", "backward='q' cannot be had with a bias"),
+        ("bias moving", "backward='q' cannot be combined with a bias"),
         ("another mask", "rank 0: mask=SlidingWindow(left=4, right=0); rank 1: mask=SlidingWindow(left=5, right=0)"),
         ("only one has a sink", "rank 0: with=(); rank 1: with=('sink',)"),
     ],

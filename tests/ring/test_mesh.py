@@ -280,14 +280,12 @@ def test_a_rank_that_is_lost_while_blocks_are_gathered_is_named() -> None:
 
 
 def test_what_cannot_be_had_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"ulysses_degree=2 and mesh_degree=4 cannot be had together: .* leave one"):
+    with pytest.raises(ValueError, match=r"ulysses_degree=2 and mesh_degree=4 cannot be combined: .* leave one"):
         Strategy(ulysses_degree=2, mesh_degree=4)
-    with pytest.raises(
-        ValueError, match="ulysses_placement='context_first' and mesh_degree=2 cannot be had together"
-    ):
+    with pytest.raises(ValueError, match="ulysses_placement='context_first' and mesh_degree=2 cannot be combined"):
         Strategy(ulysses_placement="context_first", mesh_degree=2)
     for direction in DIRECTIONS:
-        with pytest.raises(ValueError, match=f"{direction}='both' and mesh_degree=2 cannot be had together: .* use"):
+        with pytest.raises(ValueError, match=f"{direction}='both' and mesh_degree=2 cannot be combined: .* use"):
             Strategy(**{direction: "both"}, mesh_degree=2)
     with pytest.raises(ValueError, match="mesh_degree=0 is not valid; use a positive number"):
         Strategy(mesh_degree=0)

@@ -338,7 +338,7 @@ def test_heads_that_do_not_divide_are_one_error_on_every_rank() -> None:
     for outcome in run_ranks_outcomes(_wrong, 2, 2, 3):
         assert outcome.error is not None
         assert outcome.error.rstrip().splitlines()[-1] == (
-            "ValueError: ulysses_degree=2 ranks cannot share the 3 query heads and 3 key/value heads that are here; "
+            "ValueError: ulysses_degree=2 ranks cannot share the 3 query heads and 3 key/value heads of this rank; "
             f"use one of [1, 3], or a preset for any number of heads: {presets_with(ulysses_degree=1, parts=1)}"
         )
 

@@ -225,7 +225,7 @@ def test_runs_in_any_order(mask: Mask) -> None:
 
 
 def test_unlike_strides_are_refused() -> None:
-    with pytest.raises(ValueError, match="unlike strides"):
+    with pytest.raises(ValueError, match="different strides"):
         tiles(Full(), (8, 8), (Run(0, 4, 1),), (Run(0, 4, 2),))
 
 

@@ -113,7 +113,7 @@ def test_a_refusal_names_the_presets_that_can() -> None:
     bias = torch.zeros(1, 1, 24, 24)
     for name, direction in (("burst", "backward"), ("pass_q", "forward"), ("dist_flash", "forward")):
         side = getattr(Strategy.preset(name), direction)
-        with pytest.raises(ValueError, match=rf"{direction}='{side}' cannot be had with a bias.*: {can}$"):
+        with pytest.raises(ValueError, match=rf"{direction}='{side}' cannot be combined with a bias.*: {can}$"):
             VirtualRing(Topology(1, 2), Strategy.preset(name)).attention(*six[:3], bias=bias)
 
 

@@ -59,8 +59,8 @@ __all__ = [
 CAUSAL, PLAIN = Causal(), Scores()
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1.5e-3}
 REFUSALS = (  # what may be refused, of what is drawn
-    r"runs of unlike strides do not make tiles",
-    r"(forward|backward)='q' cannot be had with a bias",
+    r"runs with different strides do not make tiles",
+    r"(forward|backward)='q' cannot be combined with a bias",
     r"alibi_slopes need positions that count alike",
     r"alibi_slopes and dropout go by the positions of tokens, which batch rows",
     r"parts=.* does not divide the \d+ key/value heads",
