@@ -111,8 +111,8 @@ def burst_attention(
             queries: sum it over ranks.
         bias: [1 or B, 1 or Hq, S_local, S_global], added to the scores of this rank's queries; the keys are in the
             order of the sequence. Its gradient is complete, but for a bias that ranks share.
-        tokens: the sequence that the rows are taken from, if it does not deal out evenly or every document is dealt
-            out on its own; for cross attention that of the queries and that of the keys. By default every rank
+        tokens: the sequence that the rows are taken from, if it is not cut evenly, or every document is cut on
+            its own; for cross attention that of the queries and that of the keys. By default every rank
             holds equally many.
         tag: a name for this call that is the same on every rank: the number of the layer, say, or several such things
             in a tuple. Ranks compare it, and on CPUs messages carry it, so that a rank that skipped a call, or made

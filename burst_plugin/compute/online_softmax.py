@@ -1,5 +1,5 @@
 """The numbers of attention in pieces: merging partial outputs, and the projection that lets stock kernels do
-a backward pass for queries that have left their output at home.
+a backward pass for queries that travel without their output.
 
 Everything here is in the accumulators' type (float32; float64 for float64 inputs). lse is the natural
 logarithm of a softmax's denominator, -inf where a query attends to nothing. On GPUs with triton, `merge_`, `add_`,

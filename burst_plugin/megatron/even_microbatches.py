@@ -1,4 +1,4 @@
-"""Samples of a global batch dealt anew, so that microbatches have like work: `--burst-even-microbatches`.
+"""Samples of a global batch in an order that gives microbatches similar work: `--burst-even-microbatches`.
 
 Where attention stays inside documents, the work of a sample is the sum of the squares of its documents' lengths.
 Evened are, in every step, the sums over data-parallel ranks, and then those over the microbatches of a rank. Ranks
@@ -6,7 +6,7 @@ compute the largest first, so that the microbatches that they compute at the sam
 the samples that Megatron's sampler has for it, in another order, and a run resumes as without the flag.
 
 Works 9 1 4 4 6 2 1 5 on two ranks, one sample per microbatch: in Megatron's order the ranks compute 9 4 6 1 and
-1 4 2 5, in all 20 and 12, or 9 + 4 + 6 + 5 = 24 if they meet after every microbatch. Dealt, they compute 9 4 2 1 and
+1 4 2 5, in all 20 and 12, or 9 + 4 + 6 + 5 = 24 if they meet after every microbatch. Evened, they compute 9 4 2 1 and
 6 5 4 1, in all 16 each, or 9 + 5 + 4 + 1 = 19.
 """
 
@@ -29,7 +29,7 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.arguments import PACKS, RESETS, flag_of, parsed_arguments
 
-__all__ = ["add_flag", "deal_evenly", "follow_flag", "works_of"]
+__all__ = ["add_flag", "assign_evenly", "follow_flag", "works_of"]
 
 _FLAG = "--burst-even-microbatches"
 _MARK = "_burst_plugin_evens"  # on the function that makes loaders; on a sampler: its dataset
@@ -42,19 +42,19 @@ _RULES: Mapping[str, Rule] = {
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
 _INDEXES_OF_BLENDS = ("dataset_index", "dataset_sample_index")
 
-Dealt = list[list[list[int]]]  # by data-parallel rank and microbatch: numbers of samples
+Assignment = list[list[list[int]]]  # by data-parallel rank and microbatch: numbers of samples
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flag in a group of its own. Raise argparse.ArgumentError if it has been added already."""
-    text = "deal the samples of each step so that data-parallel ranks and pipeline stages wait less for each other"
+    text = "assign the samples of each step so that data-parallel ranks and pipeline stages wait less for each other"
     group = parser.add_argument_group("even microbatches", "with any attention that stays inside documents")
     group.add_argument(_FLAG, action="store_true", help=text)
     return parser
 
 
 def follow_flag() -> None:
-    """Let the training data's sampler deal evenly, if Megatron's parsed arguments ask for it.
+    """Let the training data's sampler assign samples evenly, if Megatron's parsed arguments ask for it.
 
     Raises:
         ValueError: naming every flag with which it cannot, and what to write instead.
@@ -99,12 +99,12 @@ def _refuse_unknown_lengths(dataset: Any) -> None:
 
 
 def _iterate(original: Callable[..., Iterator[list[int]]], sampler: Any) -> Iterator[list[int]]:
-    """Do what `MegatronPretrainingSampler.__iter__` does, with training data dealt evenly."""
+    """Do what `MegatronPretrainingSampler.__iter__` does, with training data assigned evenly."""
     dataset = getattr(sampler, _MARK, None)
-    return original(sampler) if dataset is None else _deal_steps(original, sampler, dataset)
+    return original(sampler) if dataset is None else _evened_steps(original, sampler, dataset)
 
 
-def _deal_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, dataset: Any) -> Iterator[list[int]]:
+def _evened_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, dataset: Any) -> Iterator[list[int]]:
     """Yield this rank's microbatches, step by step: with batch sizes that grow, as many as each step will take."""
     size, width = sampler.micro_batch_size, sampler.micro_batch_times_data_parallel_size
     first = sampler.data_parallel_rank * size
@@ -120,10 +120,10 @@ def _deal_steps(original: Callable[..., Iterator[list[int]]], sampler: Any, data
         samples = list(chain.from_iterable(row for row in step if len(row) == width))
         if samples:
             works = works_of(dataset, samples)
-            dealt = deal_evenly(works, width // size, size)
+            assigned = assign_evenly(works, width // size, size)
             if consumed == sampler.consumed_samples and dist.is_initialized() and dist.get_rank() == 0:
-                _say(works, dealt)
-            yield from ([samples[item] for item in microbatch] for microbatch in dealt[first // size])
+                _say(works, assigned)
+            yield from ([samples[item] for item in microbatch] for microbatch in assigned[first // size])
         if len(step[-1]) < width:  # the end of the data, if it is not dropped
             yield step[-1][first : first + size]
         consumed += sum(map(len, step))
@@ -157,35 +157,35 @@ def _load(dataset: Any, names: Sequence[str]) -> None:
             setattr(dataset, name, np.load(getattr(dataset, f"path_to_{name}"), mmap_mode="r"))
 
 
-def deal_evenly(works: Sequence[int], ranks: int, size: int) -> Dealt:
+def assign_evenly(works: Sequence[int], ranks: int, size: int) -> Assignment:
     """Return which samples the microbatches of every data-parallel rank have, the largest microbatches first.
 
     Every rank gets equally many microbatches of `size` samples; `ranks * size` divides the number of works.
     """
-    dealt = []
-    for hand in _deal(works, ranks):
-        parts = _deal([works[sample] for sample in hand], len(hand) // size)
-        microbatches = [[hand[number] for number in part] for part in parts]
-        dealt.append(sorted(microbatches, key=lambda microbatch: -sum(works[sample] for sample in microbatch)))
-    return dealt
+    assigned = []
+    for own in _assign(works, ranks):
+        parts = _assign([works[sample] for sample in own], len(own) // size)
+        microbatches = [[own[number] for number in part] for part in parts]
+        assigned.append(sorted(microbatches, key=lambda microbatch: -sum(works[sample] for sample in microbatch)))
+    return assigned
 
 
-def _deal(works: Sequence[int], hands: int) -> list[list[int]]:
-    """Deal items to hands, the largest first, each to the hand with the least work that has room; in that order."""
-    dealt: list[list[int]] = [[] for _ in range(hands)]
-    waiting = [(0, hand) for hand in range(hands)]
+def _assign(works: Sequence[int], bins: int) -> list[list[int]]:
+    """Assign items to bins, the largest first, each to the bin with the least work that has room; in that order."""
+    assigned: list[list[int]] = [[] for _ in range(bins)]
+    waiting = [(0, number) for number in range(bins)]
     for item in sorted(range(len(works)), key=lambda item: -works[item]):
-        work, hand = heapq.heappop(waiting)
-        dealt[hand].append(item)
-        if len(dealt[hand]) < len(works) // hands:
-            heapq.heappush(waiting, (work + works[item], hand))
-    return dealt
+        work, emptiest = heapq.heappop(waiting)
+        assigned[emptiest].append(item)
+        if len(assigned[emptiest]) < len(works) // bins:
+            heapq.heappush(waiting, (work + works[item], emptiest))
+    return assigned
 
 
-def _say(works: Sequence[int], dealt: Dealt) -> None:
+def _say(works: Sequence[int], assigned: Assignment) -> None:
     """Print how even a step is over data-parallel ranks, and how even it would be in Megatron's order."""
-    ranks, size, mean = len(dealt), len(dealt[0][0]), sum(works) / len(dealt)
-    fullest = max(sum(works[sample] for sample in chain(*rank)) for rank in dealt)
+    ranks, size, mean = len(assigned), len(assigned[0][0]), sum(works) / len(assigned)
+    fullest = max(sum(works[sample] for sample in chain(*rank)) for rank in assigned)
     own = max(sum(work for i, work in enumerate(works) if i // size % ranks == rank) for rank in range(ranks))
     print(
         f"burst_plugin: microbatches are evened: in the first step, the fullest of {ranks} data-parallel ranks has "

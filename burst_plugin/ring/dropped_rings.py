@@ -1,4 +1,4 @@
-"""A word about rings that were dropped without `close()`: nothing else destroys the process groups that they made."""
+"""A warning about rings that were dropped without `close()`: nothing else destroys their process groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from burst_plugin.comm.process_groups import Communicators
 from burst_plugin.ring.rank_state import RankState
 
-__all__ = ["note_a_dropped_ring", "tell_of_dropped_rings"]
+__all__ = ["note_a_dropped_ring", "warn_of_dropped_rings"]
 
 _LOG = logging.getLogger(__name__)
 _TOLD = 0
@@ -22,7 +22,7 @@ def note_a_dropped_ring(rank_state: RankState, communicators: Communicators) -> 
         _DROPPED.append(len(communicators.created))
 
 
-def tell_of_dropped_rings() -> None:
+def warn_of_dropped_rings() -> None:
     """Say once, where another ring is made, what those before it have left behind."""
     if len(_DROPPED) > 0 and _TOLD not in _DROPPED:
         _LOG.warning(

@@ -185,11 +185,11 @@ class _ByDocument:
         return _duration(float(computes), *min(all_rows, costs.most_rows_moved()))
 
     def assignments(self) -> Iterator[Iterator[Tokens]]:
-        """Yield documents dealt to nodes and ranks."""
-        from burst_plugin.sequence.shares import deal_documents
+        """Yield documents assigned to nodes and ranks."""
+        from burst_plugin.sequence.shares import assign_documents
 
         ring = self.table.ring_topology
-        yield iter((deal_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
+        yield iter((assign_documents(self.documents, self.length, ring, self.table.cp_ranks // ring.ranks),))
 
 
 def _time(table: RouteTable, attending: Attending, work: Mapping[Side, Tensor]) -> float:

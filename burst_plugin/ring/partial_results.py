@@ -1,7 +1,7 @@
 """Partial results on one rank during a pass: of other ranks' blocks, which come and leave, and of its own.
 
 arrive, add     ->  an accumulator per block  ->  leave          to the next rank
-                                              ->  leave, twice   some rows to the next rank, the others home
+                                              ->  leave, twice   some rows to the next rank, the others to their owner
 """
 
 from __future__ import annotations

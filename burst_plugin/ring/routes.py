@@ -218,10 +218,10 @@ class RouteTable:
         """Return one rank's route of a pass."""
         pairs = self.pairs(key.attending, key.moving, key.place)
         if (ring_rank, key) not in self._routes:
-            schedule, moving, home = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
+            schedule, moving, local = self._schedule(key).of_rank(ring_rank), key.moving, OTHER_SIDE[key.moving]
             owners = list(dict.fromkeys(schedule.owner(s.visit) for s in schedule.steps if s.visit is not None))
             rows_of = schedule.rows
-            runs = {home: dict.fromkeys(owners, pairs.runs[home][ring_rank]), moving: {}}
+            runs = {local: dict.fromkeys(owners, pairs.runs[local][ring_rank]), moving: {}}
             tiles = {}
             for owner in owners:
                 rows = rows_of.get(owner)  # part 0 of a block has its owner's number

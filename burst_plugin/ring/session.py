@@ -33,7 +33,7 @@ from burst_plugin.comm.process_groups import (
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from burst_plugin.comm.transport import Channel, Message, RingError
 from burst_plugin.ring.choices import make_plan
-from burst_plugin.ring.dropped_rings import note_a_dropped_ring, tell_of_dropped_rings
+from burst_plugin.ring.dropped_rings import note_a_dropped_ring, warn_of_dropped_rings
 from burst_plugin.ring.plan import Plan
 from burst_plugin.ring.rank_state import RankState
 from burst_plugin.ring.request import Inputs, Request
@@ -105,7 +105,7 @@ class Session:
         table = RouteTable(topology, self.strategy)
         self.rank_state = RankState(self.rank, topology, self.strategy, ring, ulysses, table, self._consistency)
         weakref.finalize(self, note_a_dropped_ring, self.rank_state, self._communicators).atexit = False
-        tell_of_dropped_rings()
+        warn_of_dropped_rings()
 
     # ------------------------------------------------------------------------------------------- meeting and parting
 

@@ -13,7 +13,7 @@ ranks j of the others.
     group 1  rank 2   2 5   a b       2 3 4 5   a        whole group's is the sequence: one ring of one rank
              rank 3   3 4   a b       2 3 4 5   b
 
-What is sent to be read is gather traffic, outputs and gradients on their way home are reduce traffic. Per rank
+What is sent to be read is gather traffic, outputs and gradients on their way back are reduce traffic. Per rank
 it is (degree - 1) / degree of q, k, v and out, once, whatever the number of ranks, but not hidden behind work.
 
 Sources: DeepSpeed-Ulysses (arXiv 2309.14509) for the exchange; USP (2405.07719) and LoongTrain's 2D attention

@@ -9,7 +9,7 @@ first half by those behind it. A ring that takes them downwards carries them who
 
 Over all ranks 75 % of the bytes are left, of operands and of results. The link from rank 1 to rank 0 carries as much
 as before, so that no pass gets shorter; and a pass that waits for links alone may take a tenth longer backward, since
-what goes home shares its owner's link with what comes around.
+what goes to an owner shares its link with what comes around.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ def trimmed(schedule: Schedule, required: Required, lengths: Sequence[int]) -> S
 
     def results(t: Transfer) -> Iterator[Transfer]:
         rows = carried[t.src, t.block]
-        home = () if t.dst == t.block else without(rows, carried[t.dst, t.block])
-        if home:
+        to_owner = () if t.dst == t.block else without(rows, carried[t.dst, t.block])
+        if to_owner:
             link = schedule.topology.link(t.src, t.block)
-            yield limited(t._replace(dst=t.block, link=link), home)
-        yield limited(t, without(rows, home))
+            yield limited(t._replace(dst=t.block, link=link), to_owner)
+        yield limited(t, without(rows, to_owner))
 
     return replace(
         schedule,

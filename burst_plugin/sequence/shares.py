@@ -1,4 +1,4 @@
-"""Causal documents dealt to nodes, and there to ranks: as many tokens and as much work for each, and few cuts.
+"""Causal documents assigned to nodes, and there to ranks: as many tokens and as much work for each, and few cuts.
 
 Documents a, b, c and d over two ranks. A token of a document of n tokens has n + 1 pairs on average, those of its
 query and those of its key added up:
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.topology import Topology
 
-__all__ = ["deal_documents"]
+__all__ = ["assign_documents"]
 
 # Of its work, how much more or less than others one may have, for fewer cuts.
 _NODE_SLACK = 0.03
@@ -53,7 +53,9 @@ class _Share(NamedTuple):
     rank: int
 
 
-def deal_documents(documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1) -> Tokens:
+def assign_documents(
+    documents: Sequence[tuple[int, int]], length: int, topology: Topology, degree: int = 1
+) -> Tokens:
     """Return an assignment of tokens by which all ranks hold equally many, and about equal work.
 
     Args:

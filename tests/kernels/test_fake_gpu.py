@@ -132,7 +132,7 @@ def _run(
             assert saved[5] is not None
             rows = (
                 saved[5].shape[1] // ring.rank_states[0].ulysses_group.degree
-            )  # those of the team are together here
+            )  # those of the group are together here
             douts += [torch.empty(2, rows, heads_q, v_dim, dtype=dtype, device=GPU), None, None]
         grads = RingAttention.backward(done, *douts)[3:]
     assert len(grads) == 5 * topology.ranks

@@ -34,7 +34,7 @@ Beside = list[tuple[torch.Tensor, torch.Tensor]]  # what was found, and what is 
 
 
 def _cut(x: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's part of a whole tensor, as Megatron deals it out."""
+    """A rank's part of a whole tensor, as Megatron cuts it."""
     return LAYOUTS["zigzag"].shard(x, dim, (rank, ranks), Tokens(x.shape[dim]))
 
 

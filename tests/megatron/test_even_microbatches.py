@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from burst_plugin.megatron import even_microbatches
 from burst_plugin.megatron.adapter import _add_flags, _make_ring
-from burst_plugin.megatron.even_microbatches import deal_evenly, follow_flag, works_of
+from burst_plugin.megatron.even_microbatches import assign_evenly, follow_flag, works_of
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -184,8 +184,8 @@ def test_batches_that_grow_keep_their_samples(scripts: Any, datasets: list[Any])
     assert [sample for step in steps for sample in _flat(step)] == list(range(len(datasets[0]) // 4 * 4))
     for step in steps:
         samples = _flat(step)
-        dealt = deal_evenly(works_of(datasets[0], samples), 2, 2)
-        assert step == [[[samples[number] for number in part] for part in rank] for rank in dealt]
+        assigned = assign_evenly(works_of(datasets[0], samples), 2, 2)
+        assert step == [[[samples[number] for number in part] for part in rank] for rank in assigned]
     assert _steps(scripts, datasets[0], 2, 2, 40, rampup=(8, 8, 72)) == steps[4:]
 
 
@@ -269,22 +269,22 @@ def test_ranks_wait_less(scripts: Any, datasets: list[Any], size: int) -> None:
          for rank in range(4)]
         for start in range(0, len(steps) * GLOBAL_BATCH, GLOBAL_BATCH)
     ]  # fmt: skip
-    dealt, before = (np.mean([_excess(works, step) for step in order], axis=0) for order in (steps, own))
+    assigned, before = (np.mean([_excess(works, step) for step in order], axis=0) for order in (steps, own))
     assert (before > (0.2, 0.5)).all(), "there is something to even out"
-    assert (dealt < before * (0.3, 0.45)).all()
+    assert (assigned < before * (0.3, 0.45)).all()
 
 
 def test_the_example() -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
-    assert [[works[i] for (i,) in rank] for rank in deal_evenly(works, 2, 1)] == [[9, 4, 2, 1], [6, 5, 4, 1]]
-    pairs = deal_evenly(works, 2, 2)
+    assert [[works[i] for (i,) in rank] for rank in assign_evenly(works, 2, 1)] == [[9, 4, 2, 1], [6, 5, 4, 1]]
+    pairs = assign_evenly(works, 2, 2)
     assert [[sum(works[sample] for sample in pair) for pair in rank] for rank in pairs] == [[10, 6], [9, 7]]
 
 
 def test_how_even_a_step_is_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     works = [9, 1, 4, 4, 6, 2, 1, 5]
     for size, own in ((1, "1.25"), (2, "1.12")):
-        even_microbatches._say(works, deal_evenly(works, 2, size))
+        even_microbatches._say(works, assign_evenly(works, 2, size))
         said = f"the fullest of 2 data-parallel ranks has 1.00 times the mean attention, {own} times in Megatron's"
         assert said in capsys.readouterr().out
 

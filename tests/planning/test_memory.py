@@ -208,7 +208,7 @@ def test_sums_worked_out_by_hand() -> None:
     [
         (1, 1, 1, 0),
         (1, 2, 1, 2 * 8),
-        (1, 8, 1, (1 + 2) * 8),  # partial results come home from where rows are shed, too
+        (1, 8, 1, (1 + 2) * 8),  # partial results return from where rows are shed, too
         (4, 8, 1, 2 * (8 + 4)),
         (4, 1, 1, 2 * 4),
         (1, 8, 8, 7 * 32),  # no limit where heads are exchanged

@@ -272,7 +272,7 @@ def test_buffers_take_what_was_said(topology: Topology, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_an_exchange_of_heads_is_added_to_a_ring_of_fewer_ranks(direction: str) -> None:
-    """q, k, v, out of 1,024 tokens, 4 heads of 64, in bfloat16; lse goes home only for who asks for it."""
+    """q, k, v, out of 1,024 tokens, 4 heads of 64, in bfloat16; lse goes back only for who asks for it."""
     shapes = Shapes(1, 1024, 1024, 4, 4, 64, 64, torch.bfloat16)
     nbytes = 4 * 1024 * 4 * 64 * 2
 
@@ -286,7 +286,7 @@ def test_an_exchange_of_heads_is_added_to_a_ring_of_fewer_ranks(direction: str) 
 
 @pytest.mark.parametrize(("direction", "itemsize"), [("forward", 2), ("backward", 4)])
 def test_shares_of_one_key_value_head_are_priced_whole(direction: str, itemsize: int) -> None:
-    """All 4 ranks get the whole k and v, and send whole gradients of them home, in float32."""
+    """All 4 ranks get the whole k and v, and send whole gradients of them back, in float32."""
     shapes = Shapes(1, 1024, 1024, 4, 1, 64, 64, torch.bfloat16)
     found = pass_price(Strategy(ulysses_degree=4), direction, Topology(1, 4), shapes, 0.01, Links(1e9, 1e8))
     assert found.time_s == pytest.approx(0.04 + 3 * 1024 * 2 * 64 * (2 + itemsize) / 1e9)
@@ -295,8 +295,8 @@ def test_shares_of_one_key_value_head_are_priced_whole(direction: str, itemsize:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_the_rings_of_a_team_share_the_nic_of_their_node(direction: Direction) -> None:
-    """2 nodes of 2 ranks, teams of 2: each rank's half of the heads of 2 blocks goes once over the one NIC."""
+def test_the_rings_of_a_group_share_the_nic_of_their_node(direction: Direction) -> None:
+    """2 nodes of 2 ranks, groups of 2: each rank's half of the heads of 2 blocks goes once over the one NIC."""
     shapes = Shapes(1, 1024, 1024, 4, 4, 64, 64, torch.bfloat16)
     block = hop_bytes(shapes, direction, "kv")  # twice the tokens of half the heads
     strategy = Strategy(schedule="flat_ring", ulysses_degree=2, forward="kv", backward="kv")

@@ -61,7 +61,7 @@ def test_auto_is_even_for_long_tailed_documents(seed: int, strategy: Strategy) -
     assert imbalance(table, Attending(whole, whole, mask)) > 1.5, "without a choice it is not"
 
 
-@pytest.mark.parametrize("mask", [Causal(), Full()], ids=["dealt", "in chunks"])
+@pytest.mark.parametrize("mask", [Causal(), Full()], ids=["whole documents", "in chunks"])
 def test_auto_gives_groups_of_ranks_far_apart_what_it_gives_neighbours(mask: Mask) -> None:
     """Rings of the same four groups, over other ranks."""
     starts = tuple(8 * start for start in long_tailed(0))
@@ -203,10 +203,10 @@ def test_work_by_rank_is_that_of_the_tiles(layout: str) -> None:
     table = RouteTable(Topology(2, 3), Strategy(layout=layout))
     tokens = Tokens(67)
     attending = Attending(tokens, tokens, SlidingWindow(20, 3) & Documents((0, 30, 67)))
-    for home, away in (("q", "kv"), ("kv", "q")):
-        tiles = [table.route(rank, PassKey(attending, away, True)).tiles for rank in range(6)]
+    for local, moving in (("q", "kv"), ("kv", "q")):
+        tiles = [table.route(rank, PassKey(attending, moving, True)).tiles for rank in range(6)]
         found = [sum(tile.work for visit in visits.values() for tile in visit) for visits in tiles]
-        assert work_by_rank(table, attending, home) == found
+        assert work_by_rank(table, attending, local) == found
 
 
 def test_what_is_hidden_counts_a_little() -> None:

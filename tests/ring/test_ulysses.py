@@ -1,4 +1,4 @@
-"""Heads exchanged inside teams: which rows a team holds, the exchange itself, and rings of teams over processes.
+"""Heads exchanged inside groups: which rows a group holds, the exchange itself, and rings of groups over processes.
 
 What attention gives with it, for drawn shapes, masks and options, is in `test_drawn_calls.py`.
 """
@@ -50,14 +50,14 @@ from tests.support.reference import Problem, Result, errors, reference, referenc
 SCORES = Scores(dropout=0.2, seed=5, alibi_slopes=(0.1, 0.2, 0.3, 0.4))
 
 
-def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
+def test_a_group_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
     shards = [LAYOUTS["zigzag"].runs(rank, 8, Tokens(64)) for rank in range(8)]
     for degree in (2, 4, 8):
-        teams = [group_block(shards[first : first + degree]).runs for first in range(0, 8, degree)]
-        for rank, runs in enumerate(teams):
-            expected = LAYOUTS["zigzag"].runs(rank, len(teams), Tokens(64))
+        groups = [group_block(shards[first : first + degree]).runs for first in range(0, 8, degree)]
+        for rank, runs in enumerate(groups):
+            expected = LAYOUTS["zigzag"].runs(rank, len(groups), Tokens(64))
             assert torch.equal(positions(runs), positions(expected))
-    assert teams == [(Run(0, 64),)], "one run of all: one kernel call"
+    assert groups == [(Run(0, 64),)], "one run of all: one kernel call"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -65,11 +65,11 @@ def test_a_team_holds_in_zigzag_what_one_rank_of_fewer_would() -> None:
 def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> None:
     shards = [LAYOUTS[layout].runs(rank, 4, tokens) for rank in range(4)]
     for degree in (1, 2, 4):
-        team = group_block(shards[:degree])
-        assert sum(team.counts) == team.length
-        at = positions(team.runs)
+        group = group_block(shards[:degree])
+        assert sum(group.counts) == group.length
+        at = positions(group.runs)
         for member, runs in enumerate(shards[:degree]):
-            for local, joint, length in team.spans[member]:
+            for local, joint, length in group.spans[member]:
                 assert at[joint : joint + length].tolist() == positions(runs)[local : local + length].tolist()
 
 
@@ -84,11 +84,11 @@ def test_joined_rows_say_where_each_came_from(layout: str, tokens: Tokens) -> No
     ],
     ids=str,
 )
-def test_a_ring_of_teams(topology: Topology, degree: int, ring: Topology) -> None:
+def test_a_ring_of_groups(topology: Topology, degree: int, ring: Topology) -> None:
     assert topology.of_ulysses_groups(degree) == ring
 
 
-def test_teams_that_would_straddle_nodes_are_refused_with_what_can_be_had() -> None:
+def test_groups_that_would_straddle_nodes_are_refused_with_what_is_possible() -> None:
     with pytest.raises(ValueError, match=r"ulysses_degree=3 .* use one of \[1, 2, 4, 8\]"):
         Topology(2, 4).of_ulysses_groups(3)
     with pytest.raises(ValueError, match=r"ulysses_degree=2 .* use one of \[1, 3, 6\]"):
@@ -101,7 +101,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     """Three ranks with 3, 2 and 2 of 7 tokens, 6 and 3 heads, in a network that delays and reorders."""
     topology, tokens = Topology(1, 3), Tokens(7)
     shards = [LAYOUTS["zigzag"].runs(rank, 3, tokens) for rank in range(3)]
-    team = group_block(shards)
+    group = group_block(shards)
     transports, expected = HostileNetwork(3).transports(), [Counter[Channel]() for _ in range(3)]
     whole = [torch.randn(2, 7, heads, dim) for heads, dim in ((6, 4), (3, 5))]
     local = [[x[:, positions(runs)] for x in whole] for runs in shards]
@@ -109,7 +109,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
     def run(to_heads: bool, tensors: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         exchanges = [
             HeadExchange(
-                UlyssesGroup(topology, range(3), rank), wires, {"q": team, "kv": team}, expected[rank], Packing
+                UlyssesGroup(topology, range(3), rank), wires, {"q": group, "kv": group}, expected[rank], Packing
             )
             for rank, wires in enumerate(transports)
         ]
@@ -117,7 +117,7 @@ def test_what_is_exchanged_comes_back_and_is_counted() -> None:
 
     there = run(True, local)
     for rank, (q, k) in enumerate(there):
-        order = positions(team.runs)
+        order = positions(group.runs)
         assert torch.equal(q, whole[0][:, order, 2 * rank : 2 * rank + 2])
         assert torch.equal(k, whole[1][:, order, rank : rank + 1])
     for mine, back in zip(local, run(False, there), strict=True):

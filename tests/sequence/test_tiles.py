@@ -207,7 +207,7 @@ def test_pieces_stay_in_their_batch_rows() -> None:
 
 
 def test_runs_between_each_other() -> None:
-    """As teams hold them of a striped sequence: the first run ends behind the end of the second."""
+    """As groups hold them of a striped sequence: the first run ends behind the end of the second."""
     runs = [Run(0, 12, 2), Run(1, 11, 2)]
     for mask in (Keys(((22, 23),)), Keys(((0, 3), (17, 18))), SlidingWindow(3), Causal()):
         painted = allowed(mask, (23, 23), torch.arange(23), torch.arange(23))
@@ -216,7 +216,7 @@ def test_runs_between_each_other() -> None:
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(5), Causal() & Documents(tuple(range(0, 65, 4)))], ids=str)
 def test_runs_in_any_order(mask: Mask) -> None:
-    """As a team of ranks 0 and 1 of 8 striped ones has them after a cut: those of rank 1 begin anew."""
+    """As a group of ranks 0 and 1 of 8 striped ones has them after a cut: those of rank 1 begin anew."""
     keys = [Run(16, 1, 8), Run(32, 1, 8), Run(48, 2, 8), Run(1, 1, 8), Run(17, 5, 8)]
     queries = [Run(40, 3, 8), Run(3, 8, 8), Run(0, 5, 8)]
     found = tiles(mask, (64, 64), queries, keys)

@@ -139,7 +139,7 @@ def stop(engine: Any) -> None:
 
 
 def train(run: Run, batches: Sequence[Batch]) -> Result:
-    """`run.steps` steps on `batches`, whose rows are dealt out to data-parallel ranks; the model computes the loss.
+    """`run.steps` steps on `batches`, whose rows are split over data-parallel ranks; the model computes the loss.
 
     The loss is one mean over all tokens of a step: `valid_tokens` of all its micro-batches.
     """
