@@ -30,6 +30,7 @@ Prove, measure and tune this machine, or the ranks that a launcher has started
   safe    a rank that raises, is killed or stops: all others end within 30 s, and name it
   fast    the kernel, the links and the ring, each by itself; slow links and GPUs by name
   tuned   the strategy that suits a model here, written to burst-profile.json
+  peers   on GPUs: other libraries that are installed, interleaved with the ring
 
 It runs on GPUs with NCCL where there are any, else on CPUs with gloo. The exit status is 1 if any check fails.
 """

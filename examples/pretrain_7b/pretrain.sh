@@ -89,7 +89,7 @@ fi
 # --------------------------------------------------------------------------------------------------------- the launcher
 
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 torchrun=("$python" -m torch.distributed.run --nproc-per-node "$gpus_per_node")
 module=(burst_plugin.run --framework megatron)
 launcher=${LAUNCHER:-torchrun}
@@ -132,7 +132,7 @@ else
     export PYTHONPATH=$here/../..${PYTHONPATH:+:$PYTHONPATH} # burst_plugin, if it is not installed
     if [ -n "${node_env:-}" ]; then
         cat "${DS_ENV_FILE:-$HOME/.deepspeed_env}" 2>/dev/null >"$node_env.new" || true
-        for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS PYTORCH_CUDA_ALLOC_CONF; do
+        for name in CUDA_DEVICE_MAX_CONNECTIONS OMP_NUM_THREADS PYTORCH_ALLOC_CONF; do
             printf '%s=%s\n' "$name" "${!name}"
         done >>"$node_env.new"
         mv "$node_env.new" "$node_env"

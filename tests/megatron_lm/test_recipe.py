@@ -167,7 +167,7 @@ def test_deepspeed_takes_variables_to_other_nodes(shown: dict[str, str], tmp_pat
         "HF_HOME=/shared",
         "CUDA_DEVICE_MAX_CONNECTIONS=1",
         "OMP_NUM_THREADS=1",
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+        "PYTORCH_ALLOC_CONF=expandable_segments:True",
     ]
 
 
