@@ -127,7 +127,7 @@ class ContextParallel(Session):
     def shard(self, x: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return this rank's tokens of the whole sequence `x`, along `dim`.
 
-        Where the length does not divide by the number of ranks, they hold unequal numbers: then pass
+        Where the length is not a multiple of the number of ranks, they hold unequal numbers: then pass
         `tokens=Tokens(length)` to `burst_attention` and `unshard`. Raises ValueError if `tokens` has another length.
         """
         dim = token_dim("x", x, dim)

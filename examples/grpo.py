@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/grpo.py
 
 A token of an answer is right if it is the one after the token before it, which can be checked. Every rank has a
-prompt of its own and draws eight answers to it. Then the loss and its gradients are computed twice, by turns: folded
+prompt of its own and draws eight answers to it. Then the loss and its gradients are computed twice: folded
 over the ring of all ranks, in which each prompt is there once, and unfolded, every rank by itself, as is usual. The
 folded ones train the model. At the end there is a picture, grpo.png. `--smoke` shows in seconds that everything runs.
 """

@@ -166,7 +166,7 @@ def of_thread_blocks(world: World, settings: Settings) -> Finding:
 
 
 def _time_ring(world: World, settings: Settings, **options: Any) -> _Times:
-    """Time the ring with and without transfers, by turns."""
+    """Time the ring with and without transfers, interleaved."""
     sizes, device = settings.sizes(world.device), world.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads, dim = timed_heads(settings, device), settings.model.head_dim

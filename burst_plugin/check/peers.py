@@ -1,7 +1,7 @@
 """The section "peers": what other libraries take for the same attention, where they are installed.
 
 Each is called as its own documentation says, with as many tokens of a causal sequence on each rank as the ring has,
-and timed by turns with the ring. What a library refuses or raises is said, and fails nothing here. It is the last
+and timed interleaved with the ring. What a library refuses or raises is said, and fails nothing here. It is the last
 section: with NCCL a library that raises on one rank alone keeps the others waiting until the time-out ends them.
 """
 

@@ -103,7 +103,7 @@ def rings(world: World, tokens: int) -> Iterator[Ring]:
             yield Ring(name, {"mesh_degree": degree, "ranks_per_node": ranks}, tokens)
     yield Ring("uneven lengths", {}, tokens - 3)
     yield Ring("recomputation", {}, tokens, recomputes=True)
-    yield Ring("two rings by turns", {"ranks_per_node": nodes[-1]}, tokens, rings=2)
+    yield Ring("two rings in turn", {"ranks_per_node": nodes[-1]}, tokens, rings=2)
 
 
 def _node_sizes(ranks: int) -> list[int]:

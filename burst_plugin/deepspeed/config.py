@@ -67,7 +67,7 @@ class Block:
     context_parallel_size: the number of ranks that share a sequence, or "auto": that of an `mpu` or of Accelerate's
         `sp_size`, else all ranks.
     strategy: all other keys; see `burst_plugin.Strategy`. With `preset`, the name of a published system, its options,
-        over which others go. With `profile`, the path of what `burst check` wrote, it is planned around them, for
+        which others override. With `profile`, the path of what `burst check` wrote, it is planned around them, for
         sequences of `seq_length` tokens.
     loss: which mean the losses of several rings become; see `loss_of`.
     """

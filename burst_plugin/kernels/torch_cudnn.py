@@ -31,7 +31,9 @@ from burst_plugin.types import ANTICAUSAL, CAUSAL
 
 __all__ = ["TorchCudnnKernel"]
 
-_OLDEST = 91501  # before it backward kernels for 192 and 128 (9.13) and for keys that do not divide by 128 are faulty
+_OLDEST = (
+    91501  # before it backward kernels for 192 and 128 (9.13), and for keys that fill no block of 128, are faulty
+)
 _WHOLE_KEYS = 92600  # the first with backward kernels for Hopper that mask what is behind the last key
 _BLOCK = 128  # of queries or keys that its kernels work on at a time
 _ALIGN_BYTES = 16
@@ -132,7 +134,7 @@ def _may_be_nan(rows: int, keys: int, device: torch.device) -> bool:
 def _warn_once() -> None:
     _LOG.warning(
         "on this GPU torch_cudnn leaves backward passes of tiles that do not fill blocks of %d rows to torch_flash, "
-        "which is slower; lengths that divide by %d times twice the number of ranks fill them",
+        "which is slower; lengths that are a multiple of %d times twice the number of ranks fill them",
         *(_BLOCK, _BLOCK),
     )
 

@@ -58,7 +58,7 @@ HONOURED: Mapping[str, str] = MappingProxyType(
         "params_dtype": "any float type",
         "enable_autocast": "the tensors come in one type",
         "autocast_dtype": "the tensors come in one type",
-        "variable_seq_lengths": "every call may have its own length; it has to divide by 2 * context_parallel_size",
+        "variable_seq_lengths": "every call may have its own length, a multiple of 2 * context_parallel_size",
     }
 )
 

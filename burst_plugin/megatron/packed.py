@@ -83,7 +83,7 @@ def is_packed(params: Any) -> bool:
 
 
 def by_document(offsets: tuple[int, ...], ranks: int) -> Tokens:
-    """Return the assignment of Megatron itself. Raise ValueError for a document that does not divide by 2 * ranks."""
+    """Return Megatron's own assignment. Raise ValueError for lengths that are no multiple of 2 * ranks."""
     for number, (start, stop) in enumerate(pairwise(offsets)):
         if ranks > 1 and (stop - start) % (2 * ranks):
             raise ValueError(
@@ -123,7 +123,7 @@ def packed_indices(cu_seqlens: Tensor | Sequence[int], cp_size: int, cp_rank: in
         int64 [tokens / cp_size], on the device of `cu_seqlens`.
 
     Raises:
-        ValueError: cu_seqlens decrease; in zigzag the length of a document does not divide by 2 * cp_size, in other
+        ValueError: cu_seqlens decrease; in zigzag the length of a document is not a multiple of 2 * cp_size, in other
             layouts the number of tokens by cp_size.
     """
     device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else None

@@ -83,8 +83,8 @@ class Registry:
             return by_document(offsets, ranks)
         if offsets[-1] % ranks:
             raise ValueError(
-                f"packed documents of {offsets[-1]} tokens do not divide by context_parallel_size={ranks}: pad the "
-                "last one, and pass cu_seqlens_padded besides cu_seqlens"
+                f"packed documents of {offsets[-1]} tokens are not a multiple of context_parallel_size={ranks}: pad "
+                "the last one, and pass cu_seqlens_padded besides cu_seqlens"
             )
         return self._tokens_of((offsets,), ranks)
 

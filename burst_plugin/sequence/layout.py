@@ -75,7 +75,7 @@ class Run(NamedTuple):
 class Tokens:
     """The sequence that a context-parallel group holds between its ranks.
 
-    length: tokens, 1 or more, whether or not they divide by the number of ranks.
+    length: tokens, 1 or more, whether or not a multiple of the number of ranks.
     cu_seqlens: bounds of documents, 0 first and `length` last, if every document is spread over all ranks on its own,
         as Megatron does with packed sequences; None if the sequence is spread as a whole.
     layout: another layout than the group's.

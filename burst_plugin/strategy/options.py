@@ -142,7 +142,7 @@ class Strategy:
     keep_attention: float | str = field(
         default="none",
         metadata=_about(
-            "which outputs of attention [activation checkpoints keep](memory.md#keeping-attention-across-recomputation), so that the "
+            "which outputs of attention [activation checkpoints keep](memory.md#keeping-attention), so that the "
             "ring does not run forward twice: `none`, `all`, or those of a share of the sequence, its last tokens, "
             "such as `0.5`",
         ),

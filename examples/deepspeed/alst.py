@@ -117,7 +117,7 @@ def tile_mlps(chunk: int) -> None:
 
 
 def batches(sequences: Sequence[Tensor], engine: Any) -> Iterator[dict[str, Tensor]]:
-    """Return this rank's parts of all sequences, in the order of DeepSpeed's own loader; ranks load them by turns."""
+    """Return this rank's parts of all sequences, in the order of DeepSpeed's own loader; ranks load them in turn."""
     group, positions = groups._get_sequence_parallel_group(), torch.arange(len(sequences[0]))
     rank, ranks = groups._get_sequence_parallel_rank(), groups._get_sequence_parallel_world_size()
     order = list(DistributedSampler(sequences, num_replicas=1, rank=0))

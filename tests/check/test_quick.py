@@ -48,7 +48,7 @@ def test_quick_on_four_ranks(tmp_path: Path) -> None:
         assert name in hidden
     for name in (
         *("kernel torch_cpu", "kernel reference", "ring 1x4, moves kv, q", "ring 2x2, moves q, kv", "uneven lengths"),
-        *("heads exchanged by 2", "heads exchanged by 4", "recomputation", "two rings by turns", "close"),
+        *("heads exchanged by 2", "heads exchanged by 4", "recomputation", "two rings in turn", "close"),
         *("direct by documents", "a rank that raises", "a rank that is killed", "a rank that stops"),
         *("transfers inside nodes", "transfers between nodes", "ring", "host", "strategy"),
     ):

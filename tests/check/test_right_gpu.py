@@ -69,7 +69,7 @@ def test_groups_that_are_bound_run_some_rings() -> None:
     assert [each.text for each in first] == [each.text for each in second], "ranks say the same"
     assert [each.what for each in first[:3]] == [
         "ring 1x2, moves q, q, device_id",
-        "two rings by turns, device_id",
+        "two rings in turn, device_id",
         "close",
     ]
     assert {each.verdict for each in first[:3]} == {OK}

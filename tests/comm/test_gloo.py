@@ -86,7 +86,7 @@ def test_a_group_may_name_its_backend_by_device() -> None:
 
 
 def _several_groups(rank: int, problem: Problem, truth: Result) -> tuple[dict[str, float], int, bool]:
-    """Two groups of two among four ranks, used by turns with one of all four that has hierarchical groups."""
+    """Two groups of two among four ranks, used in turn with one of all four that has hierarchical groups."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     levels = [pairs[rank // 2], [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]]
     before = len(dist.distributed_c10d._world.pg_map)

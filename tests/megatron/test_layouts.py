@@ -326,4 +326,4 @@ def test_what_relies_on_zigzag_is_refused_by_name() -> None:
         assert found[1].startswith("Linear layers are not supported with layout='striped'")
         assert "tokens [2, 33] has 33 tokens, expected a multiple of 2 " in found[2]
         assert "apply_rope_fusion=True of multi-latent attention is not supported with packed documents" in found[3]
-        assert found[4].startswith("packed documents of 7 tokens do not divide by context_parallel_size=2")
+        assert found[4].startswith("packed documents of 7 tokens are not a multiple of context_parallel_size=2")

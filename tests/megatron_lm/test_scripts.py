@@ -94,7 +94,7 @@ def test_interleaved_stages(tree: Path) -> None:
 
 
 def _conversations(directory: Path) -> list[str]:
-    """Flags for four conversations per sample, of lengths that divide by 8, told apart by their system messages."""
+    """Flags for four conversations per sample, of multiples of 8 tokens, told apart by their system messages."""
     words = [f"w{number}" for number in range(40)]
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<pad>", "<eos>", *words])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))

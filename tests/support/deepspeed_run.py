@@ -30,7 +30,7 @@ VOCAB = 96
 
 @pytest.fixture(autouse=True)
 def quiet_ranks() -> Iterator[None]:
-    """Ranks that a test forks keep their warnings, which are many, to themselves; other tests' are as ever."""
+    """Ranks that a test forks keep their warnings, which are many, to themselves; other tests' are as usual."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     yield

@@ -1,4 +1,4 @@
-"""A step on folded rollouts and on the same as sequences of their own, by turns: time, tokens, pairs and bytes.
+"""A step on folded rollouts and on the same as sequences of their own, interleaved: time, tokens, pairs and bytes.
 
 8 rollouts, whose prompt is four times as long as an answer. What a layer of a model of 7B takes, with rollouts of 10K
 tokens: linear layers 2 * 2.0e8 operations per token, attention 4 * 4096 for every pair of a query and a key, which is
