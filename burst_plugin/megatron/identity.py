@@ -42,7 +42,6 @@ class Identity:
     def __init__(self) -> None:
         self.batches: dict[dist.ProcessGroup | None, _Checksum] = {}  # the latest, by the group that holds it
         self.microbatches = 1  # of the schedule in progress
-        self.loss_mask: tuple[tuple[int, int] | None, Tensor] | None = None  # the latest, whole; and of which moment
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
         self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
@@ -53,11 +52,6 @@ class Identity:
     def moment(self) -> tuple[int, int] | None:
         """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
-
-    def whole_loss_mask(self) -> Tensor | None:
-        """Return the loss mask of the microbatch in progress before it was cut, [B, S], if Megatron has cut it."""
-        at, mask = self.loss_mask or (None, None)
-        return mask if at is not None and at == self.moment else None
 
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
@@ -152,8 +146,6 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
             if not isinstance(group, dist.ProcessGroup):
                 group = parallel_state.get_context_parallel_group(check_initialized=False)
             identity().batches[group] = _Checksum(batch)
-            mask = batch.get("loss_mask")
-            identity().loss_mask = None if mask is None else (identity().moment, mask)
         return original(batch, *args, **kwargs)
 
     wrap(schedules, "set_current_microbatch", begin)

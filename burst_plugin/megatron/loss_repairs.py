@@ -2,8 +2,8 @@
 
 It divides the loss of a rank by that rank's own number of tokens, and takes the mean of the ranks. Of ranks with 2
 and 6 tokens in the loss, a token of the first counts three times as much as one of the second. Here all are divided
-by the ranks' mean, 4, so that a loss and its gradients are those of one rank. Every rank has seen the whole loss mask
-before it was cut, so that they need not ask each other. Batches that a script cuts itself stay as they are.
+by the ranks' mean, 4, so that a loss and its gradients are those of one rank. What was counted is added up over the
+ranks: the loss mask of the batch need not be what a script's loss function counts.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
@@ -32,7 +34,7 @@ _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTMo
 def weigh_tokens_alike(identity: Callable[[], Identity]) -> str:
     """Divide losses by the mean number of tokens of all context-parallel ranks; return a line that says so."""
     wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, identity))
-    prediction = _PredictionLoss(identity)
+    prediction = _PredictionLoss()
     if hasattr(multi_token_prediction, _PREDICTS):
         wrap_everywhere(multi_token_prediction, _PREDICTS, prediction.process)
         wrap(multi_token_prediction, "roll_tensor", prediction.roll)
@@ -49,20 +51,22 @@ def _weighs(config: Any) -> bool:
 def _main_loss(identity: Callable[[], Identity], original: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `forward_step_calc_loss` does, with a loss that is scaled so that its division comes out right."""
     given = inspect.signature(original).bind(*args, **kwargs)
-    config, loss_func, mask = given.arguments["config"], given.arguments["loss_func"], identity().whole_loss_mask()
+    config, loss_func = given.arguments["config"], given.arguments["loss_func"]
     if loss_func is not None and identity().computes_edges:
         given.arguments["loss_func"] = partial(_of_all_edges, loss_func)
         return original(*given.args, **given.kwargs)
-    if loss_func is None or config.calculate_per_token_loss or mask is None or not _weighs(config):
+    if loss_func is None or config.calculate_per_token_loss or not _weighs(config):
         return original(*args, **kwargs)
-    ranks = parallel_state.get_context_parallel_world_size()
+    groups = getattr(unwrap_model(given.arguments["model"]), "pg_collection", None)
+    group = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
 
     def scaled(output: Tensor, **options: Any) -> Any:
         found = loss_func(output, **options)
         if options or len(found) != 3:  # not a loss, or one that is a mean already
             return found
         loss, count, reported = found
-        return loss * (count.clamp(min=1) * ranks / mask.sum().clamp(min=1)), count, reported
+        total = _over_ranks(count.to(loss.device), group).clamp(min=1)
+        return loss * (count.clamp(min=1) * group.size() / total), count, reported
 
     given.arguments["loss_func"] = scaled
     return original(*given.args, **given.kwargs)
@@ -83,10 +87,9 @@ def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any)
 class _PredictionLoss:
     """The loss of multi-token prediction, which Megatron weighs by ranks with `--calculate-per-token-loss`, too."""
 
-    def __init__(self, identity: Callable[[], Identity]) -> None:
-        self._identity = identity
-        self._whole: Tensor | None = None  # the loss mask of all ranks, rolled as often as this rank's
-        self._share: Tensor | None = None  # of the main loss's tokens that are this rank's
+    def __init__(self) -> None:
+        self._weighs = False  # whether a loss that is to be repaired is being computed
+        self._own: Tensor | None = None  # this rank's tokens in the main loss, if Megatron multiplies by them
 
     def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `process_mtp_loss` does."""
@@ -98,16 +101,12 @@ class _PredictionLoss:
         return self._with_mask(model.config, None, partial(original, model, *args, **kwargs))
 
     def _with_mask(self, config: Any, mask: Tensor | None, compute: Callable[[], Any]) -> Any:
-        whole = self._identity().whole_loss_mask()
-        if whole is None or not _weighs(config):
-            return compute()
-        self._whole = whole
-        if config.calculate_per_token_loss and mask is not None:
-            self._share = mask.sum() / whole.sum().clamp(min=1)
+        self._weighs = _weighs(config)
+        self._own = mask.sum() if config.calculate_per_token_loss and mask is not None else None
         try:
             return compute()
         finally:
-            self._whole = self._share = None
+            self._weighs, self._own = False, None
 
     def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Do what `roll_tensor` does; return the count by which that division comes out right.
@@ -116,15 +115,20 @@ class _PredictionLoss:
         the number of all ranks, since main loss and prediction are divided by it in the end.
         """
         rolled, count = original(*args, **kwargs)
-        if self._whole is None or not rolled.is_floating_point():
+        group = inspect.signature(original).bind(*args, **kwargs).arguments.get("cp_group")
+        if not self._weighs or not rolled.is_floating_point() or group is None or group.size() == 1:
             return rolled, count
-        given = inspect.signature(original).bind(*args, **kwargs)
-        group = given.arguments.get("cp_group")
-        if group is None or group.size() == 1:
-            return rolled, count
-        given.arguments.update(tensor=self._whole, cp_group=None)
-        self._whole, total = original(*given.args, **given.kwargs)
-        return rolled, total / group.size() if self._share is None else total * self._share
+        total = _over_ranks(rolled.sum(), group)  # not of `count`, which may be 1 for no token
+        total += total == 0
+        if self._own is None:
+            return rolled, total / group.size()
+        return rolled, total * self._own / _over_ranks(self._own, group).clamp(min=1)
+
+
+def _over_ranks(count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = count.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def count_no_labels_as_one() -> None:

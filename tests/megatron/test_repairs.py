@@ -339,25 +339,26 @@ def test_padded_documents_are_rolled_where_they_are(cp: int) -> None:
 # ------------------------------------------------------------------------------------ token_prediction_without_labels
 
 
-def last_tokens_labelled(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
-    """A microbatch with labels in the last tokens only, all of which rank 0 has."""
+def last_tokens_labelled(data: Iterator[dict[str, torch.Tensor]], model: Any, count: int) -> tuple[torch.Tensor, Any]:
+    """A microbatch with labels in the last tokens only, up to 4, all of which rank 0 has."""
     batch = next(data)
-    batch["loss_mask"][:, :-4] = 0
+    batch["loss_mask"][:, : batch["loss_mask"].shape[1] - count] = 0
     batch = cut_batch(batch)
     mask = batch["loss_mask"]
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
     return output, partial(loss_of, mask)
 
 
-def _labelled_last(rank: int) -> list[str]:
+def _labelled_last(rank: int, count: int) -> list[str]:
     """The parameters whose gradients are not finite."""
     run = GptRun(layers=2, cp=2, cp_comm_type="burst", config={"mtp_num_layers": 1})
-    result = one_step(run, random_tokens(run), last_tokens_labelled)
+    result = one_step(run, random_tokens(run), partial(last_tokens_labelled, count=count))
     return [name for name, grad in result.grads.items() if not bool(grad.isfinite().all())]
 
 
-def test_token_prediction_on_ranks_without_labels_has_gradients() -> None:
-    assert run_ranks(_labelled_last, 2) == [[], []]
+@pytest.mark.parametrize("count", [4, 0])
+def test_token_prediction_on_ranks_without_labels_has_gradients(count: int) -> None:
+    assert run_ranks(_labelled_last, 2, count) == [[], []]
 
 
 # -------------------------------------------------------------------------------------------------------- yarn_tables

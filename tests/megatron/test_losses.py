@@ -1,0 +1,135 @@
+"""Losses of context-parallel ranks that count unequal numbers of tokens, as scripts count them: against one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from burst_plugin.megatron import packed_indices
+from tests.megatron.test_interplay import assert_same
+from tests.support.megatron_gpt import GptRun, StepResult, cut_batch, loss_of, one_step, random_tokens
+from tests.support.ranks import run_ranks
+
+pytestmark = pytest.mark.megatron
+
+Batch = dict[str, torch.Tensor]
+Step = Callable[[Iterator[Batch], Any], tuple[torch.Tensor, Any]]
+ONE_RANK = GptRun(layers=1)
+PREDICTING = replace(ONE_RANK, layers=2, config={"mtp_num_layers": 1}, cp_comm_type="burst")  # for its repairs
+
+
+def _run(batch: Batch, mask: torch.Tensor, model: Any) -> tuple[torch.Tensor, Any]:
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask)
+    return output, partial(loss_of, mask)
+
+
+def masked_after_the_cut() -> Step:
+    """Tokens are left out of the loss when Megatron has cut the batch, as padding or prompts are."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = cut_batch(next(data))
+        return _run(batch, batch["loss_mask"] * (batch["labels"] >= 40), model)
+
+    return step
+
+
+def two_batches() -> Step:
+    """Megatron cuts two batches for one step, chosen and rejected answers; the latter are shorter."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        whole, found = next(data), []
+        for row in range(2):
+            batch = {name: x[row : row + 1].clone() for name, x in whole.items()}
+            if row == 1:
+                batch["loss_mask"][:, 8:] = 0
+            found.append(cut_batch(batch))
+        outputs = [_run(batch, batch["loss_mask"], model)[0] for batch in found]
+        return torch.cat(outputs), partial(loss_of, torch.cat([batch["loss_mask"] for batch in found]))
+
+    return step
+
+
+def cut_ahead() -> Step:
+    """Megatron cuts the next microbatch while this one is computed; every other one has few labels."""
+    waiting: list[Batch] = []
+
+    def cut(data: Iterator[Batch], number: int) -> None:
+        batch = next(data, None)
+        if batch is not None:
+            if number % 2:
+                batch["loss_mask"][:, 8:] = 0
+            waiting.append(cut_batch(batch))
+
+    numbers = iter(range(99))
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        while len(waiting) < 2 and (number := next(numbers)) < 9:
+            cut(data, number)
+        return _run(waiting[0], waiting.pop(0)["loss_mask"], model)
+
+    return step
+
+
+def cut_by_the_script() -> Step:
+    """The script cuts the batch itself, which Megatron never sees; labels are in its first half alone."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        from megatron.core import parallel_state
+
+        batch, group = next(data), parallel_state.get_context_parallel_group()
+        length = batch["tokens"].shape[1]
+        batch["loss_mask"][:, : length // 4] = 0
+        batch["loss_mask"][:, length // 2 :] = 0
+        rows = packed_indices(torch.tensor([0, length]), group.size(), group.rank())
+        local = {name: x.index_select(1, rows) for name, x in batch.items() if x.dim() == 2}
+        return _run(local, local["loss_mask"], model)
+
+    return step
+
+
+def _losses(rank: int, run: GptRun, make: Callable[[], Step]) -> StepResult:
+    return one_step(run, random_tokens(run), make())
+
+
+@pytest.mark.parametrize("make", [masked_after_the_cut, two_batches, cut_ahead, cut_by_the_script])
+def test_every_token_that_a_script_counts_weighs_the_same(make: Callable[[], Step]) -> None:
+    expected = run_ranks(_losses, 1, ONE_RANK, make)[0]
+    for cp in (2, 4):
+        for result in run_ranks(_losses, cp, replace(ONE_RANK, cp=cp, cp_comm_type="burst"), make):
+            assert_same(result, expected)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_so_do_those_of_token_prediction(per_token: bool) -> None:
+    run = replace(PREDICTING, config={**PREDICTING.config, "calculate_per_token_loss": per_token})
+    expected = run_ranks(_losses, 1, run, masked_after_the_cut)[0]
+    for result in run_ranks(_losses, 2, replace(run, cp=2), masked_after_the_cut):
+        assert_same(result, expected)
+
+
+def _counting_sequences(rank: int, run: GptRun) -> StepResult:
+    """Losses that are means over tokens already, summed over the ranks by the script, and counted by sequences."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = cut_batch(next(data))
+        output, _ = _run(batch, batch["loss_mask"], model)
+
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            means = output.float().mean(1)
+            count = torch.tensor(len(means))
+            return means.sum(), count, torch.stack([means.sum().detach(), count.float()])
+
+        return output, loss
+
+    return one_step(run, random_tokens(run), step)
+
+
+def test_losses_that_count_sequences_stay_as_they_are() -> None:
+    expected = run_ranks(_counting_sequences, 1, ONE_RANK)[0]
+    for result in run_ranks(_counting_sequences, 2, replace(ONE_RANK, cp=2, cp_comm_type="burst")):
+        assert_same(result, expected)
