@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.batch import SequenceShard
+from burst_plugin.sequence.mask import Both
 from burst_plugin.sequence.masks import Causal, Documents, Full, Mask, PerRow, SlidingWindow
-from burst_plugin.sequence.regions import Both
 
 if TYPE_CHECKING:
     from burst_plugin.huggingface.ring_cache import RingCache

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from burst_plugin.context import ContextParallel
+from burst_plugin.sequence.mask import allowed
 from burst_plugin.sequence.masks import Causal, CausalBottomRight, Full, Mask, PerRow, SlidingWindow, key_padding
-from burst_plugin.sequence.regions import allowed
 
 __all__ = ["BY_TYPE", "check_same", "read_key_padding", "windowed", "with_masked"]
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from burst_plugin.ring.routes import Attending, RouteTable
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, Tokens, even_length, positions, token_count
+from burst_plugin.sequence.mask import work_by_token
 from burst_plugin.sequence.masks import Mask
-from burst_plugin.sequence.regions import work_by_token
 from burst_plugin.topology import Groups
 from burst_plugin.types import BOTH, SIDES, Side
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from burst_plugin.checks import SUMMARY, as_listed, as_whole, shown, unreadable, whole_number
 from burst_plugin.sequence.layout import Run, Tokens
 from burst_plugin.sequence.listed_masks import PerHeadGroup, PerRow, check_flags, flag_rows, true_ranges
+from burst_plugin.sequence.mask import Mask
 from burst_plugin.sequence.masks import Causal
-from burst_plugin.sequence.regions import Mask, Region
+from burst_plugin.sequence.regions import Region
 
 __all__ = ["BlockMask", "block_tokens", "selected_blocks"]
 

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import shown, whole_number, whole_numbers
-from burst_plugin.sequence.regions import Mask
+from burst_plugin.sequence.mask import Mask
 
 __all__ = [
     "LAYOUTS",

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_listed, shown, unreadable, whole_number, whole_numbers
-from burst_plugin.sequence.regions import Mask, Region
+from burst_plugin.sequence.mask import Mask
+from burst_plugin.sequence.regions import Region
 
 if TYPE_CHECKING:
     from burst_plugin.sequence.prefix_tree import PrefixTree

@@ -1,8 +1,8 @@
 """Masks: which keys a query may attend to, in positions of the whole sequence.
 
 Masks combine with `&`: `SlidingWindow(4095) & Documents((0, 700, 8192)) & key_padding(valid)`. A new mask is a frozen
-dataclass that returns its regions (`burst_plugin.sequence.regions`); nothing else refers to it. Those that list keys,
-batch rows or groups of heads are in `sequence.listed_masks`, those made of blocks in `sequence.block_masks`.
+dataclass that returns its regions (`burst_plugin.sequence.mask`). Those that list keys, batch rows or groups of heads
+are in `sequence.listed_masks`, those made of blocks in `sequence.block_masks`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise
 from burst_plugin.checks import whole_number, whole_numbers
 from burst_plugin.sequence.layout import check_cu_seqlens, check_total, shortened
 from burst_plugin.sequence.listed_masks import Keys, PerHeadGroup, PerRow, key_padding
-from burst_plugin.sequence.regions import Mask, Region
+from burst_plugin.sequence.mask import Mask
+from burst_plugin.sequence.regions import Region
 
 __all__ = [
     "Causal",

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from burst_plugin.checks import as_listed, whole_numbers
-from burst_plugin.sequence.regions import Mask, Region
+from burst_plugin.sequence.mask import Mask
+from burst_plugin.sequence.regions import Region
 
 __all__ = ["PrefixTree"]
 

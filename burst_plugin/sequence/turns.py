@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from burst_plugin.sequence.layout import Layout, Run, Tokens
-from burst_plugin.sequence.regions import Mask, Region
+from burst_plugin.sequence.mask import Mask
+from burst_plugin.sequence.regions import Region
 
 __all__ = ["ROUND_ROBIN", "RoundRobin", "TurnMask", "held_run"]
 

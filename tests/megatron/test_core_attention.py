@@ -21,7 +21,7 @@ from burst_plugin import Causal, ContextParallel, key_padding
 from burst_plugin.megatron import masks, packed, packed_indices
 from burst_plugin.megatron.packed import check_known
 from burst_plugin.sequence.layout import LAYOUTS, Tokens
-from burst_plugin.sequence.regions import allowed
+from burst_plugin.sequence.mask import allowed
 from tests.support.core_attentions import allowed_pairs
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, random_tokens
 from tests.support.ranks import run_ranks

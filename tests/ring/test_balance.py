@@ -31,7 +31,7 @@ from burst_plugin.schedule.rings import SCHEDULES
 from burst_plugin.sequence import chunks, required_rows
 from burst_plugin.sequence.chunks import assign_chunks
 from burst_plugin.sequence.layout import LAYOUTS, positions, token_count
-from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.sequence.mask import work_by_token
 from burst_plugin.sequence.tiles import key_rows
 from burst_plugin.types import SIDES, Side, row_count
 from tests.support.reference import painted

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from burst_plugin import Tokens
 from burst_plugin.ring.routes import Attending, Pairs
 from burst_plugin.sequence import required_rows
-from burst_plugin.sequence.regions import work_by_token
+from burst_plugin.sequence.mask import work_by_token
 from burst_plugin.sequence.tiles import Regions, tiles_of
 from burst_plugin.types import SIDES, Side, merged
 from tests.support.draws import cu_seqlens, layouts, masks

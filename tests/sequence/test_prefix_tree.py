@@ -27,7 +27,8 @@ from burst_plugin import (
 )
 from burst_plugin.ring.load_balance import choose_tokens, imbalance
 from burst_plugin.ring.routes import Attending
-from burst_plugin.sequence.regions import Region, allowed, work_by_token
+from burst_plugin.sequence.mask import allowed, work_by_token
+from burst_plugin.sequence.regions import Region
 from tests.support.drawn import Drawn
 from tests.support.reference import Problem, Result, errors, painted, reference
 

@@ -32,7 +32,7 @@ from burst_plugin import (
 )
 from burst_plugin.compute import accumulators as sums
 from burst_plugin.sequence import required_rows
-from burst_plugin.sequence.regions import Both
+from burst_plugin.sequence.mask import Both
 from tests.support.reference import NAMES, Problem, Result, reference, reference_lse
 
 __all__ = [

@@ -27,7 +27,7 @@ from burst_plugin import (
     SlidingWindow,
 )
 from burst_plugin.kernels.dropout import keep
-from burst_plugin.sequence.regions import Both
+from burst_plugin.sequence.mask import Both
 
 __all__ = [
     "NAMES",

@@ -1,0 +1,226 @@
+"""What a mask is: which regions it allows, what is special about it, and what both of two masks allow.
+
+The masks themselves are in `sequence.masks`, `sequence.listed_masks`, `sequence.block_masks` and
+`sequence.prefix_tree`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from burst_plugin.checks import shown
+from burst_plugin.sequence.regions import Region
+from burst_plugin.types import Side
+
+if TYPE_CHECKING:
+    from burst_plugin.sequence.prefix_tree import PrefixTree
+
+__all__ = ["Both", "Mask", "allowed", "work_by_token"]
+
+
+class Mask(ABC):
+    """Which queries may attend to which keys. Subclasses are frozen dataclasses: masks are compared and cached.
+
+    Where a subclass has a constant for one of the properties, the constant has no type: with one it would be a field,
+    an argument of the constructor.
+    """
+
+    @abstractmethod
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return disjoint regions for `q_len` queries and `kv_len` keys. Raise ValueError if they do not fit."""
+
+    @property
+    def rows(self) -> int | None:
+        """Return the batch size that the mask is made for; None if it is the same for every batch row."""
+        return None
+
+    def of_row(self, row: int) -> Mask:
+        """Return the mask of one batch row."""
+        return self
+
+    @property
+    def head_groups(self) -> int | None:
+        """Return the number of groups of heads that it is made for; None if it is the same for every head."""
+        return None
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return the mask of one group of heads."""
+        return self
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Return the bounds of documents of queries and keys, as `cu_seqlens`; None if there are none."""
+        return None
+
+    @property
+    def compares_positions(self) -> bool:
+        """Return whether the distance of query and key matters; if not, it combines with documents that shift."""
+        return True
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether a query may attend to a later key, of as many queries as keys.
+
+        If not, padding at the end needs no mask.
+        """
+        return True
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether all batches of a run share the mask; if not, every batch may bring tiles of new shapes."""
+        return False
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether queries attend to keys at unrelated positions, so that distances mean nothing."""
+        return False
+
+    @property
+    def trees(self) -> frozenset[PrefixTree]:
+        """Return the prefix trees in it, by which tokens have logical positions: of all rows and groups of heads."""
+        return frozenset()
+
+    def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return the regions without those of a prefix tree; with one, bands count logical positions."""
+        return self.regions(q_len, kv_len)
+
+    def __and__(self, other: Mask) -> Mask:
+        """Return the mask that allows what both masks allow."""
+        return Both(self, other)
+
+
+@dataclass(frozen=True)
+class Both(Mask):
+    """What both of two masks allow; made by `&`."""
+
+    one: Mask
+    other: Mask
+
+    def __post_init__(self) -> None:
+        parts = (self.one, self.other)
+        if not all(isinstance(mask, Mask) for mask in parts):
+            raise ValueError(f"only masks combine with &, got {shown(self.one)} & {shown(self.other)}")
+        if len({mask.rows for mask in parts} - {None}) > 1:
+            raise ValueError(
+                f"masks for {self.one.rows} and {self.other.rows} batch rows do not combine; make both of one batch"
+            )
+        if len({mask.head_groups for mask in parts} - {None}) > 1:
+            raise ValueError(
+                f"masks for {self.one.head_groups} and {self.other.head_groups} groups of heads do not combine; make "
+                "both of as many"
+            )
+        if any(mask.shifts for mask in parts) and self.compares_positions:
+            raise ValueError(
+                "documents whose keys begin elsewhere than their queries have no common positions, so a causal mask "
+                "or a window means nothing there; use the Documents alone"
+            )
+        if all(mask.trees for mask in parts) and len(self.trees) > 1:
+            raise ValueError(
+                "two prefix trees do not combine: a token has one path; give every batch row its own tree, "
+                "PerRow((tree, ...)), and combine that with masks of other kinds"
+            )
+
+    @property
+    def rows(self) -> int | None:
+        """Return the batch size that either mask is made for."""
+        return self.one.rows if self.one.rows is not None else self.other.rows
+
+    @property
+    def documents(self) -> tuple[int, ...] | None:
+        """Return the bounds of the documents of either mask."""
+        return self.one.documents or self.other.documents
+
+    def of_row(self, row: int) -> Mask:
+        """Return both masks of that row."""
+        return self if self.rows is None else Both(self.one.of_row(row), self.other.of_row(row))
+
+    @property
+    def head_groups(self) -> int | None:
+        """Return the number of groups of heads that either mask is made for."""
+        return self.one.head_groups if self.one.head_groups is not None else self.other.head_groups
+
+    def of_head_group(self, group: int) -> Mask:
+        """Return both masks of that group."""
+        if self.head_groups is None:
+            return self
+        return Both(self.one.of_head_group(group), self.other.of_head_group(group))
+
+    @property
+    def compares_positions(self) -> bool:
+        """Return whether either mask does."""
+        return self.one.compares_positions or self.other.compares_positions
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Return whether both masks do."""
+        return self.one.looks_ahead and self.other.looks_ahead
+
+    @property
+    def is_fixed(self) -> bool:
+        """Return whether both masks are."""
+        return self.one.is_fixed and self.other.is_fixed
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether either mask does."""
+        return self.one.shifts or self.other.shifts
+
+    @property
+    def trees(self) -> frozenset[PrefixTree]:
+        """Return those of either mask."""
+        return self.one.trees | self.other.trees
+
+    def regions(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return every region of one mask cut to every region of the other, and to a prefix tree at last."""
+        regions = self.beside_trees(q_len, kv_len)
+        return next(iter(self.trees)).within(regions) if self.trees else regions
+
+    def beside_trees(self, q_len: int, kv_len: int) -> tuple[Region, ...]:
+        """Return the same without the tree."""
+        others = self.other.beside_trees(q_len, kv_len)
+        regions = (a.intersect(b) for a in self.one.beside_trees(q_len, kv_len) for b in others)
+        return tuple(region for region in regions if not region.is_empty)
+
+
+def allowed(mask: Mask, lengths: tuple[int, int], queries: Tensor, keys: Tensor) -> Tensor:
+    """Return which queries attend to which keys, bool [Sq, Sk], or [B, Sq, Sk] if batch rows differ.
+
+    `queries` [Sq] and `keys` [Sk] are positions; `lengths` are those of the whole sequences, (queries, keys).
+    """
+    if mask.rows is not None:
+        return torch.stack([allowed(mask.of_row(row), lengths, queries, keys) for row in range(mask.rows)])
+    queries = queries.unsqueeze(1)
+    attends = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
+    for r in mask.regions(*lengths):
+        inside = (queries >= r.q_start) & (queries < r.q_stop) & (keys >= r.k_start) & (keys < r.k_stop)
+        if r.lower is not None:
+            inside &= keys - queries >= r.lower
+        if r.upper is not None:
+            inside &= keys - queries <= r.upper
+        attends |= inside
+    return attends
+
+
+def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Tensor:
+    """Return how many keys every query attends to, or for side "kv" how many queries attend to every key; int64 [S].
+
+    `lengths` are (queries, keys). Work is summed over batch rows if their masks differ.
+    """
+    if mask.rows is not None:
+        return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64)
+    for region in mask.regions(*lengths):
+        start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
+        tokens = torch.arange(start, stop)
+        first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
+        if lower is not None:
+            first = first.maximum(tokens + lower)
+        if upper is not None:
+            last = last.minimum(tokens + upper + 1)
+        work[start:stop] += (last - first).clamp_(min=0)
+    return work
