@@ -24,10 +24,12 @@ from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, shifted
+from burst_plugin.frameworks.hooks import hooks_of_others
 
 __all__ = ["ChunkedLoss", "begin_chunked_loss", "end_chunked_loss", "restore_head", "take_head"]
 
 _STATE = "_burst_plugin_chunked_loss"  # of a model in the middle of a forward
+_GATHERING = ("deepspeed.", "torch.distributed.fsdp.")  # their hooks gather weights, whatever a head returns
 _INSTEAD = "leave loss_chunk out, for whole logits"
 
 
@@ -82,6 +84,12 @@ class ChunkedLoss:
             raise ValueError(
                 f"loss_chunk={chunk} is not supported with {type(model).__name__}, which has no head that "
                 f"get_output_embeddings() returns; {_INSTEAD}"
+            )
+        hooks = hooks_of_others(self._head, _GATHERING)
+        if hooks:
+            raise ValueError(
+                f"loss_chunk={chunk} is not supported with {type(model).__name__}: its head has hooks, which would "
+                f"get losses in place of logits ({', '.join(hooks)}); remove them, or {_INSTEAD}"
             )
         self._owners, self._own_loss = owners, model.__dict__.get("_loss_function")
         stand_in = _StandIn(f"loss_chunk={chunk} is not supported with {type(model).__name__}: it")

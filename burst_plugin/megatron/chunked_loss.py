@@ -1,9 +1,10 @@
 """The loss of Megatron's language models in chunks of tokens: `--burst-loss-chunk`.
 
-While a model computes its loss, a stand-in takes the place of its output layer. `compute_language_model_loss` gets
-what the stand-in returns: hidden states. So do the heads of multi-token prediction, which use the same two. Hidden
-states are gathered once over sequence-parallel ranks, and their gradient is reduced once over tensor-parallel ones,
-however many chunks there are; a chunk's sums over the vocabulary take two collectives of some numbers per token.
+While a model computes its loss, its output layer returns hidden states, and `compute_language_model_loss` gets these.
+So do the heads of multi-token prediction, which use the same two. The layer is called as a module, since it is a hook
+that waits for its weight with `--overlap-param-gather`. Hidden states are gathered once over sequence-parallel ranks,
+and their gradient is reduced once over tensor-parallel ones, however many chunks there are; a chunk's sums over the
+vocabulary take two collectives of some numbers per token.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from burst_plugin.activations import Head, linear_cross_entropy
 from burst_plugin.activations.deferred_logits import DeferredLogits
 from burst_plugin.activations.recomputed_chunks import linear
 from burst_plugin.batch import IGNORED_LABEL
+from burst_plugin.frameworks.hooks import hooks_of_others
 from burst_plugin.frameworks.rules import Rule, broken_rules, off
 from burst_plugin.frameworks.wrapping import wrap
 from burst_plugin.megatron.registry import Registry
 
 __all__ = ["ChunkedLoss", "follow_losses", "output_layer_problems", "with_loss"]
 
+_HARMLESS = ("megatron.core.distributed.",)  # hooks that wait for parameters, or gather them
 _ACCEPTED = "_compute_mtp_acceptance_counts"  # since core 0.19
 _REFUSED = {  # fields of TransformerConfig that need whole logits, or take part in the output layer's gradient
     "cross_entropy_loss_fusion": Rule(off, "it computes the loss of whole logits; drop --cross-entropy-loss-fusion"),
@@ -68,12 +71,17 @@ def _refuse_others(registry: Registry, original: Callable[..., None], model: Any
 def _check_model(registry: Registry, original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
     """Build a model, and raise ValueError with all that keeps its loss from being computed in chunks."""
     original(model, *args, **kwargs)
-    chunk = registry.asked().loss_chunk
+    _check_chunks(model, registry.asked().loss_chunk)
+
+
+def _check_chunks(model: Any, chunk: int) -> None:
+    """Raise ValueError with all that keeps a model's loss from being computed in chunks, if that is asked for."""
     reasons = output_layer_problems(model) if chunk else []
     if reasons:
+        lines = [*reasons, "or drop --burst-loss-chunk (loss_chunk=0), for whole logits"]
         raise ValueError(
             f"--burst-loss-chunk {chunk} cannot cut the loss of {type(model).__name__}:"
-            + "".join(f"\n  {line}" for line in reasons)
+            + "".join(f"\n  {line}" for line in lines)
         )
 
 
@@ -81,6 +89,14 @@ def output_layer_problems(model: Any) -> list[str]:
     """Return what keeps the loss of a model from being computed in chunks, each with what to write instead."""
     values = {name: getattr(model.config, name) for name in _REFUSED if hasattr(model.config, name)}
     reasons = [f"{name}={value!r}: {instead}" for name, value, instead in broken_rules(_REFUSED, values)]
+    loss = model.compute_language_model_loss
+    function = getattr(loss, "__func__", loss)
+    home = str(getattr(function, "__globals__", {}).get("__name__"))
+    if function is not LanguageModule.compute_language_model_loss or not home.startswith("megatron.core."):
+        name = getattr(loss, "__qualname__", type(loss).__name__)
+        reasons.append(
+            f"its loss is {name} of {home}, which would not be called: use that of Megatron's LanguageModule"
+        )
     if not model.post_process:
         return reasons
     layer = model.output_layer
@@ -92,15 +108,22 @@ def output_layer_problems(model: Any) -> list[str]:
         )
     elif layer.gather_output and layer.tp_group.size() > 1:
         reasons.append("parallel_output=False: it gathers logits over the vocabulary; use True")
+    changes = hooks_of_others(layer, _HARMLESS) + ["a forward of its own"] * ("forward" in vars(layer))
+    if changes:
+        reasons.append(f"its output layer has what would not get logits ({', '.join(changes)}): remove that")
     return reasons
 
 
 def _with_chunks(registry: Registry, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what computes a model's loss, in chunks if the options say so and there are labels."""
     chunk = registry.asked().loss_chunk
-    if not chunk or not model.post_process or isinstance(model.output_layer, _StandIn):
+    if not chunk or isinstance(model.compute_language_model_loss, ChunkedLoss):
         return original(model, *args, **kwargs)
-    if inspect.signature(original).bind(model, *args, **kwargs).arguments.get("labels") is None:
+    has_labels = inspect.signature(original).bind(model, *args, **kwargs).arguments.get("labels") is not None
+    if model.post_process and not has_labels:
+        return original(model, *args, **kwargs)
+    _check_chunks(model, chunk)  # once more: layers, hooks and functions may have changed since
+    if not model.post_process:
         return original(model, *args, **kwargs)
     loss = ChunkedLoss(model.output_layer, chunk)
     with with_loss(model, loss, f"--burst-loss-chunk {chunk} is not supported with {type(model).__name__}: it"):
@@ -128,7 +151,7 @@ def _count_accepted(
         found: tuple[Tensor, Tensor] = original(logits, labels, mask, layer, *args, **kwargs)
         return found
     with torch.no_grad():
-        hidden, head = ChunkedLoss(layer._layer, registry.asked().loss_chunk).before_logits(logits)
+        hidden, head = ChunkedLoss(layer, registry.asked().loss_chunk).before_logits(logits)
         hidden = hidden.flatten(0, 1)
         labels, mask = (x.transpose(0, 1).reshape(1, -1) for x in (labels, mask))
         counts = [
@@ -141,38 +164,33 @@ def _count_accepted(
 
 @contextmanager
 def with_loss(model: Any, loss: ChunkedLoss, refusal: str) -> Iterator[None]:
-    """Put a stand-in in the place of a model's output layer, and the loss function that goes with it.
+    """Have a model's output layer return hidden states, and its loss function be the one that goes with them.
 
     Errors of a model that does more with its logits begin with `refusal`.
     """
     layer = model.output_layer
-    model._modules["output_layer"] = _StandIn(layer, refusal)
+    layer.forward = partial(_hidden_states, layer, refusal)
     model.compute_language_model_loss = loss
     try:
         yield
     finally:
         del model.compute_language_model_loss
-        model._modules["output_layer"] = layer
+        del layer.forward
 
 
-class _StandIn(torch.nn.Module):
-    """An output layer that hands hidden states on, with the weight that it was given; else like the layer."""
-
-    def __init__(self, layer: torch.nn.Module, refusal: str) -> None:
-        super().__init__()
-        self.__dict__["_layer"] = layer  # of the model, and not once more here
-        self.refusal = refusal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(
-        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None, **more: Any
-    ) -> tuple[DeferredLogits, None]:
-        asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
-        if asked:
-            raise ValueError(f"{self.refusal} asks its output layer for {', '.join(asked)}; drop it")
-        return DeferredLogits(hidden, self.refusal, self._layer.weight if weight is None else weight), None
+def _hidden_states(
+    layer: Any,
+    refusal: str,
+    hidden: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+    **more: Any,
+) -> tuple[DeferredLogits, None]:
+    """Return what an output layer is given, with the weight that is used, in place of logits and no bias."""
+    asked = [name for name, value in {"runtime_gather_output": runtime_gather_output, **more}.items() if value]
+    if asked:
+        raise ValueError(f"{refusal} asks its output layer for {', '.join(asked)}; drop it")
+    return DeferredLogits(hidden, refusal, layer.weight if weight is None else weight), None
 
 
 class ChunkedLoss:

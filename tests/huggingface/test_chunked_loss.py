@@ -240,3 +240,58 @@ def test_what_a_loss_in_chunks_cannot_do_is_refused() -> None:
         for message, part in zip(found, expected, strict=True):
             assert f"loss_chunk={CHUNK}" in message
             assert part in message
+
+
+def _with_hooks(rank: int, kinds: list[str]) -> dict[str, tuple[str, float]]:
+    """Of a model whose head has a hook: its error, or the largest difference of its gradients from whole logits."""
+    found = {}
+    for kind in kinds:
+        results = []
+        for chunk in (0, CHUNK):
+            cp = ContextParallel(dist.group.WORLD, loss_chunk=chunk, ranks_per_node=1)
+            model = prepare(_model("llama"))
+            _HOOKS[kind](model.lm_head)
+            local = shard_batch(BATCH, cp)
+            try:
+                model(**local, labels=local["shift_labels"], num_items_in_batch=8, use_cache=False).loss.backward()
+            except ValueError as error:
+                found[kind] = str(error), 0.0
+                break
+            whole = (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters())
+            results.append(torch.cat([x.flatten() for x in whole]))
+        else:
+            found[kind] = "", float((results[0] - results[1]).abs().max() / results[0].abs().max())
+    return found
+
+
+def _fully_shard(head: torch.nn.Module) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
+
+
+def _align_devices(head: torch.nn.Module) -> None:
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    add_hook_to_module(head, AlignDevicesHook(execution_device="cpu"))
+
+
+_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda head: head.register_forward_hook(lambda _, args, output: 0.5 * output),
+    "forward_pre": lambda head: head.register_forward_pre_hook(functools.partial(lambda _, args: None)),
+    "backward": lambda head: head.register_full_backward_hook(lambda _, to_inputs, of_outputs: None),
+    "fsdp": _fully_shard,
+    "accelerate": _align_devices,
+}
+
+
+def test_hooks_on_a_head_are_refused_but_for_those_that_gather_its_weight() -> None:
+    (found,) = run_ranks(_with_hooks, 1, [*_HOOKS])
+    for kind in ("forward", "forward_pre", "backward"):
+        assert f"loss_chunk={CHUNK}" in found[kind][0]
+        assert f"its head has hooks, which would get losses in place of logits ({kind} hook tests." in found[kind][0]
+    for kind in ("fsdp", "accelerate"):
+        message, error = found[kind]
+        assert message == ""
+        assert error <= 1e-5

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,17 @@ from megatron.core.transformer import multi_token_prediction
 from burst_plugin import Strategy
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
-from tests.support.megatron_gpt import GptRun, StepResult, build, leave, one_step, random_tokens
+from tests.support.megatron_gpt import (
+    GptRun,
+    StepResult,
+    batches,
+    build,
+    forward_backward,
+    forward_step,
+    leave,
+    one_step,
+    random_tokens,
+)
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
@@ -170,3 +181,99 @@ def test_what_cannot_be_cut_is_refused_when_the_model_is_built(tmp_path: Path) -
         assert shape == [2, 32, TWO_LAYERS.vocab]
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def _own_loss(self: Any, labels: Any, logits: Any) -> Any:
+    return logits.float().logsumexp(-1).square().transpose(0, 1)
+
+
+def _changed(rank: int) -> list[str]:
+    """Errors of a model that was changed after it was built, by turns, and '' once it is as it was."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    run = in_chunks(TWO_LAYERS, cp=2)
+    wrapped = build(run)
+    model, tokens = wrapped.module, random_tokens(run, microbatches=1)
+    kind, layer = type(model), model.output_layer
+    subclass = type("Mine", (kind,), {"compute_language_model_loss": _own_loss})
+
+    def error(change: Callable[[], Any]) -> str:
+        change()
+        try:
+            forward_backward(wrapped, run, tokens)
+            return ""
+        except ValueError as refused:
+            return str(refused)
+
+    own = MethodType(_own_loss, model)
+    found = [error(lambda: setattr(model, "compute_language_model_loss", own))]
+    assert vars(model).pop("compute_language_model_loss") is own
+    found.append(error(lambda: setattr(model, "__class__", subclass)))
+    model.__class__ = kind
+    with mock.patch.object(LanguageModule, "compute_language_model_loss", _own_loss):
+        found.append(error(lambda: None))
+    for register in (layer.register_forward_hook, layer.register_forward_pre_hook):
+        handles = []
+        found.append(error(lambda h=handles, add=register: h.append(add(_half))))
+        handles[0].remove()
+    found.append(error(lambda: setattr(layer, "forward", torch.nn.Identity().forward)))
+    del layer.forward
+    found.append(error(lambda: setattr(model, "output_layer", _another_layer())))
+    model.output_layer = layer
+    found.append(error(lambda: None))
+    leave()
+    return found
+
+
+def _half(module: Any, args: Any, output: Any = None) -> None:
+    """A hook that only looks on would get no logits either."""
+
+
+def test_a_model_that_was_changed_since_is_refused() -> None:
+    of_layer = ["(forward hook tests.", "(forward_pre hook tests.", "(a forward of its own)", "layer is a _Another"]
+    expected = ["its loss is _own_loss of tests."] * 3 + of_layer
+    for found in run_ranks(_changed, 2):
+        assert found.pop() == "", "once more as it was built"
+        for message, part in zip(found, expected, strict=True):
+            assert part in message
+            assert "--burst-loss-chunk 7" in message
+            assert "loss_chunk=0" in message
+
+
+def _with_own_loss(rank: int) -> str:
+    from megatron.core.models.gpt import GPTModel
+
+    with (
+        mock.patch.object(GPTModel, "compute_language_model_loss", _own_loss),
+        pytest.raises(ValueError, match="burst-loss-chunk") as error,
+    ):
+        build(in_chunks(TWO_LAYERS, pp=2))
+    leave()
+    return str(error.value)
+
+
+def test_a_loss_of_its_own_is_refused_on_every_pipeline_stage() -> None:
+    for message in run_ranks(_with_own_loss, 2):
+        assert "cannot cut the loss of GPTModel:\n  its loss is _own_loss" in message
+
+
+def _gathered(rank: int) -> int:
+    """How many parameters were computed with while they were still being gathered."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    run = in_chunks(TWO_LAYERS, cp=2)
+    model = build(run).module
+    options = {"use_distributed_optimizer": True, "overlap_param_gather": True, "overlap_grad_reduce": True}
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(**options, bucket_size=1), model
+    )  # a parameter per bucket
+    groups = wrapped.bucket_groups
+    with torch.no_grad():
+        forward_step(batches(random_tokens(run)), wrapped)
+    leave()
+    assert all(each.param_gather_dispatched for each in groups)
+    return sum(each.param_gather_handle is not None for each in groups)
+
+
+def test_the_output_layers_weight_is_waited_for_where_parameters_are_gathered_meanwhile() -> None:
+    assert run_ranks(_gathered, 2) == [0, 0]
