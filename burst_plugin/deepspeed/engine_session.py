@@ -41,6 +41,7 @@ class Session:
         self.whole_batches = False
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model
+        self.token_means = 0  # that token_mean_loss has made
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
     @property
@@ -123,7 +124,7 @@ class Session:
         mine = sum(shard.valid_tokens for shard in shards)
         if self.ranks == self.cp.ranks:
             return float(mine)
-        return self._sum(float(mine)) / self.cp.ranks
+        return self.sum_over_ranks(float(mine)) / self.cp.ranks
 
     def gather_logits(self, logits: Tensor, shard: SequenceShard) -> Tensor:
         """Gather logits [B, S_local, V] to [B, S, V] of the whole sequence, without gradient; collective."""
@@ -150,11 +151,12 @@ class Session:
                 f"got no logits: with loss_chunk={self.cp.strategy.loss_chunk} the model computes its loss without "
                 "them; use its loss, or leave labels and shift_labels out of its batch, for logits"
             )
+        self.token_means += 1
         local = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
         if valid_tokens is None:
-            valid_tokens = self._sum(float((shift_labels != IGNORED_LABEL).sum()))
+            valid_tokens = self.sum_over_ranks(float((shift_labels != IGNORED_LABEL).sum()))
         return self._with_mean_value(local * (self.ranks / max(valid_tokens, 1.0)), self.world)
 
     def divisor(self, shard: SequenceShard, training: bool) -> float:
@@ -170,10 +172,11 @@ class Session:
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
         """Return the mean over all labels of a batch, from `loss`, the mean over those of this rank; collective.
 
-        `local` is this rank's shard of the batch.
+        `local` is this rank's shard of the batch. A rank without labels counts as 0: the mean over none is NaN.
         """
         share = float((local["shift_labels"] != IGNORED_LABEL).sum()) / max(local[SHARD_KEY].valid_tokens, 1)
-        return self._with_mean_value(loss * (share * self.cp.ranks), self.cp.group)
+        part = loss * (share * self.cp.ranks) if share else torch.zeros_like(loss)
+        return self._with_mean_value(part, self.cp.group)
 
     def eval_batch(self, engine: Any, batch: Mapping[str, Any]) -> Tensor:
         """Return the mean loss of a batch of whole sequences; see `burst_plugin.deepspeed.eval_batch`."""
@@ -191,10 +194,17 @@ class Session:
         """Return whether a loss is one mean over all rings, rather than the mean of this ring."""
         return training and self.loss == TOKEN_MEAN
 
-    def _sum(self, value: float) -> float:
-        """Return the sum over all ranks."""
-        total = torch.tensor(value, dtype=torch.float64, device=group_device(self.world))
-        dist.all_reduce(total, group=self.world)
+    def sum_over_ring(self, value: float) -> float:
+        """Return the sum over the ranks of this ring; collective."""
+        return value if self.cp.group is None else self._sum(value, self.cp.group)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Return the sum over all ranks; collective."""
+        return self._sum(value, self.world)
+
+    def _sum(self, value: float, group: Any) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=group_device(group))
+        dist.all_reduce(total, group=group)
         return float(total)
 
     def _with_mean_value(self, local: Tensor, group: Any) -> Tensor:

@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from burst_plugin.batch import SHARD_KEY, SequenceShard, check_shard, shifted
+from burst_plugin.batch import IGNORED_LABEL, SHARD_KEY, SequenceShard, check_shard, shifted
 from burst_plugin.deepspeed.engine_session import Session
-from burst_plugin.deepspeed.outputs import check_form_of_loss, for_reading_only, refuse_backward, summed_loss
+from burst_plugin.deepspeed.outputs import (
+    check_form_of_loss,
+    for_reading_only,
+    refuse_backward,
+    summed_loss,
+    tolerance_of,
+)
+from burst_plugin.deepspeed.own_losses import OwnLosses
 from burst_plugin.frameworks.wrapping import by_name
 from burst_plugin.ring.rank_state import RankState
 
 __all__ = ["ModelHooks"]
-
-_LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
-_LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
 
 class ModelHooks:
@@ -30,6 +34,8 @@ class ModelHooks:
         self._calls_before = 0  # of attention, when the model's forward began
         self._checked_losses = 0  # of forwards in training
         self._has_warned = False
+        self._own_losses = OwnLosses(session)  # of a model that is not transformers'
+        self._means_before = 0  # that token_mean_loss had made, when the model's forward began
         self._shard_problems: list[str] | None = None  # of the model with sharded batches, once it gets one
         before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
         self._handles = [
@@ -56,6 +62,7 @@ class ModelHooks:
             )
         session.note_step()
         self._calls_before = self._ring_of(kwargs).calls_made
+        self._means_before = session.token_means
         self._cuts_batch = False
         if not session.whole_batches:
             return None
@@ -154,11 +161,13 @@ class ModelHooks:
                 read = (getattr(output, "loss", None), getattr(output, "logits", None))
                 refuse_backward(*(output if isinstance(output, tuple) else read))
         self._check_attended(model, kwargs)
+        if not session.whole_batches:
+            return self._own_loss(model, args, kwargs, output)
         if self._cuts_batch and torch.is_grad_enabled() and isinstance(output, Mapping):
             for name in [name for name in output if name != "loss"]:
                 output[name] = for_reading_only(output[name])  # type: ignore[index]
         loss = getattr(output, "loss", None)
-        if not is_sharded or not session.whole_batches or session.leaves_losses or session.computes_edges:
+        if not is_sharded or session.leaves_losses or session.computes_edges:
             return None
         if not isinstance(loss, Tensor) or loss.dim():
             return None
@@ -168,6 +177,18 @@ class ModelHooks:
         if not model.training:
             refuse_backward(output["loss"])
         return output
+
+    def _own_loss(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return what a model of one's own returned, in training with a loss that is right on the ring; collective.
+
+        A model that calls `token_mean_loss`, or gets no labels by that name, takes care of its loss itself.
+        """
+        session = self._session
+        called = session.token_means != self._means_before
+        if called or session.leaves_losses or not (model.training and torch.is_grad_enabled()):
+            return output
+        labels = by_name(model.forward, args, kwargs).get("shift_labels")
+        return self._own_losses.of_whole_batch(output, labels) if isinstance(labels, Tensor) else output
 
     def _check_attended(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError if a forward that had to use the ring has not."""
@@ -191,6 +212,7 @@ class ModelHooks:
         if self._checked_losses & (self._checked_losses - 1):
             return
         logits, labels = getattr(output, "logits", None), kwargs.get("shift_labels")
+        self._check_labels(labels, kwargs[SHARD_KEY])
         if logits is None and self._session.cp.strategy.loss_chunk:  # a loss in chunks, which is this package's own
             return
         if labels is None and kwargs[SHARD_KEY].as_given and kwargs.get("labels") is not None:
@@ -201,14 +223,28 @@ class ModelHooks:
         with torch.no_grad():
             expected = summed_loss(logits.flatten(0, 1), labels.flatten()) / float(kwargs["num_items_in_batch"])
         got = float(output.loss.detach())
-        problem, tolerance = "", _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
-        if abs(got - expected) > tolerance * max(abs(expected), 1.0):
+        problem = ""
+        if abs(got - expected) > tolerance_of(logits) * max(abs(expected), 1.0):
             problem = (
                 f"the model's own loss is {got:.6g}, expected {expected:.6g}, the mean over shift_labels: it does "
                 "not honour shift_labels and num_items_in_batch, or adds to them; leave labels out of the batch, and "
                 "use burst_plugin.deepspeed.token_mean_loss(logits, shift_labels)"
             )
         self._session.cp.agree({"loss": "checked"}, problem)
+
+    def _check_labels(self, labels: Any, shard: SequenceShard) -> None:
+        """Raise ValueError on every rank if the ring has not as many labels as when the batch was cut; collective.
+
+        The loss is divided by the number that was counted then.
+        """
+        if not isinstance(labels, Tensor) or shard.as_given:
+            return
+        count = self._session.sum_over_ring(float((labels != IGNORED_LABEL).sum()))
+        if count != shard.valid_tokens:
+            raise ValueError(
+                f"shift_labels of all ranks have {count:.0f} labels, but the batch was cut with {shard.valid_tokens}"
+                ", by which its loss is divided: change labels before burst_plugin.deepspeed.shard_batch, not after"
+            )
 
     def _warn_of_unchecked_loss(self) -> None:
         """Warn once of a loss that nothing can be compared with."""

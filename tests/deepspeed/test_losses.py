@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from transformers.modeling_outputs import CausalLMOutput
 
+import burst_plugin
 import burst_plugin.deepspeed as burst
 from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.config import BLOCK, Block
@@ -205,6 +209,195 @@ def _router(rank: int) -> float:
 
 def test_rings_of_one_take_what_rings_refuse() -> None:
     assert run_ranks(_router, 1)[0] > 1.0
+
+
+# --------------------------------------------------------------------------------------------- models of one's own
+
+IDS = draw(1, length=32)[0]["input_ids"]
+
+
+def _labels(*where: slice) -> torch.Tensor:
+    """Labels of two rows, of which zigzag gives tokens 0 to 7 and 24 to 31 to rank 0 of two."""
+    labels = torch.full_like(IDS, IGNORED_LABEL)
+    for each in where:
+        labels[:, each] = IDS[:, each]
+    return labels
+
+
+UNEVEN, ON_RANK_0 = _labels(slice(10, 14), slice(26, 32)), _labels(slice(26, 32))
+EVEN = _labels(slice(2, 6), slice(10, 14))
+
+
+class _Own(torch.nn.Module):
+    """A model whose tokens do not meet; `kind` says what its loss is."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embed, self.head, self.kind = torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB), kind
+
+    def forward(self, input_ids: torch.Tensor, shift_labels: torch.Tensor, **rest: Any) -> Any:
+        if dist.is_initialized():
+            x = torch.zeros(*input_ids.shape, 1, 8)
+            burst_plugin.burst_attention(x, x, x, burst.context())
+        logits = self.head(self.embed(input_ids))
+        pair = logits.flatten(0, 1), shift_labels.flatten()
+        mean = torch.nn.functional.cross_entropy(*pair)
+        if self.kind == "outside":
+            return CausalLMOutput(logits=logits)
+        if self.kind == "scalar":
+            return mean
+        if self.kind == "tuple":
+            return mean, logits
+        if self.kind == "by hand":
+            total = torch.nn.functional.cross_entropy(*pair, reduction="sum")
+            return {"loss": total * dist.get_world_size() / rest["burst"].valid_tokens, "logits": logits}
+        loss = {
+            "mean": lambda: mean,
+            "token_mean": lambda: burst.token_mean_loss(logits, shift_labels),
+            "smoothed": lambda: torch.nn.functional.cross_entropy(*pair, label_smoothing=0.1),
+            "beside": lambda: mean + 0.01 * self.head.weight.square().mean(),
+            "masked": lambda: _masked_mean(*pair),
+        }[self.kind]()
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def _masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """A mean whose gradient is NaN, too, where there are no labels."""
+    keep = labels != IGNORED_LABEL
+    losses = torch.nn.functional.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+    return (losses * keep).sum() / keep.sum()
+
+
+def _own_engine(kind: str, cp: int, block: dict[str, Any]) -> Any:
+    burst.install()
+    torch.manual_seed(0)
+    model = _Own(kind)
+    run = Run(cp=cp, config={"gradient_clipping": 0.0}, block=block)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 2 * cp))[0]
+
+
+def _steps(rank: int, kind: str, batches: Sequence[Sequence[torch.Tensor]], block: dict[str, Any]) -> list[Any]:
+    """Return the loss and the gradient of every step; `batches` has labels of every ring."""
+    cp, found = dist.get_world_size() // len(batches[0]), []
+    engine = _own_engine(kind, cp, block)
+    for rings in batches:
+        weight = engine.module.head.weight.detach().clone()
+        local = burst.shard_batch({"input_ids": IDS, "labels": rings[rank // cp]})
+        loss = engine(**local)
+        if kind == "outside":
+            loss = burst.token_mean_loss(loss.logits, local["shift_labels"])
+        elif kind in ("by hand", "tuple"):
+            loss = loss["loss"] if kind == "by hand" else loss[0]
+        else:
+            loss = loss.loss
+        engine.backward(loss)
+        engine.step()
+        found.append((float(loss), weight - engine.module.head.weight.detach()))
+    stop(engine)
+    return found
+
+
+def _several_kinds(rank: int, cases: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    return [_steps(rank, *case) for case in cases]
+
+
+def _own_truth(batches: Sequence[Sequence[torch.Tensor]], loss: str = "token_mean") -> list[Any]:
+    """The same from the definition on one rank, in float64."""
+    torch.manual_seed(0)
+    model, found = _Own("mean").double(), []
+    for rings in batches:
+        shifted = [torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL) for labels in rings]
+        means = [model(IDS, labels).loss for labels in shifted]
+        counts = [int((labels != IGNORED_LABEL).sum()) if loss == "token_mean" else 1 for labels in shifted]
+        total = sum(mean * n for mean, n in zip(means, counts, strict=True)) / sum(counts)
+        model.zero_grad()
+        total.backward()
+        found.append((float(total), model.head.weight.grad.clone()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= parameter.grad
+    return found
+
+
+def _check_own(cases: Sequence[tuple[Any, ...]], ranks: int) -> None:
+    for results in run_ranks(_several_kinds, ranks, cases):
+        for (kind, batches, block), steps in zip(cases, results, strict=True):
+            for (loss, grad), (value, truth) in zip(steps, _own_truth(batches, **block), strict=True):
+                assert float((grad - truth).norm() / truth.norm()) <= GRADS, (kind, block)
+                if kind != "by hand" and not block:  # whose value is of a rank's part
+                    assert loss == pytest.approx(value, rel=1e-5), kind
+
+
+def test_a_loss_of_ones_own_becomes_that_of_the_whole_batch() -> None:
+    """Means over a rank's labels; those that are right already are left alone."""
+    batches = [[UNEVEN], [ON_RANK_0], [UNEVEN]]
+    kinds = ("mean", "tuple", "masked", "token_mean", "by hand", "outside")
+    _check_own([(kind, batches, {}) for kind in kinds], 2)
+
+
+def test_a_loss_of_ones_own_whose_kind_shows_late() -> None:
+    """Where all ranks have equally many labels at first, or one has all of them."""
+    first = ([EVEN], [EVEN], [UNEVEN]), ([ON_RANK_0], [EVEN], [UNEVEN], [ON_RANK_0])
+    _check_own([(kind, batches, {}) for kind in ("mean", "by hand") for batches in first], 2)
+
+
+def test_a_loss_of_ones_own_on_two_rings() -> None:
+    batches = [[EVEN, ON_RANK_0], [UNEVEN, EVEN], [ON_RANK_0, UNEVEN]]
+    cases = [("mean", batches, {}), ("mean", batches, {"loss": "mean_of_ranks"}), ("token_mean", batches, {})]
+    _check_own(cases, 4)
+
+
+def _told(rank: int, kind: str) -> str:
+    """Return what a model is told of its loss, as a warning or an error."""
+    engine = _own_engine(kind, 2, {})
+    local = burst.shard_batch({"input_ids": IDS, "labels": UNEVEN})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            engine(**local)
+        except ValueError as error:
+            return f"ValueError: {error}"
+    return "".join(str(each.message) for each in caught)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("smoothed", "ValueError: the model's own loss can become that of the whole batch only if"),
+        ("beside", "ValueError: the model's own loss can become that of the whole batch only if"),
+        ("scalar", "the model returns a loss without the logits of which it is made"),
+    ],
+)
+def test_other_losses_of_ones_own_are_not_silent(kind: str, message: str) -> None:
+    for told in run_ranks(_told, 2, kind):
+        assert message in told
+        assert "token_mean_loss(logits, shift_labels)" in told
+
+
+def _evaluated(rank: int) -> float:
+    return float(burst.eval_batch({"input_ids": IDS, "labels": ON_RANK_0}, _own_engine("mean", 2, {})))
+
+
+def test_a_rank_without_labels_counts_as_zero_in_evaluation() -> None:
+    assert run_ranks(_evaluated, 2) == pytest.approx([_own_truth([[ON_RANK_0]])[0][0]] * 2, rel=1e-5)
+
+
+def _changed_labels(rank: int) -> str:
+    """Labels that one rank hides once its batch is cut, and those that stay as they are."""
+    engine = start(replace(RUN, accumulation=1), 2)
+    local = burst.shard_batch({"input_ids": IDS, "labels": UNEVEN})
+    engine(**local, use_cache=False)
+    if rank == 1:
+        local["shift_labels"][:, 3:] = IGNORED_LABEL
+    with pytest.raises(ValueError, match="change labels before") as refused:
+        engine(**local, use_cache=False)
+    return str(refused.value)
+
+
+def test_labels_are_changed_before_a_batch_is_cut() -> None:
+    told = run_ranks(_changed_labels, 2)
+    assert told[0] == told[1]
 
 
 # ------------------------------------------------------------------------------------------------------- the option
