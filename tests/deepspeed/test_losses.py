@@ -255,7 +255,7 @@ class _Own(torch.nn.Module):
             "mean": lambda: mean,
             "token_mean": lambda: burst.token_mean_loss(logits, shift_labels),
             "smoothed": lambda: torch.nn.functional.cross_entropy(*pair, label_smoothing=0.1),
-            "beside": lambda: mean + 0.01 * self.head.weight.square().mean(),
+            "beside": lambda: mean + 0.1 * self.head.weight.square().mean(),
             "masked": lambda: _masked_mean(*pair),
         }[self.kind]()
         return CausalLMOutput(loss=loss, logits=logits)
@@ -293,7 +293,7 @@ def _steps(rank: int, kind: str, batches: Sequence[Sequence[torch.Tensor]], bloc
             loss = loss.loss
         engine.backward(loss)
         engine.step()
-        found.append((float(loss), weight - engine.module.head.weight.detach()))
+        found.append((float(loss.detach()), weight - engine.module.head.weight.detach()))
     stop(engine)
     return found
 
@@ -313,7 +313,7 @@ def _own_truth(batches: Sequence[Sequence[torch.Tensor]], loss: str = "token_mea
         total = sum(mean * n for mean, n in zip(means, counts, strict=True)) / sum(counts)
         model.zero_grad()
         total.backward()
-        found.append((float(total), model.head.weight.grad.clone()))
+        found.append((float(total.detach()), model.head.weight.grad.clone()))
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= parameter.grad
