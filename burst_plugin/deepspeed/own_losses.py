@@ -130,8 +130,9 @@ class OwnLosses:
 
 def _parts(output: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the scalar loss and the logits in what a model returned, None where there are none."""
+    loss: Any = None
     logits: Any = None
-    if type(output) is tuple:
+    if isinstance(output, tuple) and not hasattr(output, "_fields"):
         loss, logits, *_ = (*output, None, None)
     elif isinstance(output, Mapping):
         loss, logits = output.get("loss"), output.get("logits")
@@ -167,9 +168,8 @@ def _weight(loss: Tensor, logits: Tensor | None, labels: Tensor) -> float | None
     count = int(keep.sum())
     scale = 2.0 ** min(count.bit_length() - 1, 15)  # a power of two that float16 has, which has few small numbers
     try:
-        (grad,) = torch.autograd.grad(
-            loss, logits, torch.full_like(loss, scale), retain_graph=True, allow_unused=True
-        )
+        start = torch.full_like(loss, scale)
+        grad: Any = torch.autograd.grad(loss, logits, start, retain_graph=True, allow_unused=True)[0]
     except RuntimeError:
         return None
     if grad is None:
