@@ -10,16 +10,9 @@ from torch import Tensor
 
 from burst_plugin.batch import IGNORED_LABEL
 
-__all__ = [
-    "TOKENS_AT_ONCE",
-    "check_form_of_loss",
-    "for_reading_only",
-    "refuse_backward",
-    "summed_loss",
-    "tolerance_of",
-]
+__all__ = ["check_form_of_loss", "for_reading_only", "refuse_backward", "summed_loss", "tolerance_of"]
 
-TOKENS_AT_ONCE = 1024
+_TOKENS_AT_ONCE = 1024
 _LOSS_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between a model's loss and that of its logits
 _LOW_PRECISION_TOLERANCE = 1e-2  # for logits of other types
 
@@ -88,13 +81,13 @@ def refuse_backward(*outputs: Any) -> None:
 def summed_loss(logits: Tensor, labels: Tensor) -> float:
     """Return the summed cross entropy of logits [T, V], by pieces: logits of a long sequence fill a GPU."""
     total = torch.zeros((), dtype=torch.float64, device=logits.device)
-    for piece, targets in zip(*(torch.split(x, TOKENS_AT_ONCE) for x in (logits, labels)), strict=True):
+    for piece, targets in zip(*(torch.split(x, _TOKENS_AT_ONCE) for x in (logits, labels)), strict=True):
         total += torch.nn.functional.cross_entropy(
             piece.float(), targets, ignore_index=IGNORED_LABEL, reduction="sum"
         )
     return float(total)
 
 
-def tolerance_of(logits: Tensor | None) -> float:
+def tolerance_of(logits: Tensor) -> float:
     """Return the relative difference that may be between a model's loss and that of its logits."""
-    return _LOW_PRECISION_TOLERANCE if logits is None else _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)
+    return _LOSS_TOLERANCE.get(logits.dtype, _LOW_PRECISION_TOLERANCE)

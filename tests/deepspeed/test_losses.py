@@ -250,9 +250,8 @@ class _Own(torch.nn.Module):
             return burst.token_mean_loss(logits, shift_labels)
         if self.kind == "tuple":
             return mean, logits
-        if self.kind == "by hand":
-            total = torch.nn.functional.cross_entropy(*pair, reduction="sum")
-            return {"loss": total * dist.get_world_size() / rest["burst"].valid_tokens, "logits": logits}
+        if self.kind == "mapping":
+            return {"loss": mean, "logits": logits}
         loss = {
             "mean": lambda: mean,
             "token_mean": lambda: burst.token_mean_loss(logits, shift_labels),
@@ -289,8 +288,8 @@ def _steps(rank: int, kind: str, batches: Sequence[Sequence[torch.Tensor]], bloc
         loss = engine(**local)
         if kind == "outside":
             loss = burst.token_mean_loss(loss.logits, local["shift_labels"])
-        elif kind in ("by hand", "tuple"):
-            loss = loss["loss"] if kind == "by hand" else loss[0]
+        elif kind in ("mapping", "tuple"):
+            loss = loss["loss"] if kind == "mapping" else loss[0]
         else:
             loss = loss.loss
         engine.backward(loss)
@@ -327,21 +326,20 @@ def _check_own(cases: Sequence[tuple[Any, ...]], ranks: int) -> None:
         for (kind, batches, block), steps in zip(cases, results, strict=True):
             for (loss, grad), (value, truth) in zip(steps, _own_truth(batches, **block), strict=True):
                 assert float((grad - truth).norm() / truth.norm()) <= GRADS, (kind, block)
-                if kind != "by hand" and not block:  # whose value is of a rank's part
+                if not block:  # whose value is that of a ring
                     assert loss == pytest.approx(value, rel=1e-5), kind
 
 
 def test_a_loss_of_ones_own_becomes_that_of_the_whole_batch() -> None:
-    """Means over a rank's labels; those that are right already are left alone."""
+    """Means over a rank's labels. Those of models that call token_mean_loss are right already."""
     batches = [[UNEVEN], [ON_RANK_0], [UNEVEN]]
-    kinds = ("mean", "tuple", "masked", "token_mean", "by hand", "outside")
+    kinds = ("mean", "tuple", "mapping", "masked", "token_mean", "outside")
     _check_own([(kind, batches, {}) for kind in kinds], 2)
 
 
-def test_a_loss_of_ones_own_whose_kind_shows_late() -> None:
-    """Where all ranks have equally many labels at first, or one has all of them."""
+def test_a_loss_of_ones_own_after_even_labels_and_with_all_on_one_rank() -> None:
     first = ([EVEN], [EVEN], [UNEVEN]), ([ON_RANK_0], [EVEN], [UNEVEN], [ON_RANK_0])
-    _check_own([(kind, batches, {}) for kind in ("mean", "by hand") for batches in first], 2)
+    _check_own([("mean", batches, {}) for batches in first], 2)
 
 
 def test_a_loss_of_ones_own_on_two_rings() -> None:
@@ -351,13 +349,14 @@ def test_a_loss_of_ones_own_on_two_rings() -> None:
 
 
 def _told(rank: int, kind: str) -> str:
-    """Return what a model is told of its loss, as a warning or an error."""
+    """Return what a model is told of its loss, as a warning or an error, of even labels and then of uneven ones."""
     engine = _own_engine(kind, 2, {})
-    local = burst.shard_batch({"input_ids": IDS, "labels": UNEVEN})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        for _ in range(3):
+            engine(**burst.shard_batch({"input_ids": IDS, "labels": EVEN}))
         try:
-            engine(**local)
+            engine(**burst.shard_batch({"input_ids": IDS, "labels": UNEVEN}))
         except ValueError as error:
             return f"ValueError: {error}"
     return "".join(str(each.message) for each in caught)
@@ -366,8 +365,8 @@ def _told(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("smoothed", "ValueError: the model's own loss can become that of the whole batch only if"),
-        ("beside", "ValueError: the model's own loss can become that of the whole batch only if"),
+        ("smoothed", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
+        ("beside", "ValueError: the model's own loss is not the mean cross entropy over a rank's shift_labels"),
         ("scalar", "the model returns a loss without the logits of which it is made"),
     ],
 )
