@@ -17,12 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.kept_attention import KeptCalls
-from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, linear, summed_linear, wide_dtype
+from burst_plugin.activations.recomputed_chunks import (
+    GradientSums,
+    Surroundings,
+    check_all_are_listed,
+    linear,
+    summed_linear,
+    wide_dtype,
+)
 
 __all__ = ["Linear", "chunked_heads"]
 
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 Attend = Callable[[int, Tensor, Linear], Tensor]
+_UNLISTED = "use head_chunk=0, or list it in `parameters` of `chunked_heads`"
 
 
 def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], *, chunks: int) -> Tensor:
@@ -43,6 +51,10 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
 
     Returns:
         [..., heads * D], the chunks side by side.
+
+    Raises:
+        ValueError: in the backward pass, if `attend` uses a trained tensor that is not listed.
+        RuntimeError: in the backward pass, if a trained parameter has been modified in place since.
     """
     trained = [each for each in parameters if each.requires_grad]
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
@@ -56,7 +68,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, attend: Attend, chunks: int, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden)
+        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, trained)
         ctx.kept = [KeptCalls() for _ in range(chunks)]
         whole: Tensor | None = None
         for number, kept in enumerate(ctx.kept):
@@ -94,6 +106,8 @@ def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: T
     hidden = hidden.detach().requires_grad_(total is not None)
     with torch.enable_grad(), ctx.kept[number].second_run():
         out = ctx.attend(number, hidden, linear if total is None else partial(_linear, total, hidden))
+    if not number:
+        check_all_are_listed(out, [hidden, *ctx.trained], "attention on a few heads at a time", _UNLISTED)
     inputs = [*ctx.trained] if total is None else [hidden, *ctx.trained]
     found: list[Tensor | None] = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
     of_hidden = None if total is None else found.pop(0)

@@ -27,6 +27,7 @@ from burst_plugin.checks import number, shown, whole_number
 __all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
 
 _REDUCTIONS = ("none", "sum", "mean")
+_UNLISTED = "pass parameters=[...] with all that it trains"
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +217,7 @@ class _Chunked(torch.autograd.Function):
                 with torch.enable_grad(), sums.of_linears():
                     logits = head.logits(x)
                 if not rows.start:
-                    check_all_are_listed(logits, [x, *parameters])
+                    check_all_are_listed(logits, [x, *parameters], "project", _UNLISTED)
                 saved = targets[rows], log_sums[rows], entropy[rows] if ctx.with_entropy else None
                 grad_logits = _grad_of_logits(logits, *saved, tuple(grad[rows] for grad in grads), head)
                 inputs = [x, *parameters] if wants_hidden else parameters

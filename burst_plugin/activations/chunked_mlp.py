@@ -16,11 +16,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, adds_nothing_itself
+from burst_plugin.activations.recomputed_chunks import (
+    GradientSums,
+    Surroundings,
+    adds_nothing_itself,
+    check_all_are_listed,
+)
 from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.checks import shown, whole_number
 
 __all__ = ["ChunkedForward", "chunked_mlp"]
+
+_UNLISTED = "use mlp_chunk=0, or list it in `parameters` of `chunked_mlp`"
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,9 @@ def chunked_mlp(
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
 
-    Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token.
+    Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token. In
+    the backward pass, raises ValueError if `mlp` uses a trained tensor that is not listed, and RuntimeError if a
+    trained parameter has been modified in place since.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
     call = _Call(mlp, chunk, adds_itself, token_dims)
@@ -103,7 +112,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden)
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained)
         ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -116,7 +125,7 @@ class _Chunked(torch.autograd.Function):
         rows, start = grad_hidden.view(-1, hidden.shape[-1]), 0
         with ctx.surroundings.again(), sums.collecting():
             for piece, grad in zip(call.pieces(hidden), call.pieces(grad_out), strict=True):
-                of_piece, *of_trained = _differentiate(call.mlp, piece, grad, ctx.trained, ctx.needs_input_grad[1])
+                of_piece, *of_trained = _differentiate(ctx, piece, grad, check=not start)
                 sums.add(of_trained)
                 stop = start + piece.shape[:-1].numel()
                 rows[start:stop] = 0 if of_piece is None else of_piece.reshape(-1, hidden.shape[-1])
@@ -124,16 +133,17 @@ class _Chunked(torch.autograd.Function):
         return None, grad_hidden if ctx.needs_input_grad[1] else None, *sums.cast()
 
 
-def _differentiate(
-    mlp: Callable[[Tensor], Tensor], piece: Tensor, grad: Tensor, trained: Sequence[Tensor], wants_piece: bool
-) -> list[Tensor | None]:
+def _differentiate(ctx: Any, piece: Tensor, grad: Tensor, *, check: bool) -> list[Tensor | None]:
     """Compute one chunk again; return the gradients of its tokens, None if not wanted, and of each parameter.
 
     A function of its own, so that the graph of a chunk is gone before that of the next is made.
     """
+    trained, wants_piece = ctx.trained, ctx.needs_input_grad[1]
     piece = piece.detach().requires_grad_(wants_piece)
     with torch.enable_grad():
-        out = mlp(piece)
+        out = ctx.call.mlp(piece)
+    if check:
+        check_all_are_listed(out, [piece, *trained], "an MLP in chunks", _UNLISTED)
     if not out.requires_grad:
         return [None] * (1 + len(trained))
     inputs = [piece, *trained] if wants_piece else [*trained]

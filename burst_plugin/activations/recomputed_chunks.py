@@ -42,20 +42,22 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward pass found: autocast, and generators of random numbers, for modules with dropout."""
+    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters."""
 
     device: str
     autocast_dtype: torch.dtype | None
     random_state: Tensor
     of_devices: tuple[list[int], list[Tensor]] = field(default=([], []))
+    versions: tuple[tuple[Tensor, int], ...] = ()
 
     @classmethod
-    def of(cls, x: Tensor) -> Surroundings:
-        """Return those of a forward pass on `x`."""
+    def of(cls, x: Tensor, parameters: Sequence[Tensor] = ()) -> Surroundings:
+        """Return those of a forward pass on `x` that reads `parameters`, of which it saves none with autograd."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices, states = get_device_states(x)
-        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)))
+        versions = tuple((each, each._version) for each in parameters)
+        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions)
 
     def autocast(self) -> torch.autocast:
         """Return a context of the forward pass's autocast."""
@@ -63,7 +65,17 @@ class Surroundings:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Do all as in the forward pass, with the same random numbers; leave generators as they are found."""
+        """Do all as in the forward pass, with the same random numbers; leave generators as they are found.
+
+        Raises RuntimeError if a parameter is not as it was then, as autograd does for the tensors that it saves.
+        """
+        for each, version in self.versions:
+            if each._version != version:
+                raise RuntimeError(
+                    f"a parameter {list(each.shape)} of what runs in chunks was modified in place between the forward "
+                    f"and the backward pass: it is at version {each._version}, expected version {version}; run "
+                    "backward before the optimizer's step"
+                )
         devices, states = self.of_devices
         with torch.random.fork_rng(devices, device_type=self.device if devices else "cuda"), self.autocast():
             torch.set_rng_state(self.random_state)
@@ -216,20 +228,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         part += torch.mm(a[rows], b, out_dtype=total.dtype)  # not `total[rows] +=`, which copies the sum onto itself
 
 
-def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor]) -> None:
-    """Raise ValueError if a result depends on a trained tensor that is not among those that get a gradient."""
+def check_all_are_listed(result: Tensor, inputs: Sequence[Tensor], what: str, advice: str) -> None:
+    """Raise ValueError if a result depends on a trained tensor that is not among those that get a gradient.
+
+    what: computes the result, such as "an MLP in chunks"; advice: what to write instead. Both are for the message.
+    """
     leaves = {id(each) for each in inputs}
-    seen = {each.grad_fn for each in inputs if each.grad_fn is not None}
-    nodes: list[Any] = [result.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
+    listed = {(each.grad_fn, each.output_nr) for each in inputs if each.grad_fn is not None}
+    seen: set[Any] = set()
+    edges: list[tuple[Any, int]] = [(result.grad_fn, result.output_nr)]
+    while edges:
+        edge = edges.pop()
+        node = edge[0]
+        if node is None or node in seen or edge in listed:
             continue
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in leaves:
             raise ValueError(
-                f"project uses a trained tensor {list(leaf.shape)} that is not among its parameters and would get no "
-                "gradient; pass parameters=[...] with all that it trains"
+                f"{what} uses a trained tensor {list(leaf.shape)} that is not among its parameters and would get no "
+                f"gradient; {advice}; under FSDP, wrap with use_orig_params=True, or use fully_shard"
             )
-        nodes += [each for each, _ in node.next_functions]
+        edges += node.next_functions

@@ -131,3 +131,23 @@ def _low_precision(rank: int) -> list[float]:
 def test_in_bfloat16_errors_are_those_of_all_heads_at_once() -> None:
     (whole, *chunked), *_ = run_ranks(_low_precision, 2)
     assert max(chunked) <= 1.2 * whole, (whole, chunked)
+
+
+def test_weights_that_are_not_listed_or_have_changed_are_refused() -> None:
+    """As under FSDP, where a module's weights may be views of one tensor; and as autograd does for what it saves."""
+    x, flat = torch.ones(1, 4, 4, requires_grad=True), torch.nn.Parameter(torch.ones(2 * 16))
+    listed, other = (each.view(4, 4) for each in flat.split(16))
+
+    def attend(number: int, x: Tensor, linear: Linear) -> Tensor:
+        return linear(x, listed.chunk(2)[number], None) + x @ other.chunk(2)[number].t()
+
+    out = chunked_heads(attend, x, [listed], chunks=2)
+    with pytest.raises(
+        ValueError, match=r"attention on a few heads at a time uses a trained tensor \[32\] that is not"
+    ):
+        out.sum().backward()
+    out = chunked_heads(attend, x, [listed, other], chunks=2)
+    with torch.no_grad():
+        flat.mul_(2)
+    with pytest.raises(RuntimeError, match=r"a parameter \[4, 4\] of what runs in chunks was modified in place"):
+        out.sum().backward()

@@ -340,3 +340,34 @@ def test_what_cannot_be_cut_is_refused() -> None:
 def test_an_option_that_is_no_number_of_tokens_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=r"mlp_chunk=.* is not valid; use a number of tokens, or 0 for all at once"):
         Strategy(mlp_chunk=value)
+
+
+def test_a_trained_tensor_that_is_not_listed_is_refused() -> None:
+    """Others' parameters, what is computed of them or of the input, and one half of what is listed by the other."""
+    mlp, x = Mlp(), draw(1, 29, HIDDEN).requires_grad_(True)
+    gain, flat = torch.nn.Parameter(torch.ones(HIDDEN)), torch.nn.Parameter(torch.ones(2 * HIDDEN))
+    first, second = flat.split(HIDDEN)
+
+    def run(scale: Tensor, *others: Tensor) -> None:
+        chunked_mlp(lambda piece: mlp(piece) * scale, x, [*mlp.parameters(), *others], chunk=4).sum().backward()
+
+    for scale, size in ((gain, HIDDEN), (gain.exp(), HIDDEN), (second, 2 * HIDDEN), (x[0, 0].exp(), "1, 29, 8")):
+        with pytest.raises(ValueError, match=rf"an MLP in chunks uses a trained tensor \[{size}\] that is not among"):
+            run(scale, first)
+    run(gain, gain)
+    assert gain.grad is not None
+    assert flat.grad is None
+
+
+def test_weights_that_are_changed_before_the_backward_pass_are_refused() -> None:
+    """As autograd does for weights that it has saved; the change of `data` by frameworks that move weights is none."""
+    chunks, x = in_chunks(Mlp()), draw(1, 29, HIDDEN)
+    out = chunks(x)
+    for each in chunks.parameters():
+        each.data = each.data.clone()
+    out.sum().backward(retain_graph=True)
+    with torch.no_grad():
+        chunks.down.weight.mul_(3)
+    with pytest.raises(RuntimeError, match=r"parameter \[8, 64\] of what runs in chunks was modified in place"):
+        out.sum().backward()
+    chunks(x).sum().backward()
