@@ -360,7 +360,7 @@ def test_a_trained_tensor_that_is_not_listed_is_refused() -> None:
 
 
 def test_weights_that_are_changed_before_the_backward_pass_are_refused() -> None:
-    """As autograd does for weights that it has saved; the change of `data` by frameworks that move weights is none."""
+    """As autograd does for weights that it has saved. Frameworks that move weights set `data`, which is no change."""
     chunks, x = in_chunks(Mlp()), draw(1, 29, HIDDEN)
     out = chunks(x)
     for each in chunks.parameters():
