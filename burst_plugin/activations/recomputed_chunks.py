@@ -72,8 +72,8 @@ class Surroundings:
         for each, version in self.versions:
             if each._version != version:
                 raise RuntimeError(
-                    f"a parameter {list(each.shape)} of what runs in chunks was modified in place between its forward "
-                    f"and backward pass: it is at version {each._version}, expected version {version}; run "
+                    f"a parameter {list(each.shape)} of what runs in chunks was modified in place between the "
+                    f"forward and the backward pass: it is at version {each._version}, expected version {version}; run "
                     "backward before the optimizer's step"
                 )
         devices, states = self.of_devices

@@ -142,9 +142,7 @@ def test_weights_that_are_not_listed_or_have_changed_are_refused() -> None:
         return linear(x, listed.chunk(2)[number], None) + x @ other.chunk(2)[number].t()
 
     out = chunked_heads(attend, x, [listed], chunks=2)
-    with pytest.raises(
-        ValueError, match=r"attention on a few heads at a time uses a trained tensor \[32\] that"
-    ):
+    with pytest.raises(ValueError, match=r"attention on a few heads at a time uses a trained tensor \[32\] that"):
         out.sum().backward()
     out = chunked_heads(attend, x, [listed, other], chunks=2)
     with torch.no_grad():
