@@ -73,8 +73,8 @@ class Surroundings:
             if each._version != version:
                 raise RuntimeError(
                     f"a parameter {list(each.shape)} of what runs in chunks was modified in place between the "
-                    f"forward and the backward pass: it is at version {each._version}, expected version {version}; run "
-                    "backward before the optimizer's step"
+                    f"forward and the backward pass: it is at version {each._version}, expected version {version}; "
+                    "run backward before the optimizer's step"
                 )
         devices, states = self.of_devices
         with torch.random.fork_rng(devices, device_type=self.device if devices else "cuda"), self.autocast():
