@@ -98,9 +98,11 @@ class ModelHooks:
             kwargs.setdefault("labels", kwargs["shift_labels"])  # without labels models compute no loss
         if self._session.leaves_losses or self._session.computes_edges:
             return kwargs
-        if kwargs.get("output_router_logits"):
+        asked = kwargs.get("output_router_logits")
+        if getattr(getattr(model, "config", None), "output_router_logits", False) if asked is None else asked:
             raise ValueError(
-                "output_router_logits adds a loss that is not a sum over tokens; take it out of the batch"
+                "output_router_logits adds a loss that is not a sum over tokens; leave it out of the batch, and "
+                "False in the model's config"
             )
         if kwargs.get("num_items_in_batch") is None and kwargs.get("labels") is not None:
             kwargs["num_items_in_batch"] = self._session.divisor(kwargs[SHARD_KEY], model.training)

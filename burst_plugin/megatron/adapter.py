@@ -100,7 +100,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report.append("rings are made with Megatron's groups, and forgotten with them")
     adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
     adapter.report.append(follow_documents(adapter.registry))
-    adapter.report.append(weigh_tokens_alike(lambda: adapter.registry.identity))
+    adapter.report.append(weigh_tokens_alike(adapter.registry))
     adapter.report.append(follow_losses(adapter.registry))
     adapter.report.append(follow_inference(adapter.registry))  # after what wraps a model's forward, too
     adapter.report.append(_extend_argument_parser())

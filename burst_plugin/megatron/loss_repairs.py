@@ -24,17 +24,17 @@ from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid
-from burst_plugin.megatron.identity import Identity
+from burst_plugin.megatron.registry import Registry
 
 __all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]
 
 _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
 
 
-def weigh_tokens_alike(identity: Callable[[], Identity]) -> str:
+def weigh_tokens_alike(registry: Registry) -> str:
     """Divide losses by the mean number of tokens of all context-parallel ranks; return a line that says so."""
-    wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, identity))
-    prediction = _PredictionLoss()
+    wrap_everywhere(schedules, "forward_step_calc_loss", partial(_main_loss, registry))
+    prediction = _PredictionLoss(registry)
     if hasattr(multi_token_prediction, _PREDICTS):
         wrap_everywhere(multi_token_prediction, _PREDICTS, prediction.process)
         wrap(multi_token_prediction, "roll_tensor", prediction.roll)
@@ -48,11 +48,11 @@ def _weighs(config: Any) -> bool:
     return asks_for_burst(config) and not is_hybrid(config)
 
 
-def _main_loss(identity: Callable[[], Identity], original: Any, *args: Any, **kwargs: Any) -> Any:
+def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `forward_step_calc_loss` does, with a loss that is scaled so that its division comes out right."""
     given = inspect.signature(original).bind(*args, **kwargs)
     config, loss_func = given.arguments["config"], given.arguments["loss_func"]
-    if loss_func is not None and identity().computes_edges:
+    if loss_func is not None and registry.identity.computes_edges:
         given.arguments["loss_func"] = partial(_of_all_edges, loss_func)
         return original(*given.args, **given.kwargs)
     if loss_func is None or config.calculate_per_token_loss or not _weighs(config):
@@ -65,7 +65,7 @@ def _main_loss(identity: Callable[[], Identity], original: Any, *args: Any, **kw
         if options or len(found) != 3:  # not a loss, or one that is a mean already
             return found
         loss, count, reported = found
-        total = _over_ranks(count.to(loss.device), group).clamp(min=1)
+        total = _over_ranks(registry, "the loss", count.to(loss.device), group).clamp(min=1)
         return loss * (count.clamp(min=1) * group.size() / total), count, reported
 
     given.arguments["loss_func"] = scaled
@@ -87,7 +87,8 @@ def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any)
 class _PredictionLoss:
     """The loss of multi-token prediction, which Megatron weighs by ranks with `--calculate-per-token-loss`, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._weighs = False  # whether a loss that is to be repaired is being computed
         self._own: Tensor | None = None  # this rank's tokens in the main loss, if Megatron multiplies by them
 
@@ -118,14 +119,22 @@ class _PredictionLoss:
         group = inspect.signature(original).bind(*args, **kwargs).arguments.get("cp_group")
         if not self._weighs or not rolled.is_floating_point() or group is None or group.size() == 1:
             return rolled, count
-        total = _over_ranks(rolled.sum(), group)  # not of `count`, which may be 1 for no token
+        over_ranks = partial(_over_ranks, self._registry, "the loss of token prediction")
+        total = over_ranks(rolled.sum(), group)  # not of `count`, which may be 1 for no token
         total += total == 0
         if self._own is None:
             return rolled, total / group.size()
-        return rolled, total * self._own / _over_ranks(self._own, group).clamp(min=1)
+        return rolled, total * self._own / over_ranks(self._own, group).clamp(min=1)
 
 
-def _over_ranks(count: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return a count added up over context-parallel ranks.
+
+    They compare where they are before: one that has left out attention would wait here, and others there.
+    """
+    for ring in registry.rings():
+        if ring.group is group:
+            ring.meet(of)
     total = count.detach().clone()
     dist.all_reduce(total, group=group)
     return total

@@ -211,6 +211,17 @@ def test_rings_of_one_take_what_rings_refuse() -> None:
     assert run_ranks(_router, 1)[0] > 1.0
 
 
+def _router_set_late(rank: int) -> None:
+    engine = start(RUN, 2)
+    engine.module.config.output_router_logits = True
+    with pytest.raises(ValueError, match=r"output_router_logits adds a loss .* False in the model's config"):
+        engine(**burst.shard_batch(BATCHES[0]))
+
+
+def test_losses_of_routers_are_refused_whenever_they_are_switched_on() -> None:
+    run_ranks(_router_set_late, 2)
+
+
 # --------------------------------------------------------------------------------------------- models of one's own
 
 IDS = draw(1, length=32)[0]["input_ids"]

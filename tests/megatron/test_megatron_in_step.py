@@ -102,8 +102,8 @@ def test_a_rank_that_is_out_of_step_is_named_with_both_places_before_a_wrong_num
             there, elsewhere = said.split("; rank 0, 1, 2: ")
             places = {
                 "step": ("forward pass", "layer 1, batch ", "forward pass", "layer 1, batch "),
-                "call": ("backward pass", "microbatch 0, layer 1", "forward pass", "microbatch 0, layer 2"),
-                "doubled call": ("forward pass", "layer 2, call 2 of it", "backward pass", "microbatch 0, layer 2"),
+                "call": ("the loss", "", "forward pass", "microbatch 0, layer 2"),
+                "doubled call": ("forward pass", "layer 2, call 2 of it", "the loss", ""),
                 "backward": ("forward pass", "microbatch 1, layer 1", "backward pass", "microbatch 0, layer 2"),
             }[fault]
             assert places[0] in there, (fault, said)
