@@ -23,12 +23,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.contenders import Case, Contender
 from benchmarks.contenders.protocol import Able, best_of
 from benchmarks.memory import PeakMemory
-from benchmarks.stubs import InProcessRing
 from burst_plugin.kernels import KERNELS, How, Kernel, Queries
 from burst_plugin.kernels import Case as KernelCase
 from burst_plugin.kernels.reference import ReferenceKernel
 from burst_plugin.scores import Scores
 from burst_plugin.types import CAUSAL, FULL
+from tests.support.in_process_ring import InProcessRing
 
 KERNEL, KERNEL_ALONE = "one-rank kernel", "one-rank kernel, alone"
 _TRIED_TOKENS = 4096

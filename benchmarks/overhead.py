@@ -29,10 +29,10 @@ import torch.distributed as dist
 
 from benchmarks import RefusedError
 from benchmarks.report.files import Recording, Row, default_path
-from benchmarks.stubs import InProcessRing
 from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention
 from burst_plugin.check.stub_kernel import StubKernel
 from burst_plugin.types import DIRECTIONS
+from tests.support.in_process_ring import InProcessRing
 from tests.support.ranks import run_ranks
 
 GOAL_S = 200e-6

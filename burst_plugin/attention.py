@@ -130,9 +130,8 @@ def burst_attention(
         ValueError: before data moves, for shapes, types or options that do not fit, here or between ranks; says what
             was got, what was expected, and what to change. On every rank, at calls that ranks compare (see
             `Strategy.check`); at others only where something is wrong, and the ring has ended then.
-        RingError: a rank was lost; names it and the step at which it was missed, or why it gave up. With NCCL only
-            the latter, and wherever this rank is by then (see `Strategy.abort`): where a process of another rank
-            dies, NCCL's watchdog ends this one.
+        RingError: a rank was lost; names it and the step at which it was missed, or why it gave up. With NCCL
+            wherever this rank is by then (see `Strategy.abort`), with where each rank has come to if none gave up.
     """
     if not isinstance(cp, ContextParallel):
         raise ValueError(

@@ -90,9 +90,7 @@ def fail_together(rank: int, ranks: int, directory: Path, say: Callable[[Any], N
             WAYS_TO_FAIL[way]()
 
         kernel = _Failing(choose_kernel("auto", case), fail if is_victim else None)
-        # NCCL's watchdog kills a process at the time-out, whatever the ring would still say about a rank that raises.
-        timeout_s = _MEET_S if world.device.type == "cuda" and way == _RAISES else _TIMEOUT_S
-        group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(timeout=timedelta(seconds=_TIMEOUT_S))
         world.together()
         cp = ContextParallel(group, kernel=kernel)
         x = torch.ones(1, 32, _HEADS, _DIM, dtype=dtype, device=world.device, requires_grad=True)
@@ -116,15 +114,13 @@ def safe(settings: Settings, ranks: int, device: torch.device) -> Iterator[Findi
             stack.enter_context(crew)
         for way, crew in crews.items():
             with nullcontext() if at_once else crew:
-                # With NCCL nobody knows of a rank that says nothing: the watchdog ends the others, without a name.
-                is_named = device.type == "cpu" or way == _RAISES
-                finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s, is_named)
+                finding = _outcome(way, crew, ranks, settings.sizes(device).dead_s)
             yield replace(finding, seconds=time.monotonic() - start)
             start = time.monotonic()
 
 
-def _outcome(way: str, crew: Crew, ranks: int, limit_s: float, is_named: bool = True) -> Finding:
-    """Return whether all ranks but the last end within `limit_s` of its failure, and, if it `is_named`, name it."""
+def _outcome(way: str, crew: Crew, ranks: int, limit_s: float) -> Finding:
+    """Return whether all ranks but the last end within `limit_s` of its failure, and name it."""
     victim, others = ranks - 1, range(ranks - 1)
     failed_at: float | None = None
     what = f"a rank that {way}"
@@ -140,7 +136,7 @@ def _outcome(way: str, crew: Crew, ranks: int, limit_s: float, is_named: bool = 
         text = f"rank {victim} {way}, and {limit_s:.0f} s later ranks {left} still run"
         return Finding("safe", FAILED, what, text, {"still_run": left})
     after_s = max(0.0, max(crew.ended[rank].after_s for rank in others) - failed_at)
-    silent = [rank for rank in others if is_named and not _names(crew.ended[rank], victim)]
+    silent = [rank for rank in others if not _names(crew.ended[rank], victim)]
     if silent:
         said = crew.ended[silent[0]].error or "nothing"
         text = f"ended after {after_s:.1f} s, but rank {silent[0]} does not name rank {victim}; it said: {said}"

@@ -5,7 +5,7 @@ Ranks compare it before a pass, on CPUs messages carry it, and ranks that wait p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic
@@ -80,12 +80,18 @@ class Progress:
         return self.where if ring_pass is None else f"{self.where}, ring step {ring_pass.step}"
 
 
-def by_rank(texts: Mapping[int, str], count: int) -> str:
-    """Return texts with the ranks that have each, the fewest ranks first; just the text if all have the same."""
-    ranks_of: dict[str, list[str]] = {}
+def by_rank(texts: Mapping[int, str], count: int, name_of: Callable[[int], str] = lambda rank: "") -> str:
+    """Return texts with the ranks that have each, the fewest ranks first; just the text if all have the same.
+
+    `name_of` returns what else to call a rank that is alone with its text.
+    """
+    ranks_of: dict[str, list[int]] = {}
     for rank, text in texts.items():
-        ranks_of.setdefault(text, []).append(str(rank))
+        ranks_of.setdefault(text, []).append(rank)
     if len(ranks_of) == 1 and len(texts) == count:
         return next(iter(ranks_of))
     named = sorted(ranks_of.items(), key=lambda item: len(item[1]))
-    return "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in named)
+    return "; ".join(
+        f"rank {', '.join(map(str, ranks))}{name_of(ranks[0]) if len(ranks) == 1 else ''}: {text}"
+        for text, ranks in named
+    )

@@ -50,12 +50,22 @@ class Board:
             return text
         return first.decode()
 
-    def publish(self) -> None:
-        """Publish where this rank is, if any rank has been waiting for some seconds. Log a wait that is long."""
+    def report_fault(self, fault: str) -> None:
+        """Record what NCCL's watchdog has found on this rank, and where each rank is or that it does not say so."""
+        others = (rank for rank in range(len(self._names)) if rank != self.rank)  # first: this one is not at fault
+        silent = dict.fromkeys(others, "it does not say where it is")
+        where = by_rank(silent | self.places(), len(self._names), self.name_of)
+        here = f"rank {self.rank}{self.name_of(self.rank)}"
+        self.report_failure(f"NCCL waits in vain on {here} ({fault}), where ranks have come to: {where}")
+
+    def publish(self, waits: bool = False) -> None:
+        """Publish where this rank is, if any rank has been waiting for some seconds. Log a wait that is long.
+
+        `waits`: whether this rank is known to wait although its host does not.
+        """
         waiting = self.progress.waiting
         waited = 0.0 if waiting is None else monotonic() - waiting[1]
-        counts = waited >= min(_SHORT_S, self.late_after)
-        self._count(counts)
+        self._count(waits or waited >= min(_SHORT_S, self.late_after))
         if self.store.add(_WAITS, 0) > 0:
             self.store.set(_place_key(self.rank), f"{self.store.add(_EPOCH, 0)} {self.progress}")
         if waiting is not None and waited >= self.late_after and waiting != self._reported:
@@ -107,17 +117,25 @@ class FailureWatch:
     """A thread that logs, within seconds, that another rank has given up, and why; until it is closed or collected.
 
     Without it ranks wait for messages that do not come until PyTorch's time-out, ten minutes or more, or with gloo
-    until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason.
-    The thread also keeps the board up to date.
+    until the process of the other rank ends, which may go on. NCCL's error names neither the rank nor its reason, and
+    ends the process a minute later. The thread also keeps the board up to date.
 
+    fault: returns what NCCL's watchdog has found here, such as a time-out, or "". That ends the ring, too, once the
+        other ranks have had the time to say where they are.
     end: called with the text of the error for this rank, "" where it has raised one itself; should end what it waits
         for. Without it that is left to the time-out and the launcher.
     """
 
-    def __init__(self, board: Board, period_s: float | None = None, end: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        board: Board,
+        period_s: float | None = None,
+        end: Callable[[str], None] | None = None,
+        fault: Callable[[], str] = str,
+    ) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
         period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
-        arguments = (board, period_s, end, self._closed, self._seen)
+        arguments = (board, period_s, end, fault, self._closed, self._seen)
         threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
 
     def some_gave_up(self) -> bool:
@@ -133,10 +151,15 @@ class FailureWatch:
 
 
 def _watch(
-    board: Board, period_s: float, end: Callable[[str], None] | None, closed: threading.Event, seen: threading.Event
+    board: Board,
+    period_s: float,
+    end: Callable[[str], None] | None,
+    fault: Callable[[], str],
+    closed: threading.Event,
+    seen: threading.Event,
 ) -> None:
     try:
-        text = _first_failure(board, period_s, closed)
+        text = _first_failure(board, period_s, fault, closed)
         if text:
             seen.set()
             _tell(board, text, end)
@@ -145,10 +168,15 @@ def _watch(
         return
 
 
-def _first_failure(board: Board, period_s: float, closed: threading.Event) -> str:
+def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:
     """Look at the store until a rank has given up. Return what it has recorded; "" if the ring is closed before."""
+    before = ""
     while not closed.wait(period_s):
-        board.publish()
+        found = fault()
+        if before and found:
+            board.report_fault(found)
+        before = found
+        board.publish(waits=bool(found))
         if board.store.check([FIRST_FAILURE]):
             return board.store.get(FIRST_FAILURE).decode()
     return ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from burst_plugin.comm.abort import abort_groups
 from burst_plugin.comm.transport import Channel
@@ -24,6 +25,7 @@ __all__ = [
     "Communicators",
     "barrier",
     "ctas_of",
+    "fault_of",
     "group_device",
     "is_alive",
     "launches_batches",
@@ -37,6 +39,7 @@ __all__ = [
 
 _CTAS = {Link.INTRA: 32, Link.INTER: 4}  # that NCCL takes for a peer without a limit (paths.cc): between H100s
 _CTA_BYTES = 9.4 * 2**20  # LL 0.5, LL128 4.9, simple 4 MiB (p2p.cc)
+_FAULTS = {ErrorType.TIMEOUT: "time-out", ErrorType.COMM_ERROR: "lost connection"}
 
 
 class Communicators(dict[Channel, dist.ProcessGroup]):
@@ -109,6 +112,10 @@ class Communicators(dict[Channel, dist.ProcessGroup]):
         options: Any = backend.options
         return options.is_high_priority_stream and bool(ctas_of(group) or not self._max_ctas)
 
+    def fault(self) -> str:
+        """Return what NCCL's watchdog has found on any of the groups, as `fault_of` does."""
+        return next(filter(None, map(fault_of, (*self._given, *self.created))), "")
+
     def abort(self) -> None:
         """Abort all groups, also those that were given, so that what waits in them ends; not collective."""
         if not self._is_aborted:
@@ -179,6 +186,18 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return the time-out of messages of `group`."""
     timeout: timedelta = group._get_backend(group_device(group)).options._timeout
     return timeout
+
+
+def fault_of(group: dist.ProcessGroup) -> str:
+    """Return what NCCL's watchdog has found on `group`, such as "time-out"; "" for nothing, and other backends.
+
+    It is asked, not the GPU: a question of its events could disturb a CUDA graph that another thread captures.
+    """
+    if not is_alive(group):
+        return ""
+    asks = (getattr(group._get_backend(device), "get_error", None) for device in group._device_types)
+    found = {ask() for ask in asks if ask is not None} - {ErrorType.SUCCESS}
+    return ", ".join(_FAULTS.get(each, each.name) for each in found)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

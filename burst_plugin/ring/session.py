@@ -169,7 +169,7 @@ class Session:
             state.ulysses_transport = DistributedTransport(channels, self._global_ranks, board)
         state.transport.pool, state.ulysses_transport.pool = pools
         end = partial(end_waiting, threading.get_ident(), self._communicators.abort)
-        self._watch = FailureWatch(board, end=end if self._aborts else None)
+        self._watch = FailureWatch(board, end=end if self._aborts else None, fault=self._communicators.fault)
         self.rank_state.ring_id = ring_id  # set last: `connect` takes it for a sign that ranks have met
 
     def _meet_neighbours(self, link_peers: Mapping[Link, tuple[int, ...]], by_link: bool) -> None:

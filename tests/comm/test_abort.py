@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from burst_plugin import ContextParallel, RingError, burst_attention
 from burst_plugin.comm import failure_watch as watch
 from burst_plugin.comm import process_groups
 from burst_plugin.comm.abort import end_waiting
-from burst_plugin.comm.call_identity import Progress
+from burst_plugin.comm.call_identity import CallId, Progress
 from burst_plugin.comm.failure_watch import FIRST_FAILURE, Board, FailureWatch
 from burst_plugin.comm.process_groups import Communicators
 from burst_plugin.ring import session
@@ -145,6 +147,34 @@ def _given_up(rank: int, launches: bool, options: dict[str, Any]) -> tuple[str, 
         assert by_then in (set(), names)
         cp.close()
     return *said, by_then  # type: ignore[return-value]
+
+
+def _stopped(rank: int) -> str:
+    """Rank 1 stops in a forward pass, and NCCL's watchdog waits in vain on rank 0. Return the error there."""
+    in_time = threading.Event()
+    faults = SimpleNamespace(get_error=lambda: ErrorType.SUCCESS if rank else ErrorType.TIMEOUT)
+    with (
+        mock.patch.object(watch, "_PERIOD_S", 0.05),
+        mock.patch.object(dist.ProcessGroup, "abort", side_effect=in_time.set),
+        mock.patch.object(session, "launches_batches", return_value=True),
+    ):
+        cp = ContextParallel(dist.group.WORLD)
+        burst_attention(X, X, X, cp)
+        if rank:
+            cp.rank_state.progress.begin_pass("forward", CallId(2))
+        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=faults):
+            try:
+                in_time.wait(10.0)
+            except RingError as error:
+                return str(error)
+    return "nothing"
+
+
+def test_a_rank_that_stops_is_named_by_where_it_is() -> None:
+    for said in run_ranks(_stopped, 2):
+        assert said.startswith("NCCL waits in vain on rank 0 (global rank 0 on")
+        assert "(time-out), where ranks have come to: rank 1 (global rank 1 on" in said
+        assert "): in the forward pass of call 2; rank 0 (global rank 0 on" in said
 
 
 def _compare(cp: ContextParallel, garbage: Any) -> None:

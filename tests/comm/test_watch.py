@@ -47,6 +47,38 @@ def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog
     del watches
 
 
+def test_where_nccl_waits_in_vain_all_ranks_end_and_hear_where_each_has_come_to(store: dist.Store) -> None:
+    ended: dict[int, str] = {}
+
+    def watch(rank: int, where: str, fault: str) -> FailureWatch:
+        board = _board(store, rank)
+        board.progress.where = where
+        return FailureWatch(board, 0.05, lambda text: ended.update({rank: text}), lambda: fault)
+
+    watches = [watch(0, "after the backward pass of call 5", ""), watch(1, "in the forward pass of call 5", "")]
+    time.sleep(0.3)
+    assert ended == {}, "nothing has been found"
+    watches[0].close()
+    watches[0] = watch(0, "after the backward pass of call 5", "time-out")  # and of the third nobody hears
+    _wait_for_the_end()
+    said = "NCCL waits in vain on rank 0 (first) (time-out), where ranks have come to: rank 1 (second): in the "
+    said += "forward pass of call 5; rank 2 (third): it does not say where it is; rank 0 (first): after the backward "
+    assert ended.keys() == {0, 1}
+    for rank, text in ended.items():
+        assert text.startswith(said)
+        assert f"; rank {rank} has aborted the ring" in text
+
+
+def test_a_fault_of_a_moment_ends_nothing(store: dist.Store) -> None:
+    faults = iter(["time-out", "", "time-out", ""])
+    watch = FailureWatch(_board(store, 0), 0.05, lambda text: None, lambda: next(faults, ""))
+    time.sleep(0.5)
+    assert next(faults, None) is None
+    assert not watch.some_gave_up()
+    watch.close()
+    _wait_for_the_end()
+
+
 def test_it_ends_with_its_ring(store: dist.Store) -> None:
     closed, collected = (FailureWatch(_board(store, rank), period_s=0.05) for rank in range(2))
     assert len(_threads()) == 2

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.support.megatron_lm import TAGS, checkout, losses, train
 
@@ -26,6 +25,8 @@ def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags for 16 samples per step, of documents of log-normal lengths that attention keeps apart."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     prefix = tmp_path_factory.mktemp("documents") / "documents"
     random = np.random.default_rng(0)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)

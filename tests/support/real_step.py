@@ -172,6 +172,9 @@ def _one_step(engine: Any, batch: dict[str, Any], device: torch.device) -> dict[
     if on_gpu:
         free, total = torch.cuda.mem_get_info()
         found["reserved_peak_gib"] = torch.cuda.max_memory_reserved() / GIB
+        stats = torch.cuda.memory_stats()
+        found["in_use_peak_gib"] = stats["active_bytes.all.peak"] / GIB  # with what side streams still read
+        found["retries"] = stats["num_alloc_retries"]
         found["outside_gib"] = (total - free - torch.cuda.memory_reserved()) / GIB
     found["host_pages_gib"] = sum(each._pages.nbytes for each in host_memory._BY_DEVICE.values()) / GIB
     return found
@@ -184,6 +187,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="instead of the model's")
     parser.add_argument("--tokens", type=int, default=2**20)
     parser.add_argument("--gpu-gib", type=float, default=80.0, help="that the plan may take")
+    parser.add_argument("--most-gib", type=float, help="that PyTorch's allocator may hold; by default all")
     parser.add_argument("--every", type=int, default=16, help="of how many tiles of attention one is computed")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -194,6 +198,8 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu":
         cpu.enable()  # nothing is compiled
+    elif options.most_gib is not None:  # what it holds beyond need it gives back then, which takes retries
+        torch.cuda.set_per_process_memory_fraction(options.most_gib * GIB / torch.cuda.mem_get_info()[1])
     cluster, shape = Cluster(gpu_gib=options.gpu_gib), MODELS[options.model]
     goal = Goal(model=shape, tokens=2**20, cluster=cluster, space=space(fused_norms=False))
     setting = replace(plans_that_fit(goal)[0].setting, tokens=options.tokens)

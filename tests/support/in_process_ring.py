@@ -1,8 +1,8 @@
-"""Passes of a ring in one process, without autograd: the one place of the benchmarks with private parts of it."""
+"""Passes of a ring in one process, without autograd: the one place of benchmarks with private parts of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from burst_plugin.ring.attention_pass import backward_program, forward_program
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
 from burst_plugin.ring.request import Inputs, Request
+from burst_plugin.ring.routes import RouteTable
 from burst_plugin.sequence.layout import Tokens
 
 
@@ -23,15 +24,24 @@ class InProcessRing:
     Runs what `burst_attention` runs on every rank; autograd and the consistency check between ranks are left out.
     """
 
-    def __init__(self, topology: Topology, strategy: Strategy, qkv: Sequence[Tensor], mask: Mask) -> None:
-        """Prepare calls on whole sequences q, k, v [B, S, H, D]."""
+    def __init__(
+        self,
+        topology: Topology,
+        strategy: Strategy,
+        qkv: Sequence[Tensor],
+        mask: Mask,
+        tokens: Callable[[RouteTable], Tokens] | None = None,
+    ) -> None:
+        """Prepare calls on whole sequences q, k, v [B, S, H, D]; `tokens` says which of them ranks hold."""
         network = CopyNetwork(topology.ranks, qkv[0].device)
         self.rank_states = tuple(VirtualRing(topology, strategy, network=network).rank_states)
-        self._tokens, self._number = Tokens(qkv[0].shape[1]), 0
-        self._layout = self.rank_states[0].route_table.layout(self._tokens)
+        table, self._number = self.rank_states[0].route_table, 0
+        self._tokens = Tokens(qkv[0].shape[1]) if tokens is None else tokens(table)
+        self._layout = table.layout(self._tokens)
         self.inputs = [Inputs(*each) for each in zip(*map(self.shards, qkv), strict=True)]
+        request = Request(mask, tokens=(self._tokens, self._tokens))
         each_rank = zip(self.rank_states, self.inputs, strict=True)
-        self._plans = [make_plan(rank_state, inputs, Request(mask), {}) for rank_state, inputs in each_rank]
+        self._plans = [make_plan(rank_state, inputs, request, {}) for rank_state, inputs in each_rank]
 
     def shards(self, whole: Tensor) -> list[Tensor]:
         """Return every rank's part of a whole sequence."""
