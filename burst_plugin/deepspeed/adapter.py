@@ -94,7 +94,7 @@ class Adapter:
                 f"{type(model).__name__} is not one: leave it out, and call "
                 "burst_plugin.activations.linear_cross_entropy in the model"
             )
-        session.hooks = ModelHooks(session, called)
+        session.hooks = ModelHooks(session, called, model)
         if session.whole_batches:  # hooks of these models come after those that cut batches
             use_burst(model)
         self.watched[model] = session

@@ -41,7 +41,7 @@ class Session:
         self.whole_batches = False
         self.only_caller = ""
         self.is_permitted = False  # while `only_caller` calls the model
-        self.token_means = 0  # that token_mean_loss has made
+        self.losses_made = 0  # of whole batches, by token_mean_loss and from the losses of shards
         self.computes_edges = False  # whether the model returns log-probabilities of edges as its loss
 
     @property
@@ -151,7 +151,7 @@ class Session:
                 f"got no logits: with loss_chunk={self.cp.strategy.loss_chunk} the model computes its loss without "
                 "them; use its loss, or leave labels and shift_labels out of its batch, for logits"
             )
-        self.token_means += 1
+        self.losses_made += 1
         local = torch.nn.functional.cross_entropy(
             logits.float().flatten(0, -2), shift_labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
@@ -167,6 +167,7 @@ class Session:
 
     def of_whole_batch(self, loss: Tensor, training: bool) -> Tensor:
         """Return a model's loss with the gradient it has, and the value for the whole batch; collective."""
+        self.losses_made += 1
         return self._with_mean_value(loss, self.world if self._is_one_mean(training) else self.cp.group)
 
     def mean_by_labels(self, loss: Tensor, local: Mapping[str, Any]) -> Tensor:
@@ -184,9 +185,10 @@ class Session:
         engine.eval()
         try:
             with torch.no_grad():
-                local = self.cut(batch)
+                local, before = self.cut(batch), self.losses_made
                 loss: Tensor = engine(**local).loss
-                return loss if self.whole_batches else self.mean_by_labels(loss, local)
+                is_whole = self.whole_batches and (self.leaves_losses or self.losses_made != before)
+                return loss if is_whole else self.mean_by_labels(loss, local)
         finally:
             engine.train(was_training)
 

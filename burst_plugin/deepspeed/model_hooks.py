@@ -26,22 +26,25 @@ __all__ = ["ModelHooks"]
 
 
 class ModelHooks:
-    """The hooks on the forward of a session's model: they cut whole batches, and refuse forwards without the ring."""
+    """The hooks on the forward of a session's model: they cut whole batches, and refuse forwards without the ring.
 
-    def __init__(self, session: Session, model: torch.nn.Module) -> None:
+    around: the module that DeepSpeed calls, which may be one of one's own around `model`.
+    """
+
+    def __init__(self, session: Session, model: torch.nn.Module, around: torch.nn.Module) -> None:
         self._session = session
         self._cuts_batch = False  # whether the batch of this forward came whole
         self._calls_before = 0  # of attention, when the model's forward began
         self._checked_losses = 0  # of forwards in training
         self._has_warned = False
-        self._own_losses = OwnLosses(session)  # of a model that is not transformers'
-        self._means_before = 0  # that token_mean_loss had made, when the model's forward began
         self._shard_problems: list[str] | None = None  # of the model with sharded batches, once it gets one
         before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
-        self._handles = [
+        self._handles: list[Any] = [
             model.register_forward_pre_hook(before, with_kwargs=True),
             model.register_forward_hook(after, with_kwargs=True),
         ]
+        if around is not model or not session.whole_batches:
+            self._handles.append(OwnLosses(session, around))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -62,7 +65,6 @@ class ModelHooks:
             )
         session.note_step()
         self._calls_before = self._ring_of(kwargs).calls_made
-        self._means_before = session.token_means
         self._cuts_batch = False
         if not session.whole_batches:
             return None
@@ -164,7 +166,7 @@ class ModelHooks:
                 refuse_backward(*(output if isinstance(output, tuple) else read))
         self._check_attended(model, kwargs)
         if not session.whole_batches:
-            return self._own_loss(model, args, kwargs, output)
+            return None
         if self._cuts_batch and torch.is_grad_enabled() and isinstance(output, Mapping):
             for name in [name for name in output if name != "loss"]:
                 output[name] = for_reading_only(output[name])  # type: ignore[index]
@@ -179,18 +181,6 @@ class ModelHooks:
         if not model.training:
             refuse_backward(output["loss"])
         return output
-
-    def _own_loss(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Return what a model of one's own returned, in training with a loss that is right on the ring; collective.
-
-        A model that calls `token_mean_loss`, or gets no labels by that name, takes care of its loss itself.
-        """
-        session = self._session
-        called = session.token_means != self._means_before
-        if called or session.leaves_losses or not (model.training and torch.is_grad_enabled()):
-            return output
-        labels = by_name(model.forward, args, kwargs).get("shift_labels")
-        return self._own_losses.of_whole_batch(output, labels) if isinstance(labels, Tensor) else output
 
     def _check_attended(self, model: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
         """Raise ValueError if a forward that had to use the ring has not."""

@@ -1,4 +1,7 @@
-"""Losses that models of one's own return in training: the mean over a rank's labels becomes that over all ranks'."""
+"""Losses that models of one's own return in training: the mean over a rank's labels becomes that over all ranks'.
+
+Also those of a module around a model of transformers, if it computes them from what that returns for a shard.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +16,69 @@ from burst_plugin.batch import IGNORED_LABEL
 from burst_plugin.deepspeed.config import TOKEN_MEAN
 from burst_plugin.deepspeed.engine_session import Session
 from burst_plugin.deepspeed.outputs import summed_loss, tolerance_of
+from burst_plugin.frameworks.wrapping import by_name
 
 __all__ = ["OwnLosses"]
 
+_LABELS = "shift_labels"
+
 
 class OwnLosses:
-    """What is known of the losses that a model returns for its shards in training."""
+    """What is known of the losses that a model returns for its shards in training, from hooks on its forward.
 
-    def __init__(self, session: Session) -> None:
+    At forwards 1, 2, 4, 8, ... the loss is compared with the mean cross entropy of what it may be made of: logits
+    beside it, and labels among the model's arguments, whatever their names.
+    """
+
+    def __init__(self, session: Session, model: torch.nn.Module) -> None:
         self._session = session
         self._forwards = 0
-        self._is_mean: bool | None = None  # over a rank's own labels; None: it comes without its logits
+        self._made_before = 0  # losses that are right already, when the model's forward began
+        self._is_mean = False  # over a rank's own labels
+        self._labels = ""  # where they are among the arguments; "" where nothing can be compared
+        self._logits: Any = None  # where they are in what the model returns
+        before, after = (torch.compiler.disable(hook) for hook in (self._before, self._after))  # type: ignore[no-untyped-call]
+        self._handles = [
+            model.register_forward_pre_hook(before),
+            model.register_forward_hook(after, with_kwargs=True),
+        ]
 
-    def of_whole_batch(self, output: Any, labels: Tensor) -> Any:
-        """Return what a model returned for `labels` [B, S_local], with a loss that is right on the ring; collective.
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
 
-        At forwards 1, 2, 4, 8, ... the loss is compared with the mean cross entropy of the logits beside it.
+    def _before(self, model: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self._made_before = self._session.losses_made
+
+    def _after(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Return what a model returned, with a loss that is right on the ring; collective.
+
+        A model that calls `token_mean_loss`, or returns the loss of one that got labels, has seen to that.
 
         Raises:
             ValueError: on every rank, for another loss where ranks have unequal numbers of labels.
         """
-        loss, logits = _parts(output)
-        if loss is None or not loss.requires_grad:
+        session, trains = self._session, model.training and torch.is_grad_enabled()
+        if session.losses_made != self._made_before or session.leaves_losses or session.computes_edges or not trains:
             return output
+        floats = _floats(output)
+        place = _place_of_loss(floats)
+        if place is None:
+            return output
+        arguments = _integers(by_name(model.forward, args, kwargs))
         self._forwards += 1
+        if self._forwards & (self._forwards - 1) == 0:
+            self._compare(floats.pop(place), floats, arguments)
+        if self._labels not in arguments:
+            return output
+        loss = self._of_whole_batch(_floats(output)[place], arguments[self._labels], floats.get(self._logits))
+        return output if loss is None else _with(output, place, loss)
+
+    def _of_whole_batch(self, loss: Tensor, labels: Tensor, logits: Tensor | None) -> Tensor | None:
+        """Return the loss of the whole batch; None if this one is."""
         count = float((labels != IGNORED_LABEL).sum())
         total, ranks = self._sum_and_ranks(count)
-        if self._forwards & (self._forwards - 1) == 0:
-            self._compare(loss, logits, labels, count)
-        if self._is_mean is None:
-            return output
         if not self._is_mean:
             if self._any(count * ranks != total):
                 raise ValueError(
@@ -51,28 +87,31 @@ class OwnLosses:
                     "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels) in its place, to which other terms "
                     "may be added, or compute a loss of another kind outside of the model, from its logits"
                 )
-            return output
+            return None
         part = loss * (count * ranks / max(total, 1.0))
         if not count and logits is not None:  # a mean over none is NaN, and so may its gradient be
-            part = (logits.flatten()[:1].sum() * 0.0).to(loss.dtype)
-        return _with_loss(output, self._session.of_whole_batch(part, True))
+            part = (logits.flatten()[:1].sum() * 0.0).to(loss.dtype).view(loss.shape)
+        return self._session.of_whole_batch(part, True)
 
-    def _compare(self, loss: Tensor, logits: Tensor | None, labels: Tensor, count: float) -> None:
-        """Note what kind of loss it is; collective. Warn once of one that nothing can be compared with."""
-        if logits is None or logits.numel() != labels.numel() * logits.shape[-1]:
-            if self._forwards == 1:
-                warnings.warn(
-                    "the model returns a loss without the logits of which it is made, so that nothing can be "
-                    "compared with it: make sure that it is "
-                    "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), or return the logits as well",
-                    stacklevel=2,
-                )
-            self._is_mean = None
-            return
-        with torch.no_grad():
-            mean = summed_loss(logits.flatten(0, -2), labels.flatten()) / max(count, 1.0)
-        differs = count > 0 and abs(float(loss.detach()) - mean) > tolerance_of(logits) * max(mean, 1.0)
-        self._is_mean = not self._any(differs)
+    def _compare(self, loss: Tensor, logits: Mapping[Any, Tensor], labels: Mapping[str, Tensor]) -> None:
+        """Note what the loss is a mean over, if it is one; collective. Warn once where nothing can be compared."""
+        logits = {place: x for place, x in logits.items() if x.dim() > 1}
+        for self._logits, x in logits.items():
+            for self._labels, y in labels.items():
+                if not self._any(_differs(loss, x, y)):
+                    self._is_mean = True
+                    return
+        self._is_mean, self._labels = False, _LABELS if logits and _LABELS in labels else ""
+        if self._forwards == 1 and not self._labels:
+            what = "without the logits of which it is made"
+            if logits:
+                what = "that is not the mean cross entropy over any labels among its arguments"
+            warnings.warn(
+                f"the model returns a loss {what}, so that nothing can be compared with it: make sure that it is "
+                "burst_plugin.deepspeed.token_mean_loss(logits, shift_labels), or return the logits as well, and "
+                "take shift_labels by that name",
+                stacklevel=2,
+            )
 
     def _sum_and_ranks(self, count: float) -> tuple[float, int]:
         """Return the labels of all ranks that the loss is a mean over, and the number of these ranks; collective."""
@@ -86,28 +125,64 @@ class OwnLosses:
         return self._session.sum_over_ranks(float(condition)) > 0
 
 
-def _parts(output: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the scalar loss and the logits in what a model returned, None where there are none."""
-    loss: Any = None
-    logits: Any = None
-    if isinstance(output, tuple):
-        loss, logits, *_ = (*output, None, None)
+def _floats(output: Any) -> dict[Any, Tensor]:
+    """Return the tensors of floats in what a model returned, by their places."""
+    items: Any = ()
+    if isinstance(output, Tensor):
+        items = [("", output)]
     elif isinstance(output, Mapping):
-        loss, logits = output.get("loss"), output.get("logits")
-    elif isinstance(output, Tensor):
-        loss = output
-    else:
-        loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
-    is_loss = isinstance(loss, Tensor) and not loss.dim()
-    return loss if is_loss else None, logits if isinstance(logits, Tensor) and logits.dim() > 1 else None
+        items = output.items()
+    elif isinstance(output, tuple | list):
+        items = enumerate(output)
+    elif hasattr(output, "__dict__"):
+        items = vars(output).items()
+    return {place: x for place, x in items if isinstance(x, Tensor) and x.is_floating_point()}
 
 
-def _with_loss(output: Any, loss: Tensor) -> Any:
-    """Return `output`, in which `_parts` found a loss, with another one."""
-    if isinstance(output, tuple):
-        return output._make((loss, *output[1:])) if hasattr(output, "_make") else (loss, *output[1:])
+def _place_of_loss(floats: Mapping[Any, Tensor]) -> Any:
+    """Return the place of the loss: of that name, else the first single number with a gradient; None if none is."""
+    losses = [place for place, x in floats.items() if x.numel() == 1 and x.requires_grad]
+    return "loss" if "loss" in losses else next(iter(losses), None)
+
+
+def _integers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what may be labels, in arguments or one level below, by place; of that name first."""
+    found: dict[str, Tensor] = {}
+    for name, value in arguments.items():
+        inner: Any = [("", value)]
+        if isinstance(value, Mapping):
+            inner = value.items()
+        elif isinstance(value, tuple | list):
+            inner = enumerate(value)
+        for key, x in inner:
+            if isinstance(x, Tensor) and x.dim() > 1 and x.dtype in (torch.int64, torch.int32):
+                found[f"{name} {key}".rstrip()] = x
+    return dict(sorted(found.items(), key=lambda item: item[0] != _LABELS))
+
+
+def _differs(loss: Tensor, logits: Tensor, labels: Tensor) -> bool:
+    """Return whether a loss is not the mean cross entropy of `logits` over `labels`; False if there are no labels."""
+    count = int((labels != IGNORED_LABEL).sum())
+    if logits.numel() != labels.numel() * logits.shape[-1]:
+        return True
+    if not count:
+        return False
+    if not -1 < int(labels[labels != IGNORED_LABEL].amin()) <= int(labels.amax()) < logits.shape[-1]:
+        return True
+    with torch.no_grad():
+        mean = summed_loss(logits.flatten(0, -2), labels.flatten().long()) / count
+    return not abs(float(loss.detach()) - mean) <= tolerance_of(logits) * max(mean, 1.0)
+
+
+def _with(output: Any, place: Any, loss: Tensor) -> Any:
+    """Return `output` with another loss at this place."""
+    if isinstance(output, Tensor):
+        return loss
+    if isinstance(output, tuple | list):
+        items = (*output[:place], loss, *output[place + 1 :])
+        return output._make(items) if hasattr(output, "_make") else type(output)(items)
     if isinstance(output, MutableMapping):
-        output["loss"] = loss
+        output[place] = loss
     else:
-        output.loss = loss
+        setattr(output, place, loss)
     return output

@@ -261,8 +261,12 @@ class _Own(torch.nn.Module):
             return burst.token_mean_loss(logits, shift_labels)
         if self.kind == "tuple":
             return mean, logits
+        if self.kind == "tuple, loss last":
+            return logits, mean
         if self.kind == "mapping":
             return {"loss": mean, "logits": logits}
+        if self.kind == "another key, of one element":
+            return {"logits": logits, "lm_loss": mean[None]}
         loss = {
             "mean": lambda: mean,
             "token_mean": lambda: burst.token_mean_loss(logits, shift_labels),
@@ -271,6 +275,36 @@ class _Own(torch.nn.Module):
             "masked": lambda: _masked_mean(*pair),
         }[self.kind]()
         return CausalLMOutput(loss=loss, logits=logits)
+
+
+_WHERE: dict[str, Any] = {
+    "mapping": "loss",
+    "tuple": 0,
+    "tuple, loss last": 1,
+    "another key, of one element": "lm_loss",
+}
+
+
+class _Targets(_Own):
+    """The same with other names of arguments."""
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward(idx, targets)
+
+
+class _Around(torch.nn.Module):
+    """A module of one's own around a model of transformers: around its body with a head, or around all of it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = build(RUN), kind
+
+    def forward(self, input_ids: torch.Tensor, shift_labels: torch.Tensor, **rest: Any) -> Any:
+        if self.kind == "around the body":
+            logits = self.inner.lm_head(self.inner.model(input_ids=input_ids, use_cache=False, **rest)[0])
+        else:
+            logits = self.inner(input_ids=input_ids, use_cache=False, **rest).logits
+        return CausalLMOutput(torch.nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()), logits)
 
 
 def _masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -283,7 +317,7 @@ def _masked_mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def _own_engine(kind: str, cp: int, block: dict[str, Any]) -> Any:
     burst.install()
     torch.manual_seed(0)
-    model = _Own(kind)
+    model = _Targets("mean") if kind == "targets" else _Own(kind)
     run = Run(cp=cp, config={"gradient_clipping": 0.0}, block=block)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 2 * cp))[0]
@@ -296,11 +330,11 @@ def _steps(rank: int, kind: str, batches: Sequence[Sequence[torch.Tensor]], bloc
     for rings in batches:
         weight = engine.module.head.weight.detach().clone()
         local = burst.shard_batch({"input_ids": IDS, "labels": rings[rank // cp]})
-        loss = engine(**local)
+        loss = engine(local["input_ids"], local["shift_labels"]) if kind == "targets" else engine(**local)
         if kind == "outside":
             loss = burst.token_mean_loss(loss.logits, local["shift_labels"])
-        elif kind in ("mapping", "tuple"):
-            loss = loss["loss"] if kind == "mapping" else loss[0]
+        elif kind in _WHERE:
+            loss = loss[_WHERE[kind]].sum()
         else:
             loss = loss.loss
         engine.backward(loss)
@@ -344,7 +378,7 @@ def _check_own(cases: Sequence[tuple[Any, ...]], ranks: int) -> None:
 def test_a_loss_of_ones_own_becomes_that_of_the_whole_batch() -> None:
     """Means over a rank's labels. Those of models that call token_mean_loss are right already."""
     batches = [[UNEVEN], [ON_RANK_0], [UNEVEN]]
-    kinds = ("mean", "tuple", "mapping", "masked", "token_mean", "outside")
+    kinds = ("mean", *_WHERE, "targets", "masked", "token_mean", "outside")
     _check_own([(kind, batches, {}) for kind in kinds], 2)
 
 
@@ -389,6 +423,42 @@ def test_other_losses_of_ones_own_are_not_silent(kind: str, message: str) -> Non
 
 def test_a_model_that_calls_token_mean_loss_is_left_alone() -> None:
     assert run_ranks(_told, 2, "scalar token_mean") == ["", ""]
+
+
+def _around(rank: int, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses in training, with all labels on one rank as well, and in evaluation, and the gradients of the first."""
+    burst.install()
+    model = _Around(kind).train()
+    run = Run(cp=2, config={"gradient_clipping": 0.0})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=configuration(run, 2))
+    losses: list[float] = []
+    grads: dict[str, torch.Tensor] = {}
+    for labels in (UNEVEN, ON_RANK_0):
+        loss = engine(**burst.shard_batch({"input_ids": IDS, "labels": labels})).loss
+        engine.backward(loss)
+        losses.append(float(loss.detach()))
+        grads = grads or {name: deepspeed.utils.safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+        engine.step()
+    losses.append(float(burst.eval_batch({"input_ids": IDS, "labels": UNEVEN}, engine)))
+    stop(engine)
+    return losses, grads
+
+
+@pytest.mark.parametrize("kind", ["around the body", "around the model"])
+def test_a_loss_of_a_module_around_a_model_becomes_that_of_the_whole_batch(kind: str) -> None:
+    model, truth = _Around(kind).train(), []
+    expected: dict[str, torch.Tensor] = {}
+    for labels in (UNEVEN, ON_RANK_0, UNEVEN):
+        model.zero_grad()
+        loss = model(IDS, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)).loss
+        loss.backward()
+        truth.append(float(loss.detach()))
+        expected = expected or {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    for losses, grads in run_ranks(_around, 2, kind):
+        assert losses == pytest.approx(truth, rel=1e-5)
+        error, name = worst(grads, expected)
+        assert error <= GRADS, name
 
 
 def _evaluated(rank: int) -> float:
