@@ -23,6 +23,7 @@ from burst_plugin.activations.recomputed_chunks import (
     check_all_are_listed,
     linear,
     summed_linear,
+    trained_among,
     wide_dtype,
 )
 
@@ -46,7 +47,7 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
             make the same calls of attention.
         hidden: [..., H], of which each chunk gets all.
         parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
-            among them.
+            among them, and one may be there twice, as tied weights are.
         chunks: how many there are.
 
     Returns:
@@ -56,7 +57,7 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
         ValueError: in the backward pass, if `attend` uses a trained tensor that is not listed.
         RuntimeError: in the backward pass, if a trained parameter has been modified in place since.
     """
-    trained = [each for each in parameters if each.requires_grad]
+    trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         out: Tensor = _Chunked.apply(attend, chunks, hidden, *trained)  # type: ignore[no-untyped-call]
         return out

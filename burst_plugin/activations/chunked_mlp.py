@@ -21,6 +21,7 @@ from burst_plugin.activations.recomputed_chunks import (
     Surroundings,
     adds_nothing_itself,
     check_all_are_listed,
+    trained_among,
 )
 from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.checks import shown, whole_number
@@ -87,7 +88,7 @@ def chunked_mlp(
             the random state and under the autocast of the forward pass.
         hidden: [B, S, H], [S, B, H] or [tokens, H]; it is all that is kept.
         parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
-            among them.
+            among them, and one may be there twice, as tied weights are.
         chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
         adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
@@ -100,7 +101,7 @@ def chunked_mlp(
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
     call = _Call(mlp, chunk, adds_itself, token_dims)
-    trained = [each for each in parameters if each.requires_grad]
+    trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
         out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
         return out

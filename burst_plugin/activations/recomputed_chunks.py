@@ -6,7 +6,7 @@ rounded once. So what `F.linear` gives a weight is added to the sum before it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +26,7 @@ __all__ = [
     "check_all_are_listed",
     "linear",
     "summed_linear",
+    "trained_among",
     "wide_dtype",
 ]
 
@@ -38,6 +39,11 @@ GradientSum = Callable[[], Tensor]  # returns the sum of gradients so far, to be
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type in which to compute and to add up numbers of `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that need gradients, each once: one that is there twice would get its gradient twice."""
+    return list({id(each): each for each in parameters if each.requires_grad}.values())
 
 
 @dataclass(frozen=True)

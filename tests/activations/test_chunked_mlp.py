@@ -233,6 +233,21 @@ def test_shared_and_unused_parameters() -> None:
     assert "idle" not in found
 
 
+def test_a_weight_that_is_listed_twice_gets_its_gradient_once() -> None:
+    """As in `[*a.parameters(), *b.parameters()]` of modules with tied weights."""
+    weight = torch.nn.Parameter(draw(HIDDEN, HIDDEN))
+
+    def tied(x: Tensor) -> Tensor:
+        return torch.tanh(x @ weight) @ weight.t()
+
+    def grads(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = draw(2, 29, HIDDEN).requires_grad_()
+        return torch.autograd.grad(run(x).square().sum(), (weight, x))
+
+    found = grads(lambda x: chunked_mlp(tied, x, [weight, weight], chunk=CHUNK))
+    torch.testing.assert_close(found, grads(tied), rtol=1e-5, atol=1e-4)
+
+
 def test_gradients_that_autograd_gives_to_several() -> None:
     """Sums are not made in tensors that belong to others: here the gradient of the output, given to all."""
     x, twins = draw(29, HIDDEN), [torch.nn.Parameter(draw(1, HIDDEN)) for _ in range(2)]
