@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.activations.module_state import ModuleState
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
@@ -39,6 +40,7 @@ class _Call:
     chunk: int
     adds_itself: Callable[[Tensor], bool]
     token_dims: int
+    state: ModuleState | None
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
@@ -78,6 +80,7 @@ def chunked_mlp(
     chunk: int,
     adds_itself: Callable[[Tensor], bool] = adds_nothing_itself,
     token_dims: int = 1,
+    module: torch.nn.Module | None = None,
 ) -> Tensor:
     """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
 
@@ -94,15 +97,20 @@ def chunked_mlp(
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
+        module: what `mlp` runs; needed if `mlp` is a function, for the backward pass to notice that it has changed.
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token. In
     the backward pass, raises ValueError if `mlp` uses a trained tensor that is not listed, and RuntimeError if a
-    trained parameter has been modified in place since.
+    trained parameter has been modified in place since, or if the module has other parameters, or is in another mode,
+    than in the forward pass.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
-    call = _Call(mlp, chunk, adds_itself, token_dims)
     trained = trained_among(parameters)
-    if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+    differentiates = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
+    module = mlp if module is None and isinstance(mlp, torch.nn.Module) else module
+    state = ModuleState.of(module, parameters) if differentiates and module is not None else None
+    call = _Call(mlp, chunk, adds_itself, token_dims, state)
+    if differentiates:
         out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return call.run(hidden)
@@ -113,7 +121,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained)
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained, call.state)
         ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -171,4 +179,5 @@ class ChunkedForward(ReplacedForward):
             out: Tensor = self.earlier(piece, *args, **kwargs)
             return out
 
-        return chunked_mlp(run, hidden_states, list(self.module.parameters()), chunk=self.chunk)
+        parameters = list(self.module.parameters())
+        return chunked_mlp(run, hidden_states, parameters, chunk=self.chunk, module=self.module)

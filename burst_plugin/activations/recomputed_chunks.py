@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from burst_plugin.activations.module_state import ModuleState
+
 __all__ = [
     "GradientSums",
     "Surroundings",
@@ -48,22 +50,26 @@ def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters."""
+    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters.
+
+    state: that of the module that ran, if it was one.
+    """
 
     device: str
     autocast_dtype: torch.dtype | None
     random_state: Tensor
     of_devices: tuple[list[int], list[Tensor]] = field(default=([], []))
     versions: tuple[tuple[Tensor, int], ...] = ()
+    state: ModuleState | None = None
 
     @classmethod
-    def of(cls, x: Tensor, parameters: Sequence[Tensor] = ()) -> Surroundings:
+    def of(cls, x: Tensor, parameters: Sequence[Tensor] = (), state: ModuleState | None = None) -> Surroundings:
         """Return those of a forward pass on `x` that reads `parameters`, of which it saves none with autograd."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices, states = get_device_states(x)
         versions = tuple((each, each._version) for each in parameters)
-        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions)
+        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions, state)
 
     def autocast(self) -> torch.autocast:
         """Return a context of the forward pass's autocast."""
@@ -73,8 +79,10 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Do all as in the forward pass, with the same random numbers; leave generators as they are found.
 
-        Raises RuntimeError if a parameter is not as it was then, as autograd does for the tensors that it saves.
+        Raises RuntimeError if the module or a parameter is not as it was then, as autograd does for what it saves.
         """
+        if self.state is not None:
+            self.state.check()
         for each, version in self.versions:
             if each._version != version:
                 raise RuntimeError(
