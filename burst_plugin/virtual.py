@@ -3,7 +3,7 @@
 To check on a laptop what a cluster will compute:
 
     ring = burst_plugin.VirtualRing(burst_plugin.Topology(nodes=2, ranks_per_node=4))
-    out, lse = ring.attention(q, k, v)        # whole sequences; differentiable
+    out, lse = ring.attention(q, k, v)        # whole sequences; out is differentiable, lse not
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class VirtualRing:
     ) -> tuple[Tensor, Tensor]:
         """Return (out, lse) of whole sequences q [B, Sq, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv].
 
-        As `burst_attention`; extras are its `sink`, whose gradient is the sum over ranks, and its `bias`, here
-        [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
+        As `burst_attention`: lse has no gradient. Extras are its `sink`, whose gradient is the sum over ranks, and
+        its `bias`, here [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
         """
         pair = both_sides(tokens)
         whole = Inputs(q, k, v, **extras)

@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from burst_plugin.activations.kept_attention import KeptCalls
+from burst_plugin.activations.module_state import ModuleState
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
     check_all_are_listed,
     linear,
     summed_linear,
+    trained_among,
     wide_dtype,
 )
 
@@ -33,7 +35,14 @@ Attend = Callable[[int, Tensor, Linear], Tensor]
 _UNLISTED = "use head_chunk=0, or list it in `parameters` of `chunked_heads`"
 
 
-def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], *, chunks: int) -> Tensor:
+def chunked_heads(
+    attend: Attend,
+    hidden: Tensor,
+    parameters: Sequence[Tensor],
+    *,
+    chunks: int,
+    module: torch.nn.Module | None = None,
+) -> Tensor:
     """Return what attention gives all heads of a layer, one chunk of them after the other, forward and backward.
 
         heads = chunked_heads(attend, hidden, list(projections.parameters()), chunks=4)
@@ -46,19 +55,22 @@ def chunked_heads(attend: Attend, hidden: Tensor, parameters: Sequence[Tensor], 
             make the same calls of attention.
         hidden: [..., H], of which each chunk gets all.
         parameters: all tensors that `attend` differentiates besides its argument. Those that need no gradient may be
-            among them.
+            among them, and one may be there twice, as tied weights are.
         chunks: how many there are.
+        module: what `attend` runs, if it is one, for the backward pass to notice that it has changed.
 
     Returns:
         [..., heads * D], the chunks side by side.
 
     Raises:
         ValueError: in the backward pass, if `attend` uses a trained tensor that is not listed.
-        RuntimeError: in the backward pass, if a trained parameter has been modified in place since.
+        RuntimeError: in the backward pass, if a trained parameter has been modified in place since, or if the
+            module has other parameters, or is in another mode, than in the forward pass.
     """
-    trained = [each for each in parameters if each.requires_grad]
+    trained = trained_among(parameters)
     if torch.is_grad_enabled() and (hidden.requires_grad or trained):
-        out: Tensor = _Chunked.apply(attend, chunks, hidden, *trained)  # type: ignore[no-untyped-call]
+        state = None if module is None else ModuleState.of(module, parameters)
+        out: Tensor = _Chunked.apply(attend, chunks, state, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return torch.cat([attend(number, hidden, linear) for number in range(chunks)], -1)
 
@@ -67,8 +79,10 @@ class _Chunked(torch.autograd.Function):
     """One step of autograd for all chunks."""
 
     @staticmethod
-    def forward(ctx: Any, attend: Attend, chunks: int, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, trained)
+    def forward(
+        ctx: Any, attend: Attend, chunks: int, state: ModuleState | None, hidden: Tensor, *trained: Tensor
+    ) -> Tensor:
+        ctx.attend, ctx.trained, ctx.surroundings = attend, trained, Surroundings.of(hidden, trained, state)
         ctx.kept = [KeptCalls() for _ in range(chunks)]
         whole: Tensor | None = None
         for number, kept in enumerate(ctx.kept):
@@ -88,14 +102,14 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *saved = ctx.saved_tensors
-        wants_hidden, sums = ctx.needs_input_grad[2], GradientSums(ctx.trained)
+        wants_hidden, sums = ctx.needs_input_grad[3], GradientSums(ctx.trained)
         total = torch.zeros_like(hidden, dtype=wide_dtype(hidden.dtype)) if wants_hidden else None
         with ctx.surroundings.again(), sums.collecting():
             for number, (kept, grad) in enumerate(zip(ctx.kept, grad_out.chunk(len(ctx.kept), -1), strict=True)):
                 kept.restore(saved)
                 sums.add(_differentiate(ctx, number, hidden, grad, total))
                 kept.release()
-        return None, None, None if total is None else total.to(hidden.dtype), *sums.cast()
+        return None, None, None, None if total is None else total.to(hidden.dtype), *sums.cast()
 
 
 def _differentiate(ctx: Any, number: int, hidden: Tensor, grad: Tensor, total: Tensor | None) -> list[Tensor | None]:

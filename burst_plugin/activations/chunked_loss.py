@@ -21,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from burst_plugin.activations.recomputed_chunks import GradientSums, Surroundings, check_all_are_listed, wide_dtype
+from burst_plugin.activations.recomputed_chunks import (
+    GradientSums,
+    Surroundings,
+    check_all_are_listed,
+    trained_among,
+    wide_dtype,
+)
 from burst_plugin.checks import number, shown, whole_number
 
 __all__ = ["Head", "linear_cross_entropy", "token_log_probs"]
@@ -72,8 +78,7 @@ class Head:
                     "module itself, or parameters=[...], [] for none"
                 )
             parameters = self.project.parameters()
-        trained = {id(each): each for each in parameters if each.requires_grad}
-        object.__setattr__(self, "trained", tuple(trained.values()))
+        object.__setattr__(self, "trained", tuple(trained_among(parameters)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states [N, H], or this rank's share of them."""

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from burst_plugin.activations.module_state import ModuleState
 from burst_plugin.activations.recomputed_chunks import (
     GradientSums,
     Surroundings,
     adds_nothing_itself,
     check_all_are_listed,
+    trained_among,
 )
 from burst_plugin.activations.replaced_forward import ReplacedForward
 from burst_plugin.checks import shown, whole_number
@@ -38,6 +40,7 @@ class _Call:
     chunk: int
     adds_itself: Callable[[Tensor], bool]
     token_dims: int
+    state: ModuleState | None
 
     def pieces(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the tokens of `x` in chunks [1, chunk, H] or, for two dimensions, [chunk, H]; views of a dense x."""
@@ -77,6 +80,7 @@ def chunked_mlp(
     chunk: int,
     adds_itself: Callable[[Tensor], bool] = adds_nothing_itself,
     token_dims: int = 1,
+    module: torch.nn.Module | None = None,
 ) -> Tensor:
     """Return `mlp(hidden)`, computed on at most `chunk` tokens at a time, forward and backward.
 
@@ -87,21 +91,26 @@ def chunked_mlp(
             the random state and under the autocast of the forward pass.
         hidden: [B, S, H], [S, B, H] or [tokens, H]; it is all that is kept.
         parameters: all tensors that `mlp` differentiates besides its argument. Those that need no gradient may be
-            among them.
+            among them, and one may be there twice, as tied weights are.
         chunk: the most tokens, of all B rows together, in one call, which gets them as [1, chunk, H].
         adds_itself: returns whether the backward pass of `mlp` adds the gradient of a parameter up by itself, in a
             buffer of its own; what autograd gets for it then means nothing, and is handed on as it is.
         token_dims: how many of the last dimensions one token has: 2 for [B, S, heads, D], cut into
             [1, chunk, heads, D].
+        module: what `mlp` runs; needed if `mlp` is a function, for the backward pass to notice that it has changed.
 
     Raises ValueError for a chunk that is not a positive number, and if `mlp` returns anything but a row per token. In
     the backward pass, raises ValueError if `mlp` uses a trained tensor that is not listed, and RuntimeError if a
-    trained parameter has been modified in place since.
+    trained parameter has been modified in place since, or if the module has other parameters, or is in another mode,
+    than in the forward pass.
     """
     chunk = whole_number("chunk={}", chunk, "use a positive number of tokens", least=1)
-    call = _Call(mlp, chunk, adds_itself, token_dims)
-    trained = [each for each in parameters if each.requires_grad]
-    if torch.is_grad_enabled() and (hidden.requires_grad or trained):
+    trained = trained_among(parameters)
+    differentiates = torch.is_grad_enabled() and (hidden.requires_grad or bool(trained))
+    module = mlp if module is None and isinstance(mlp, torch.nn.Module) else module
+    state = ModuleState.of(module, parameters) if differentiates and module is not None else None
+    call = _Call(mlp, chunk, adds_itself, token_dims, state)
+    if differentiates:
         out: Tensor = _Chunked.apply(call, hidden, *trained)  # type: ignore[no-untyped-call]
         return out
     return call.run(hidden)
@@ -112,7 +121,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, *trained: Tensor) -> Tensor:
-        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained)
+        ctx.call, ctx.trained, ctx.surroundings = call, trained, Surroundings.of(hidden, trained, call.state)
         ctx.save_for_backward(hidden)
         return call.run(hidden)
 
@@ -170,4 +179,5 @@ class ChunkedForward(ReplacedForward):
             out: Tensor = self.earlier(piece, *args, **kwargs)
             return out
 
-        return chunked_mlp(run, hidden_states, list(self.module.parameters()), chunk=self.chunk)
+        parameters = list(self.module.parameters())
+        return chunked_mlp(run, hidden_states, parameters, chunk=self.chunk, module=self.module)

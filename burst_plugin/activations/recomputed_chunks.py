@@ -6,7 +6,7 @@ rounded once. So what `F.linear` gives a weight is added to the sum before it is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from burst_plugin.activations.module_state import ModuleState
+
 __all__ = [
     "GradientSums",
     "Surroundings",
@@ -26,6 +28,7 @@ __all__ = [
     "check_all_are_listed",
     "linear",
     "summed_linear",
+    "trained_among",
     "wide_dtype",
 ]
 
@@ -40,24 +43,33 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def trained_among(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that need gradients, each once: one that is there twice would get its gradient twice."""
+    return list({id(each): each for each in parameters if each.requires_grad}.values())
+
+
 @dataclass(frozen=True)
 class Surroundings:
-    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters."""
+    """What a forward pass found: autocast, generators of random numbers, for modules with dropout, and parameters.
+
+    state: that of the module that ran, if it was one.
+    """
 
     device: str
     autocast_dtype: torch.dtype | None
     random_state: Tensor
     of_devices: tuple[list[int], list[Tensor]] = field(default=([], []))
     versions: tuple[tuple[Tensor, int], ...] = ()
+    state: ModuleState | None = None
 
     @classmethod
-    def of(cls, x: Tensor, parameters: Sequence[Tensor] = ()) -> Surroundings:
+    def of(cls, x: Tensor, parameters: Sequence[Tensor] = (), state: ModuleState | None = None) -> Surroundings:
         """Return those of a forward pass on `x` that reads `parameters`, of which it saves none with autograd."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         devices, states = get_device_states(x)
         versions = tuple((each, each._version) for each in parameters)
-        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions)
+        return cls(device, dtype, torch.get_rng_state(), (list(devices), list(states)), versions, state)
 
     def autocast(self) -> torch.autocast:
         """Return a context of the forward pass's autocast."""
@@ -67,8 +79,10 @@ class Surroundings:
     def again(self) -> Iterator[None]:
         """Do all as in the forward pass, with the same random numbers; leave generators as they are found.
 
-        Raises RuntimeError if a parameter is not as it was then, as autograd does for the tensors that it saves.
+        Raises RuntimeError if the module or a parameter is not as it was then, as autograd does for what it saves.
         """
+        if self.state is not None:
+            self.state.check()
         for each, version in self.versions:
             if each._version != version:
                 raise RuntimeError(

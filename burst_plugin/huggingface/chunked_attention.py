@@ -143,7 +143,7 @@ class ChunkedAttention(ReplacedForward):
 
         output = _output_of(module)
         parameters = [each for name, each in module.named_parameters() if not name.startswith(f"{output}.")]
-        out = chunked_heads(attend, hidden, parameters, chunks=heads.queries // self.chunk)
+        out = chunked_heads(attend, hidden, parameters, chunks=heads.queries // self.chunk, module=module)
         return (getattr(module, output)(out), *others)
 
     def _on_heads(self, heads: _Heads, number: int, project: Linear) -> ExitStack:

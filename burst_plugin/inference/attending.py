@@ -53,6 +53,15 @@ class Asked(NamedTuple):
     scores: Scores
     sink: Tensor | None
 
+    def without_gradient(self) -> Asked:
+        """Return it. Raise RuntimeError if autograd would expect a gradient."""
+        tensors = (self.q, self.k, self.v, self.sink)
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors):
+            raise RuntimeError(
+                "KVCache.attend has no gradient; call it under torch.no_grad(), and train with burst_attention"
+            )
+        return self
+
     def checked(self, turn: Turn, store: RowStore) -> Asked:
         """Return it with scores resolved and dense tensors. Raise ValueError for what does not fit."""
         inputs = Inputs(self.q, self.k, self.v, self.sink)

@@ -43,7 +43,7 @@ class KVCache:
     every rank computes all of them and attends to its own share, and the results are merged in a tree (Tree
     Attention, arXiv 2408.04093): they are the same to the bit on every rank, so that sampling is, too.
 
-    Without gradients. Sequences grow by `begin` and `attend`, and are cut off by `truncate`; `fork` copies rows.
+    Sequences grow by `begin` and `attend`, and are cut off by `truncate`; `fork` copies rows. There are no gradients.
 
     Args:
         cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
@@ -194,9 +194,9 @@ class KVCache:
         Raises:
             ValueError: for what does not fit, on every rank where ranks compare this call (see `Strategy.check`). The
                 layer is then as it was before.
-            RingError: a rank was lost.
+            RuntimeError: gradients would be lost; RingError: a rank was lost.
         """
-        appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink))
+        appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink).without_gradient())
         tag = f"turn {self._turns - 1}", f"layer {layer}"
         before, attended = [each.store.lengths for each in self._layers], self._attended
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 
 import torch
@@ -53,10 +53,11 @@ class TreeMerge:
             try:
                 log = None if state.profile is None else state.profile.begin_pass("merge", device)
                 transport = self._transport if log is None else log.watch(self._transport)
-                with nullcontext() if log is None else log.timed("kernel"):
-                    mine = compute()
                 label = self._label(which, signature, device)
-                return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
+                with _without_autocast(device):
+                    with nullcontext() if log is None else log.timed("kernel"):
+                        mine = compute()
+                    return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
             finally:
                 state.progress.end_pass("forward")
 
@@ -67,3 +68,9 @@ class TreeMerge:
         text = repr((self._cp.rank_state.ring_id, signature))
         digest = blake2b(text.encode(), digest_size=8).digest()
         return torch.frombuffer(bytearray(which.label("forward", digest)), dtype=torch.uint8)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which a kernel computes in the types that it chooses, as on the ring."""
+    is_on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

@@ -68,7 +68,7 @@ class _ChunkedForward(ReplacedForward):
             return out
 
         trained = list(self.module.parameters())
-        out = chunked_mlp(run, hidden_states, trained, chunk=self.chunk, adds_itself=_adds_itself)
+        out = chunked_mlp(run, hidden_states, trained, chunk=self.chunk, adds_itself=_adds_itself, module=self.module)
         if bias is not None and not any(bias is each for each in trained):
             raise ValueError(
                 f"mlp_chunk={self.chunk}: linear_fc2 returned a bias that is not its parameter, and would get no "

@@ -100,7 +100,17 @@ def forward_program(
     ring_outputs = memo.completed(plan, computed)
     outputs = yield from exchange.outputs_to_tokens(ring_outputs, plan.lse)
     assert ring_outputs.lse is not None, "the ring always gives it"
-    return outputs, Saved(given, ring_outputs.out, ring_outputs.lse)
+    return _own_numbers(outputs, plan.lse), Saved(given, ring_outputs.out, ring_outputs.lse)
+
+
+def _own_numbers(outputs: Outputs, with_lse: bool) -> Outputs:
+    """Return outputs whose lse and largest scores the caller may change in place.
+
+    The backward pass and memos have tensors of their own: inside a checkpoint PyTorch would not notice the change.
+    """
+    lse = outputs.lse.clone() if with_lse and outputs.lse is not None else outputs.lse
+    largest = outputs.max_logits
+    return Outputs(outputs.out, lse, None if largest is None else largest.clone())
 
 
 def backward_program(

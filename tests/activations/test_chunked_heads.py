@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from burst_plugin import ContextParallel, Strategy, burst_attention
 from burst_plugin.activations.chunked_heads import Linear, chunked_heads
+from burst_plugin.activations.recomputed_chunks import linear
 from tests.support.ranks import run_ranks
 
 TOKENS, HEADS, KV_HEADS, DIM, HIDDEN = 32, 8, 4, 4, 24
@@ -131,6 +132,22 @@ def _low_precision(rank: int) -> list[float]:
 def test_in_bfloat16_errors_are_those_of_all_heads_at_once() -> None:
     (whole, *chunked), *_ = run_ranks(_low_precision, 2)
     assert max(chunked) <= 1.2 * whole, (whole, chunked)
+
+
+def test_a_weight_that_is_listed_twice_gets_its_gradient_once() -> None:
+    """As in `[*a.parameters(), *b.parameters()]` of projections with tied weights."""
+    cp, weight = ContextParallel(None), torch.nn.Parameter(torch.eye(8, dtype=torch.float64))
+
+    def attend(number: int, x: Tensor, linear: Linear) -> Tensor:
+        q, v = (linear(x, weight, None).unflatten(-1, (2, 4)) for _ in range(2))
+        return burst_attention(q, q, v, cp).flatten(2)
+
+    def grads(listed: list[Tensor]) -> tuple[Tensor, ...]:
+        x = torch.linspace(-1, 1, 48, dtype=torch.float64).view(1, 6, 8).requires_grad_()
+        out = chunked_heads(attend, x, listed, chunks=2) if listed else torch.cat([attend(0, x, linear)] * 2, -1)
+        return torch.autograd.grad(out.square().sum(), (weight, x))
+
+    torch.testing.assert_close(grads([weight, weight]), grads([]))
 
 
 def test_weights_that_are_not_listed_or_have_changed_are_refused() -> None:

@@ -233,6 +233,21 @@ def test_shared_and_unused_parameters() -> None:
     assert "idle" not in found
 
 
+def test_a_weight_that_is_listed_twice_gets_its_gradient_once() -> None:
+    """As in `[*a.parameters(), *b.parameters()]` of modules with tied weights."""
+    weight = torch.nn.Parameter(draw(HIDDEN, HIDDEN))
+
+    def tied(x: Tensor) -> Tensor:
+        return torch.tanh(x @ weight) @ weight.t()
+
+    def grads(run: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+        x = draw(2, 29, HIDDEN).requires_grad_()
+        return torch.autograd.grad(run(x).square().sum(), (weight, x))
+
+    found = grads(lambda x: chunked_mlp(tied, x, [weight, weight], chunk=CHUNK))
+    torch.testing.assert_close(found, grads(tied), rtol=1e-5, atol=1e-4)
+
+
 def test_gradients_that_autograd_gives_to_several() -> None:
     """Sums are not made in tensors that belong to others: here the gradient of the output, given to all."""
     x, twins = draw(29, HIDDEN), [torch.nn.Parameter(draw(1, HIDDEN)) for _ in range(2)]
@@ -371,3 +386,82 @@ def test_weights_that_are_changed_before_the_backward_pass_are_refused() -> None
     with pytest.raises(RuntimeError, match=r"parameter \[8, 64\] of what runs in chunks was modified in place"):
         out.sum().backward()
     chunks(x).sum().backward()
+
+
+class _Adapter(torch.nn.Linear):
+    """With the attributes of a layer of PEFT."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, HIDDEN)
+        self.merged_adapters: list[str] = []
+        self.disable_adapters, self.active_adapters = False, ["a"]
+
+    @property
+    def merged(self) -> bool:
+        """As in PEFT."""
+        return bool(self.merged_adapters)
+
+
+def _change(module: Any, what: str) -> None:
+    if what == "eval":
+        module.eval()
+    elif what == "merged":
+        module[0].merged_adapters.append("a")
+    elif what == "weight":
+        module[0].weight = torch.nn.Parameter(module[0].weight.detach() / 2, requires_grad=False)
+    else:
+        setattr(module[0], what, {"disable_adapters": True, "active_adapters": ["b"]}[what])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("eval", "training=False, which was True"),
+        ("merged", r"0\.merged=True, which was False"),
+        ("disable_adapters", r"0\.disable_adapters=True, which was False"),
+        ("active_adapters", r"0\.active_adapters=\['b'\], which was \['a'\]"),
+        ("weight", r"another parameter 0\.weight than in the forward pass"),
+    ],
+)
+def test_a_module_that_is_not_as_it_was_is_refused(what: str, said: str, frozen: bool) -> None:
+    """It is run again, and would give gradients of what it computes now."""
+    x = draw(1, 29, HIDDEN).requires_grad_()
+    for run_in_chunks in (True, False):
+        module = torch.nn.Sequential(_Adapter(), torch.nn.Dropout(0.5)).requires_grad_(not frozen)
+        parameters = list(module.parameters())
+        if run_in_chunks:
+            module.forward = ChunkedForward(module, CHUNK)
+        out = module(x) if run_in_chunks else chunked_mlp(module, x, parameters, chunk=CHUNK)
+        _change(module, what)
+        with pytest.raises(RuntimeError, match=f"Sequential runs in chunks, .* but has {said}"):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_weights_of_functional_call_are_trained_or_refused(inside: bool) -> None:
+    module, x = torch.nn.Linear(HIDDEN, HIDDEN).requires_grad_(False), draw(1, 29, HIDDEN)
+    given = {name: (each * 1.7).requires_grad_() for name, each in module.named_parameters()}
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.inner(x).square().sum()
+            if inside:
+                loss.backward()
+            return loss
+
+    step, named = Step(), {f"inner.{name}": each for name, each in given.items()}
+    inside, once = False, inside
+    expected = torch.autograd.grad(torch.func.functional_call(step, named, (x,)), list(given.values()))
+    inside = once
+    module.forward = ChunkedForward(module, CHUNK)
+    loss = torch.func.functional_call(step, named, (x,))
+    if inside:
+        torch.testing.assert_close([each.grad for each in given.values()], list(expected), rtol=1e-5, atol=1e-4)
+        return
+    with pytest.raises(RuntimeError, match="another parameter weight than in the forward pass"):
+        loss.backward()

@@ -282,6 +282,31 @@ def test_lse_and_largest_scores_are_given_again(share: float | str) -> None:
         assert max(found) < 1e-13
 
 
+@pytest.mark.parametrize("wrapped", [REENTRANT, NON_REENTRANT], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("share", ["none", 0.5, "all"])
+def test_lse_and_largest_scores_may_be_changed_in_place(share: float | str, wrapped: Wrapped) -> None:
+    """What is kept, and what the backward pass reads, are others."""
+    cp = ContextParallel(keep_attention=share)
+    given = torch.randn(3, 1, 8, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def layer(in_place: bool, qkv: Tensor) -> Tensor:
+        out, lse, largest = burst_attention(*qkv, cp, return_lse=True, return_max_logits=True)
+        if in_place:
+            lse.sub_(1.0)
+            largest.mul_(2.0)
+        else:
+            lse, largest = lse - 1.0, largest * 2.0
+        return out * lse.exp().transpose(1, 2).unsqueeze(-1) * largest[:, None]
+
+    def grad(run: Wrapped, in_place: bool) -> Tensor:
+        qkv = given.clone().requires_grad_()
+        run(functools.partial(layer, in_place), qkv).square().sum().backward()
+        assert qkv.grad is not None
+        return qkv.grad
+
+    torch.testing.assert_close(grad(wrapped, True), grad(_plain, False))
+
+
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 

@@ -332,3 +332,31 @@ def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:
     assert torch.equal(cache.attend(0, x, x, x), fresh.attend(0, x, x, x, mask=SlidingWindow(64)))
     with pytest.raises(ValueError, match="give for each of 2 layers a number of tokens"):
         KVCache(ContextParallel(), 2, windows=[3])
+
+
+def test_gradients_are_refused() -> None:
+    """They would be lost without a word."""
+    cache, x = KVCache(ContextParallel(), 1), torch.ones(1, 1, 2, 4)
+    trained = x.clone().requires_grad_()
+    cache.begin([1])
+    for asked in ((trained, x, x), (x, trained, x), (x, x, trained)):
+        with pytest.raises(RuntimeError, match=r"KVCache.attend has no gradient; call it under torch.no_grad\(\)"):
+            cache.attend(0, *asked)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        cache.attend(0, x, x, x, sink=torch.zeros(2, requires_grad=True))
+    with torch.no_grad():
+        assert not cache.attend(0, trained, trained, trained, sink=torch.zeros(2, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize("extras", [{}, {"scores": Scores(softcap=30.0)}, {"sink": torch.zeros(2)}], ids=str)
+def test_autocast_of_the_caller_does_not_reach_a_turn(extras: dict[str, Any]) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(1, 64, 2, 16, generator=drawn) for _ in range(3)]
+
+    def out(autocast: bool) -> torch.Tensor:
+        cache = KVCache(ContextParallel(kernel="reference"), 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            cache.begin([64], replicated=True)
+            return cache.attend(0, *qkv, **extras)
+
+    assert torch.equal(out(True), out(False))
