@@ -103,8 +103,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
             document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
-            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well;
-            numbers, strings and tensors of one dimension are passed on.
+            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well,
+            and not shifted, as weights of labels have to be before; numbers, strings and tensors of one dimension are
+            passed on.
         pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
 
     Returns:
