@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,9 +35,17 @@ __all__ = ["IGNORED_LABEL", "SHARD_KEY", "SequenceShard", "as_given", "check_sha
 SHARD_KEY = "burst"  # the entry of a sharded batch that says what it is a shard of
 _UNEVEN = 1.3  # times the mean of the ranks' work, above which a warning is logged
 _MARK = "_burst_plugin_shard"  # an attribute of ids that were cut
+_DRAW = 1_566_083_941  # seeds of a shard's forwards are so far apart, and far from those of other batches
 _LOOKS = 10  # batches to look at until one is uneven; each look takes as long as making a new mask's plan
 _looked_at: WeakKeyDictionary[ContextParallel, int] = WeakKeyDictionary()  # by ring: batches looked at so far
 _LOG = logging.getLogger(__name__)
+
+
+class _Forwards:
+    """The number of forwards that a shard was used in. No dataclass: FSDP makes copies of these in every forward."""
+
+    def __init__(self) -> None:
+        self.made = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +59,7 @@ class SequenceShard:
         for neither. Padding that makes the length fit comes last, where causal layers never see it; others add
         `Keys(((0, length),))`.
     valid_tokens: number of labels that are part of the loss, in the whole batch.
-    seed: a seed for dropout, the same on all ranks of `cp`.
+    seed: a seed for dropout, the same on all ranks of `cp`; None if it is not known which forward is computed again.
     name: the name of the batch in errors of ranks that are out of step.
     as_given: whether the batch is whole, as it may be on a ring of one rank, and everything in it as it was given:
         labels are not shifted.
@@ -62,12 +70,26 @@ class SequenceShard:
     tokens: Tokens
     mask: Mask | None = None
     valid_tokens: int = 0
-    seed: int = 0
+    seed: int | None = 0
     as_given: bool = False
     name: str = ""
+    _forwards: _Forwards = field(default_factory=_Forwards, repr=False)
 
     def __str__(self) -> str:
         return self.name
+
+    def of_forward(self) -> SequenceShard:
+        """Return the shard that a forward in training is to hand on: from the second one on a copy of another seed.
+
+        Layers that a checkpoint recomputes are given the copy again. A checkpoint around a whole model begins another
+        forward, in the backward pass, and does not say which of several that was.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return self if self._forwards.made <= 1 or self.seed is None else replace(self, seed=None)
+        number, self._forwards.made = self._forwards.made, self._forwards.made + 1
+        if not number or self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + number * _DRAW) % SEEDS)
 
     def unshard(self, local: Tensor, dim: int = 1) -> Tensor:
         """Return the whole tensor without padding, on every rank; collective, without gradient."""
@@ -81,8 +103,9 @@ def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: 
         batch: tensors [B, S, ...] of whole sequences: `input_ids` (or `inputs_embeds`) and, if there are any,
             `labels` (not shifted) or `shift_labels`, `position_ids`, a padding mask `attention_mask` [B, S], and
             document bounds as `cu_seq_lens_q` or as positions that start again, or a `tree`, a `PrefixTree` or one
-            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well;
-            numbers, strings and tensors of one dimension are passed on.
+            for each row, which takes the place of labels and bounds. Anything else of that shape is cut as well,
+            and not shifted, as weights of labels have to be before; numbers, strings and tensors of one dimension are
+            passed on.
         pad_token_id: fills up a sequence of which the layout would have ranks hold unequal numbers of tokens.
 
     Returns:

@@ -255,7 +255,13 @@ def _dropout(module: torch.nn.Module, shard: SequenceShard, options: Mapping[str
 
 
 def _seed(shard: SequenceShard, module: torch.nn.Module) -> int:
-    """Return dropout's seed: the same on all ranks and in recomputation, different for each batch and layer."""
+    """Return dropout's seed: the same on all ranks and in recomputation, different for each forward and layer."""
+    if shard.seed is None:
+        raise ValueError(
+            f"{type(module).__name__} drops attention probabilities in a checkpoint around the whole model, of a "
+            "shard that was used in several forwards, and which of them is recomputed is not known; call shard_batch "
+            "again for each forward, or use the model's gradient_checkpointing_enable()"
+        )
     return int((shard.seed * 1_000_003 + getattr(module, EXAMINED)) % (2**31 - 1))
 
 

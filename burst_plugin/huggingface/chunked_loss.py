@@ -34,13 +34,35 @@ _INSTEAD = "leave loss_chunk out, for whole logits"
 
 
 def begin_chunked_loss(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
-    """Have a forward compute its loss in chunks, if it trains on a shard of a ring that asks for it."""
+    """Have a forward compute its loss in chunks, if it trains on a shard of a ring that asks for it.
+
+    Raises ValueError for a loss that would be the mean over the labels of one rank.
+    """
     shard = kwargs.get(SHARD_KEY)
     chunk = 0 if shard is None else shard.cp.strategy.loss_chunk
     if hasattr(model, _STATE):  # what the forward is to compute with its head has been said
         return
+    _check_divisor(model, kwargs)
     if chunk and kwargs.get("labels") is not None and model.training and torch.is_grad_enabled():
         take_head(model, ChunkedLoss(model, chunk))
+
+
+def _check_divisor(model: PreTrainedModel, kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError for labels of a shard without the number of all ranks' labels.
+
+    Ranks have unequal numbers of labels, some have none: what is made of the means of ranks is not the batch's mean.
+    """
+    shard = kwargs.get(SHARD_KEY)
+    if shard is None or shard.as_given or shard.cp.ranks == 1:
+        return
+    if kwargs.get("labels") is not None and kwargs.get("num_items_in_batch") is None:
+        raise ValueError(
+            f"{type(model).__name__} got labels with a shard, and no num_items_in_batch, so that its loss would be "
+            "the mean over this rank's own labels alone; pass num_items_in_batch=tokens, where tokens is "
+            f'batch["{SHARD_KEY}"].valid_tokens (with several rings, their sum), or tokens / dist.get_world_size() '
+            "if gradients are averaged over ranks, as by DDP and FSDP; or leave labels out, and compute a loss from "
+            "logits"
+        )
 
 
 def take_head(model: PreTrainedModel, loss: ChunkedLoss) -> None:

@@ -69,16 +69,18 @@ def _watch(pretrained: PreTrainedModel) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_shard(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Note the shard of a forward, and the number of attention calls before it; prepare for its strategy."""
     check_shard(kwargs)
-    shard = kwargs.get(SHARD_KEY)
+    given = shard = kwargs.get(SHARD_KEY)
     if shard is not None:
+        shard = shard.of_forward() if model.training else shard
         chunk_modules(model, shard.cp.strategy)
         expect_on_host(model, shard, kwargs)
     enter_forward(model, shard, kwargs.get("position_ids"), ring_cache_of(kwargs.values()))
     setattr(model, _CALLS, 0 if shard is None else shard.cp.rank_state.calls_made)
     begin_chunked_loss(model, kwargs)
+    return None if shard is given else (args, {**kwargs, SHARD_KEY: shard})
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from burst_plugin import ContextParallel, shard_batch
 from burst_plugin.huggingface import prepare
-from tests.support.deepspeed_run import VOCAB, Run, build, draw, llama, worst
+from tests.support.deepspeed_run import VOCAB, Batch, Run, build, draw, llama, worst
 from tests.support.families import families
 from tests.support.largest import LargestLogits
 from tests.support.ranks import run_ranks
@@ -96,10 +96,10 @@ def _trained(rank: int, names: list[str]) -> dict[str, tuple[float, dict[str, to
     return found
 
 
-def _reference(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+def _reference(name: str, batch: Batch = BATCH) -> tuple[float, dict[str, torch.Tensor]]:
     model = _model(name)
-    logits = model(input_ids=BATCH["input_ids"], use_cache=False).logits
-    labels = F.pad(BATCH["labels"][:, 1:], (0, 1), value=-100)
+    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
     loss.backward()
     grads = {
@@ -120,10 +120,10 @@ def test_every_familys_loss_and_gradients_are_those_of_whole_logits() -> None:
 
 
 def test_a_mean_over_the_labels_of_a_shard() -> None:
-    """As transformers has it, without num_items_in_batch."""
+    """As transformers has it, without num_items_in_batch, where a rank has all labels."""
 
     def mean(rank: int) -> tuple[float, float]:
-        cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=2)
+        cp = ContextParallel(dist.group.WORLD, loss_chunk=CHUNK, ranks_per_node=1)
         model = prepare(_model("llama"))
         local = shard_batch(BATCH, cp)
         given = {**local, "labels": local["shift_labels"]}
@@ -131,8 +131,50 @@ def test_a_mean_over_the_labels_of_a_shard() -> None:
         whole = model.eval()(**given, use_cache=False).loss
         return float(chunked.detach()), float(whole.detach())
 
-    for chunked, whole in run_ranks(mean, 2):
+    for chunked, whole in run_ranks(mean, 1):
         assert chunked == pytest.approx(whole, rel=1e-6)
+
+
+# Of an answer at the end, whose labels all are rank 0's.
+ANSWER = {**BATCH, "labels": BATCH["input_ids"].index_fill(1, torch.arange(26), -100)}
+
+
+def _own_mean(rank: int) -> tuple[list[str], list[tuple[float, dict[str, torch.Tensor]]]]:
+    """What is said of losses without the number of labels; and with it losses, and gradients averaged over ranks."""
+    messages, results = [], []
+    for chunk in (0, CHUNK):
+        cp = ContextParallel(dist.group.WORLD, loss_chunk=chunk, ranks_per_node=2)
+        model = prepare(_model("llama"))
+        local = shard_batch(ANSWER, cp)
+        model(**local, use_cache=False)  # of shift_labels alone models make no loss
+        given, labels = {**local, "use_cache": False}, local["shift_labels"]
+        for trains in (False, True):
+            try:
+                model.train(trains)(**given, labels=labels)
+                messages.append("nothing was raised")
+            except ValueError as error:
+                messages.append(str(error))
+        tokens = local["burst"].valid_tokens
+        loss = model(**given, labels=labels, num_items_in_batch=tokens / dist.get_world_size()).loss
+        loss.backward()
+        value, grads = loss.detach().clone(), {name: p.grad for name, p in model.named_parameters()}
+        for x in (value, *grads.values()):
+            dist.all_reduce(x)
+            x /= dist.get_world_size()
+        results.append((float(value), grads))
+    return messages, results
+
+
+def test_a_mean_over_the_labels_of_one_rank_is_refused() -> None:
+    """Also in evaluation. With the number that the message asks for, gradients are those of whole sequences."""
+    loss, grads = _reference("llama", ANSWER)
+    for messages, results in run_ranks(_own_mean, 2):
+        for message in messages:
+            assert message.startswith("LlamaForCausalLM got labels with a shard, and no num_items_in_batch")
+            assert "or tokens / dist.get_world_size() if gradients are averaged" in message
+        for found, averaged in results:
+            assert found == pytest.approx(loss, rel=1e-5)
+            assert worst(averaged, grads)[0] <= 1e-5
 
 
 def test_a_weight_in_bfloat16_gets_its_gradient_as_exactly_as_without_chunks() -> None:

@@ -6,7 +6,7 @@ import logging
 import pickle
 import re
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.masking_utils import (
     and_masks,
@@ -509,7 +510,7 @@ def _dropped(rank: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[
     model = prepare(build(Run(model=config, checkpointing=rank >= 0)))
     local = shard_batch(batch, cp)
     first = model(**local, use_cache=False)
-    assert torch.equal(first.logits, model(**local, use_cache=False).logits), "one batch, one seed"
+    assert not torch.equal(first.logits, model(**local, use_cache=False).logits), "two forwards"
     assert not torch.equal(first.logits, model(**shard_batch(batch, cp), use_cache=False).logits), "two batches"
     first.logits.square().sum().backward()
     grads = {each: p.grad for each, p in model.named_parameters()}
@@ -524,6 +525,75 @@ def test_dropout_is_the_same_on_any_number_of_ranks_and_under_recomputation() ->
         assert other == seed
         torch.testing.assert_close(found, truth, rtol=2e-5, atol=2e-5)
         assert worst(others, grads)[0] <= 1e-5
+
+
+def _drawn_twice(rank: int, kind: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Logits of two forwards with one sharded batch, and gradients of both together, under a kind of checkpoint."""
+    cp = ContextParallel(dist.group.WORLD, layout="contiguous")
+    model = prepare(build(Run(model=llama(attention_dropout=0.5))))
+    if kind in ("reentrant", "not reentrant"):
+        model.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    local = shard_batch(BATCH, cp)
+    local.pop("shift_labels")
+    with torch.no_grad():
+        model.eval()(**local)  # has no dropout, and does not count
+    model.train()
+    copied = kind == "copied"  # in every forward, as FSDP does
+    given = [{**local, "burst": replace(local["burst"])} if copied else local for _ in range(2)]
+    first, second = (model(**each, use_cache=False).logits for each in given)
+    if kind == "one by one":
+        first.square().sum().backward()
+        (2 * second.square().sum()).backward()
+    else:
+        (first.square().sum() + 2 * second.square().sum()).backward()
+    grads = {each: p.grad for each, p in model.named_parameters()}
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return [local["burst"].unshard(x.detach()) for x in (first, second)], grads
+
+
+def test_every_forward_with_one_batch_has_dropout_of_its_own_and_its_recomputation_the_same() -> None:
+    """As consistency losses need it (R-Drop, SimCSE). The first has that of the batch's seed, as ever."""
+    logits, grads = run_ranks(_drawn_twice, 1, "plain")[0]
+    assert float((logits[0] - logits[1]).norm() / logits[0].norm()) > 0.1
+    for kind in ("plain", "copied", "one by one", "reentrant", "not reentrant"):
+        found, others = run_ranks(_drawn_twice, 2, kind)[0]
+        torch.testing.assert_close(found, logits, rtol=2e-5, atol=2e-5)
+        assert worst(others, grads)[0] <= 1e-5, kind
+
+
+def _whole_model(rank: int, use_reentrant: bool) -> tuple[float, str]:
+    """The difference of gradients under a checkpoint around a model, and what is said of two of one batch."""
+    cp = ContextParallel(dist.group.WORLD)
+    grads = []
+    for recomputes in (False, True):
+        model = prepare(build(Run(model=llama(attention_dropout=0.5))))
+        local = shard_batch(BATCH, cp)
+        local = {**local, "burst": replace(local["burst"], seed=7)}  # the same for both
+        local.pop("shift_labels")
+        hidden = model.get_input_embeddings()(local.pop("input_ids")).detach().requires_grad_()
+
+        def run(hidden: torch.Tensor, model: Any = model, local: Batch = local) -> torch.Tensor:
+            return model(**local, inputs_embeds=hidden, use_cache=False).logits
+
+        def logits(run: Any = run, hidden: torch.Tensor = hidden, recomputes: bool = recomputes) -> torch.Tensor:
+            return checkpoint(run, hidden, use_reentrant=use_reentrant) if recomputes else run(hidden)
+
+        logits().square().sum().backward()
+        grads.append({each: p.grad.clone() for each, p in model.named_parameters() if p.grad is not None})
+    twice = logits()
+    try:
+        twice.sum().backward()
+    except ValueError as error:
+        return worst(grads[1], grads[0])[0], str(error)
+    return worst(grads[1], grads[0])[0], "nothing was raised"
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_around_a_whole_model_draws_again_what_its_only_forward_drew(use_reentrant: bool) -> None:
+    for error, message in run_ranks(_whole_model, 2, use_reentrant):
+        assert error <= 1e-6
+        assert "checkpoint around the whole model, of a shard that was used in several forwards" in message
 
 
 # ----------------------------------------------------------------------------------------------------- refused
