@@ -58,6 +58,10 @@ class Identity:
         self.forward_steps += 1
         self._microbatch, self.computes_edges = microbatch, False
 
+    def end_pass(self) -> None:
+        """Note that a forward-backward pass is over: what a model computes now is no microbatch of it."""
+        self._microbatch = None
+
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
         """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.
 
@@ -134,11 +138,14 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
         before = {cp: cp.rank_state.calls_made for cp in rings()}
         identity().microbatches = kwargs.get("num_microbatches", 1)
         identity().passes += 1
-        result = original(*args, **kwargs)
-        for cp in rings():
-            if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
-                cp.meet("the end of a forward-backward pass")
-        return result
+        try:
+            result = original(*args, **kwargs)
+            for cp in rings():
+                if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
+                    cp.meet("the end of a forward-backward pass")
+            return result
+        finally:
+            identity().end_pass()
 
     def cut(original: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if rings():

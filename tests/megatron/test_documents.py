@@ -290,6 +290,23 @@ def test_what_cannot_be_right_is_one_clear_error_on_every_rank() -> None:
         assert "this one does not say where documents begin" in found[6]
 
 
+def _after_a_pass(rank: int) -> str:
+    """Return what a model says that is called without a schedule when one has run it."""
+    run = replace(TWO_LAYERS, layers=1, cp=2, cp_comm_type="burst")
+    parse()
+    model, make = build(run), partial(with_documents, masks=False, reset=False)
+    forward_backward(model, run, documents(run), partial(step, read=None), make)
+    batch = cut_batch(next(batches(random_tokens(run, seed=1))))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return str(error.value)
+
+
+def test_a_model_outside_of_schedules_does_not_get_the_latest_documents() -> None:
+    for found in run_ranks(_after_a_pass, 2):
+        assert "is for models that Megatron's schedules run" in found
+
+
 class Tokenizer:
     """What Megatron asks a tokenizer for."""
 
