@@ -63,6 +63,21 @@ def test_a_packed_batch_that_is_not_cut_is_told_so() -> None:
         packed_documents(_packed(cu_seqlens_q=[0, 4, 8]), 2, (8, 8), lambda tensor: tensor.tolist())
 
 
+def test_documents_longer_than_max_seqlen_are_refused() -> None:
+    """Their later tokens would have the position of the last one for which there is a rotary embedding."""
+
+    def documents(longest: object) -> None:
+        params = _packed(cu_seqlens_q=[0, 5, 7], cu_seqlens_q_padded=[0, 8, 12])
+        params.max_seqlen_q = params.max_seqlen_kv = longest  # type: ignore[assignment]
+        packed_documents(params, 2, (6, 6), lambda tensor: tensor.flatten().tolist())
+
+    for longest in (4, torch.tensor(4), torch.tensor([4])):
+        with pytest.raises(ValueError, match="max_seqlen_kv=4, but its longest document has 5 tokens"):
+            documents(longest)
+    for longest in (5, 6, torch.tensor(8), None):  # padding needs no positions
+        documents(longest)
+
+
 def test_documents_of_queries_and_keys() -> None:
     params = _packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 4, 8], cu_seqlens_kv=[0, 8, 12])
     (q, kv), documents = packed_documents(params, 2, (4, 6), lambda tensor: tensor.tolist())
