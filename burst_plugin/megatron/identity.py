@@ -44,6 +44,7 @@ class Identity:
         self.microbatches = 1  # of the schedule in progress
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
+        self.model_calls = 0  # of GPT models on this rank, which programs without schedules make, too
         self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
@@ -52,6 +53,11 @@ class Identity:
     def moment(self) -> tuple[int, int] | None:
         """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Return how many forward steps and calls of models have begun; recomputation is none."""
+        return self.forward_steps, self.model_calls
 
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
