@@ -307,6 +307,36 @@ def test_a_model_outside_of_schedules_does_not_get_the_latest_documents() -> Non
         assert "is for models that Megatron's schedules run" in found
 
 
+def _two_in_a_step(rank: int, in_turn: bool) -> str:
+    """Return what a forward step says that reads two batches, and then runs the model on each; or in turn."""
+
+    def both(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+        if in_turn:
+            outputs = [step(data, model, read=None) for _ in range(2)]
+        else:
+            outputs = [step(iter([batch]), model, read=None) for batch in [next(data), next(data)]]
+        return outputs[0][0] + outputs[1][0], outputs[1][1]
+
+    run = replace(TWO_LAYERS, layers=1, cp=2, cp_comm_type="burst")
+    parse()
+    model, tokens = build(run), documents(run)
+
+    def make(once: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+        return with_documents(tokens, masks=False, reset=False)
+
+    try:
+        forward_backward(model, run, tokens[:1], both, make)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("in_turn", "said"), [(True, "nothing"), (False, "has read two batches before it ran a")])
+def test_a_step_of_two_batches_runs_each_before_it_reads_the_next(in_turn: bool, said: str) -> None:
+    for found in run_ranks(_two_in_a_step, 2, in_turn):
+        assert said in found
+
+
 class Tokenizer:
     """What Megatron asks a tokenizer for."""
 
