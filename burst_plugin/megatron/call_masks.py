@@ -102,12 +102,13 @@ class MaskReader:
                 f"packed sequences have causal, no_mask, padding or padding_causal attention by cu_seqlens; got {got}"
             )
 
-        in_this_call: dict[int, tuple[int, ...]] = {}  # queries and keys mostly have the same offsets
+        in_this_call: dict[object, tuple[int, ...]] = {}  # queries and keys mostly have the same offsets
 
         def read(tensor: Tensor) -> tuple[int, ...]:
-            if id(tensor) not in in_this_call:
-                in_this_call[id(tensor)] = self._numbers(tensor)
-            return in_this_call[id(tensor)]
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if key not in in_this_call:
+                in_this_call[key] = self._numbers(tensor)
+            return in_this_call[key]
 
         assign = self._registry.packed_tokens
         tokens, documents = packed_documents(given.packed_seq_params, cp.ranks, lengths, read, assign)

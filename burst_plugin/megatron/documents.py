@@ -60,6 +60,7 @@ class MicrobatchDocuments:
         self._known: dict[tuple[int, int], Rows] = {}
         self._published: list[tuple[int, str]] = []  # pass and key
         self._recomputed: Rows | None = None
+        self._awaiting: tuple[int, int] | None = None  # the microbatch that was read, until a model runs it
 
     @cached_property
     def _store(self) -> Any:
@@ -68,10 +69,20 @@ class MicrobatchDocuments:
         return shared.clone()
 
     def keep(self, identity: Identity, bounds: Tensor) -> None:
-        """Note the bounds [B, S + 1] of the microbatch in progress, and publish them for ranks that read no batch."""
-        moment = _moment(identity)
+        """Note the bounds [B, S + 1] of the microbatch in progress, and publish them for ranks that read no batch.
+
+        Raises ValueError for a second batch with other documents that is read before a model has run the first.
+        """
+        moment, rows = _moment(identity), rows_of(bounds)
+        if self._awaiting == moment and self._known[moment] != rows:
+            raise ValueError(
+                "a forward_step has read two batches before it ran a model, and --reset-attention-mask with burst "
+                "attention would give the first the documents of the second; read a batch, run the model on it, and "
+                "read the next one then"
+            )
+        self._awaiting = moment
         self._known = {known: rows for known, rows in self._known.items() if known[0] == moment[0]}
-        self._known[moment] = rows = rows_of(bounds)
+        self._known[moment] = rows
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         is_first = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first and stages * parallel_state.get_tensor_model_parallel_world_size() > 1:
@@ -90,6 +101,11 @@ class MicrobatchDocuments:
             self._known = {known: rows for known, rows in self._known.items() if known[0] == moment[0]}
             self._known[moment] = tuple(map(tuple, json.loads(found)))
         return self._known[moment]
+
+    def run(self, identity: Identity) -> Rows:
+        """Return those of the microbatch in progress, which a model runs now."""
+        self._awaiting = None
+        return self.of(identity)
 
     @contextmanager
     def recomputing(self, rows: Rows | None) -> Iterator[None]:
@@ -219,7 +235,7 @@ def _hand_on(registry: Any, original: Any, model: Any, *args: Any, **kwargs: Any
         return original(model, *args, **kwargs)
     given = inspect.signature(original).bind(model, *args, **kwargs)
     if given.arguments.get("packed_seq_params") is None:
-        rows = registry.documents.of(registry.identity)
+        rows = registry.documents.run(registry.identity)
         longest = max(map(len, rows))
         filled = [[*row, *[row[-1]] * (longest - len(row))] for row in rows]
         given.arguments["attention_mask"] = torch.tensor(filled, dtype=torch.int32, device="cpu")

@@ -44,6 +44,7 @@ class Identity:
         self.microbatches = 1  # of the schedule in progress
         self.passes = 0  # forward-backward passes, of training and evaluation, which all stages count alike
         self.forward_steps = 0  # on this rank, of all models
+        self.model_calls = 0  # of GPT models on this rank, which programs without schedules make, too
         self.computes_edges = False  # whether the forward step in progress is of rollouts in a prefix tree
         self._microbatch: int | None = None
         self._rings: WeakKeyDictionary[ContextParallel, _Counts] = WeakKeyDictionary()
@@ -53,10 +54,19 @@ class Identity:
         """Return the numbers of the pass in progress and its microbatch, the same on all stages of a pipeline."""
         return None if self._microbatch is None else (self.passes, self._microbatch)
 
+    @property
+    def calls(self) -> tuple[int, int]:
+        """Return how many forward steps and calls of models have begun; recomputation is none."""
+        return self.forward_steps, self.model_calls
+
     def begin_forward_step(self, microbatch: int) -> None:
         """Note that a forward step of `microbatch` begins."""
         self.forward_steps += 1
         self._microbatch, self.computes_edges = microbatch, False
+
+    def end_pass(self) -> None:
+        """Note that a forward-backward pass is over: what a model computes now is no microbatch of it."""
+        self._microbatch = None
 
     def of_call(self, cp: ContextParallel, layer: object, layer_number: int, own_group: bool) -> tuple[object, ...]:
         """Return the tag of a call of core attention `layer` on the ring `cp`, in a layer of that number.
@@ -134,11 +144,14 @@ def follow_schedules(rings: Callable[[], Sequence[ContextParallel]], identity: C
         before = {cp: cp.rank_state.calls_made for cp in rings()}
         identity().microbatches = kwargs.get("num_microbatches", 1)
         identity().passes += 1
-        result = original(*args, **kwargs)
-        for cp in rings():
-            if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
-                cp.meet("the end of a forward-backward pass")
-        return result
+        try:
+            result = original(*args, **kwargs)
+            for cp in rings():
+                if cp.rank_state.calls_made != before.get(cp, 0):  # rings without calls may belong to another model
+                    cp.meet("the end of a forward-backward pass")
+            return result
+        finally:
+            identity().end_pass()
 
     def cut(original: Any, batch: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if rings():

@@ -48,7 +48,7 @@ def follow_layout(registry: Registry) -> str:
         if hasattr(kept, "cache_clear"):
             vars(replaced)["cache_clear"] = kept.cache_clear
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
-    wrap(GPTModel, "_preprocess", cuts.look_at_first_batch)
+    wrap(GPTModel, "_preprocess", cuts.look_at_batch)
     wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
     assign_by(registry.packed_tokens)
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
@@ -182,7 +182,7 @@ class _Cuts:
         if self._registry.layout != AUTO:
             return _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
         version = None if cu_seqlens.is_inference() else cu_seqlens._version
-        moment = (self._registry.identity.forward_steps, version, group.size(), group.rank())
+        moment = (self._registry.identity.calls, version, group.size(), group.rank())
         known = getattr(cu_seqlens, _POSITIONS, None)
         if known is None or known[0] != moment:
             known = moment, _in_documents(self._documents(cu_seqlens, length, group), cu_seqlens, group)
@@ -197,10 +197,14 @@ class _Cuts:
         offsets = tuple(cu_seqlens.flatten().tolist())
         return self._registry.packed_tokens(offsets, group.size()) if offsets[-1] == length else plain
 
-    def look_at_first_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Do what `GPTModel._preprocess` does; raise ValueError if the first batch was cut in zigzag elsewhere."""
+    def look_at_batch(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Do what `GPTModel._preprocess` does, and count the call.
+
+        Raises ValueError if the first batch was cut in zigzag elsewhere.
+        """
         given = inspect.signature(original).bind(model, *args, **kwargs).arguments
         held, group = given.get("position_ids"), _group(given)
+        self._registry.identity.model_calls += 1
         if self._registry.turn is not None or self._registry.tree is not None:
             return original(model, *args, **kwargs)
         if not self._has_looked and self._apply_to(group) and isinstance(held, Tensor) and held.dim() == 2:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]
+__all__ = ["count_no_labels_as_one", "weigh_routers_per_token", "weigh_tokens_alike"]
 
 _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
 
@@ -48,6 +49,13 @@ def _weighs(config: Any) -> bool:
     return asks_for_burst(config) and not is_hybrid(config)
 
 
+def _group_of(model: Any) -> dist.ProcessGroup:
+    """Return the context-parallel group of a model."""
+    groups = getattr(unwrap_model(model), "pg_collection", None)
+    group: dist.ProcessGroup = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
+    return group
+
+
 def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
     """Do what `forward_step_calc_loss` does, with a loss that is scaled so that its division comes out right."""
     given = inspect.signature(original).bind(*args, **kwargs)
@@ -57,8 +65,7 @@ def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> 
         return original(*given.args, **given.kwargs)
     if loss_func is None or config.calculate_per_token_loss or not _weighs(config):
         return original(*args, **kwargs)
-    groups = getattr(unwrap_model(given.arguments["model"]), "pg_collection", None)
-    group = getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
+    group = _group_of(given.arguments["model"])
 
     def scaled(output: Tensor, **options: Any) -> Any:
         found = loss_func(output, **options)
@@ -94,18 +101,24 @@ class _PredictionLoss:
 
     def process(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `process_mtp_loss` does."""
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        return self._with_mask(given["config"], given.get("loss_mask"), partial(original, *args, **kwargs))
+        given = inspect.signature(original).bind(*args, **kwargs)
+        return self._compute(original, given, given.arguments["config"], multiplies=True)
 
     def process_model(self, original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Do what `GPTModel.forward` does, of which that loss is a part until 0.16."""
-        return self._with_mask(model.config, None, partial(original, model, *args, **kwargs))
+        given = inspect.signature(original).bind(model, *args, **kwargs)
+        return self._compute(original, given, model.config, multiplies=False)
 
-    def _with_mask(self, config: Any, mask: Tensor | None, compute: Callable[[], Any]) -> Any:
+    def _compute(self, original: Any, given: inspect.BoundArguments, config: Any, *, multiplies: bool) -> Any:
+        """Call `original` with a mask of floats. `multiplies`: by its sum, with `--calculate-per-token-loss`."""
         self._weighs = _weighs(config)
-        self._own = mask.sum() if config.calculate_per_token_loss and mask is not None else None
+        if self._weighs and config.mtp_num_layers:
+            mask = _mask_of_floats(given.arguments)
+            given.arguments["loss_mask"] = mask
+            if multiplies and config.calculate_per_token_loss and mask is not None:
+                self._own = mask.sum()
         try:
-            return compute()
+            return original(*given.args, **given.kwargs)
         finally:
             self._weighs, self._own = False, None
 
@@ -127,6 +140,18 @@ class _PredictionLoss:
         return rolled, total * self._own / over_ranks(self._own, group).clamp(min=1)
 
 
+def _mask_of_floats(given: dict[str, Any]) -> Tensor | None:
+    """Return the loss mask that a model is given, or ones, in floats, by which `roll` tells it from the labels.
+
+    Scripts also give integers or bools; Megatron's own ones are integers.
+    """
+    mask: Tensor | None = given.get("loss_mask")
+    labels: Tensor | None = given.get("labels")
+    if mask is None:
+        return None if labels is None else torch.ones_like(labels, dtype=torch.float32)
+    return mask if mask.is_floating_point() else mask.float()
+
+
 def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a count added up over context-parallel ranks.
 
@@ -138,6 +163,25 @@ def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessG
     total = count.detach().clone()
     dist.all_reduce(total, group=group)
     return total
+
+
+def weigh_routers_per_token() -> None:
+    """Multiply losses of routers by the context-parallel ranks with `--calculate-per-token-loss`.
+
+    Megatron multiplies them by a rank's own tokens, and divides them by those of all ranks. It sets their scale anew
+    in every forward step, before the backward pass that reads it.
+    """
+
+    def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        config = given["config"]
+        if config.calculate_per_token_loss and config.num_moe_experts is not None and _weighs(config):
+            scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+            MoEAuxLossAutoScaler.set_loss_scale(scale * _group_of(given["model"]).size())
+        return found
+
+    wrap_everywhere(schedules, "forward_step_calc_loss", set_scale)
 
 
 def count_no_labels_as_one() -> None:

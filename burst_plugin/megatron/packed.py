@@ -143,10 +143,12 @@ def packed_documents(
 
     Its offsets are those of the whole sequence: `*_padded` say where documents begin, the others how long they are
     without padding. `lengths` are those of q and k on this rank; `read` turns a tensor into ints; `assign` says which
-    tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths.
+    tokens ranks hold. Raises ValueError for offsets that do not fit together, or that do not fit the lengths or
+    `max_seqlen_*`.
     """
     q, q_lengths = _side(params, "q", read)
     kv, kv_lengths = (q, q_lengths) if params.cu_seqlens_kv is None else _side(params, "kv", read)
+    _check_longest(params, max(_longest(q, q_lengths), _longest(kv, kv_lengths)), read)
     tokens = assign(q, ranks), assign(kv, ranks)
     for name, offsets, length in (("q", q, lengths[0]), ("kv", kv, lengths[1])):
         if ranks > 1 and offsets[-1] == length:
@@ -186,3 +188,25 @@ def _side(
     lengths = tuple(stop - start for start, stop in pairwise(real))
     room = tuple(stop - start for start, stop in pairwise(offsets))
     return offsets, None if lengths == room else lengths
+
+
+def _longest(offsets: tuple[int, ...], lengths: tuple[int, ...] | None) -> int:
+    """Return the length of the longest document, without padding."""
+    return max(lengths or (stop - start for start, stop in pairwise(offsets)))
+
+
+def _check_longest(params: Any, longest: int, read: Callable[[Tensor], Sequence[int]]) -> None:
+    """Raise ValueError for a document with more tokens than Megatron makes a rotary embedding for.
+
+    Those beyond it would all get its last position.
+    """
+    most: dict[str, int] = {}
+    for name in ("max_seqlen_q", "max_seqlen_kv"):
+        if (given := getattr(params, name, None)) is not None:
+            most[name] = max(read(given)) if isinstance(given, Tensor) else int(given)
+    if most and longest > max(most.values()):
+        said = ", ".join(f"{name}={value}" for name, value in most.items())
+        raise ValueError(
+            f"packed_seq_params has {said}, but its longest document has {longest} tokens, for which there would be "
+            f"no positions; set max_seqlen_q and max_seqlen_kv to {longest} or more"
+        )

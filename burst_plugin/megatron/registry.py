@@ -47,7 +47,7 @@ class Registry:
 
     def __init__(self, strategy: Strategy | None) -> None:
         self.strategy = strategy
-        self.tensor_cache = TensorCache()
+        self.tensor_cache = TensorCache(lambda: self.identity.calls)
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
         self.turn: Turn | None = None  # of inference, while a model computes it

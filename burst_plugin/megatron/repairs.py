@@ -28,7 +28,7 @@ from burst_plugin.megatron.batch_repairs import (
     wants_absent_te,
 )
 from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.loss_repairs import count_no_labels_as_one
+from burst_plugin.megatron.loss_repairs import count_no_labels_as_one, weigh_routers_per_token
 from burst_plugin.megatron.releases import Version
 from burst_plugin.megatron.training_repairs import (
     count_steps_of_pytorchs_adam,
@@ -244,6 +244,12 @@ REPAIRS = (
         fault="two interleaved pipeline stages take gradients for activations, unless p2p communication overlaps",
         fixed_in=None,
         apply=send_forward_before_backward,
+    ),
+    Repair(
+        name="router_losses_per_token",
+        fault="--calculate-per-token-loss divides losses of routers (balance, z) by the context-parallel ranks",
+        fixed_in=(0, 19, 0),
+        apply=weigh_routers_per_token,
     ),
     Repair(
         name="router_without_te",

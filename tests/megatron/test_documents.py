@@ -290,6 +290,53 @@ def test_what_cannot_be_right_is_one_clear_error_on_every_rank() -> None:
         assert "this one does not say where documents begin" in found[6]
 
 
+def _after_a_pass(rank: int) -> str:
+    """Return what a model says that is called without a schedule when one has run it."""
+    run = replace(TWO_LAYERS, layers=1, cp=2, cp_comm_type="burst")
+    parse()
+    model, make = build(run), partial(with_documents, masks=False, reset=False)
+    forward_backward(model, run, documents(run), partial(step, read=None), make)
+    batch = cut_batch(next(batches(random_tokens(run, seed=1))))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return str(error.value)
+
+
+def test_a_model_outside_of_schedules_does_not_get_the_latest_documents() -> None:
+    for found in run_ranks(_after_a_pass, 2):
+        assert "is for models that Megatron's schedules run" in found
+
+
+def _two_in_a_step(rank: int, in_turn: bool) -> str:
+    """Return what a forward step says that reads two batches, and then runs the model on each; or in turn."""
+
+    def both(data: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+        if in_turn:
+            outputs = [step(data, model, read=None) for _ in range(2)]
+        else:
+            outputs = [step(iter([batch]), model, read=None) for batch in [next(data), next(data)]]
+        return outputs[0][0] + outputs[1][0], outputs[1][1]
+
+    run = replace(TWO_LAYERS, layers=1, cp=2, cp_comm_type="burst")
+    parse()
+    model, tokens = build(run), documents(run)
+
+    def make(once: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+        return with_documents(tokens, masks=False, reset=False)
+
+    try:
+        forward_backward(model, run, tokens[:1], both, make)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("in_turn", "said"), [(True, "nothing"), (False, "has read two batches before it ran a")])
+def test_a_step_of_two_batches_runs_each_before_it_reads_the_next(in_turn: bool, said: str) -> None:
+    for found in run_ranks(_two_in_a_step, 2, in_turn):
+        assert said in found
+
+
 class Tokenizer:
     """What Megatron asks a tokenizer for."""
 

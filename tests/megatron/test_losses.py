@@ -112,6 +112,68 @@ def test_so_do_those_of_token_prediction(per_token: bool) -> None:
         assert_same(result, expected)
 
 
+def _nothing_of(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Count tokens, with a main loss of 0, beside which other losses are seen."""
+    total, count, reported = loss_of(mask, output)
+    return 0 * total, count, reported
+
+
+def _predicting_alone(rank: int, run: GptRun, kind: str) -> dict[str, torch.Tensor]:
+    """Return gradients of token prediction alone, with a loss mask of that kind, which is in a text's first part."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = cut_batch(next(data))
+        mask = batch["loss_mask"] * (batch["position_ids"] < 24)
+        given = {"floats": mask, "integers": mask.long(), "bools": mask.bool(), "none": None}[kind]
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=given)
+        return output, partial(_nothing_of, mask)
+
+    return one_step(run, random_tokens(run), step).grads
+
+
+@pytest.mark.parametrize(("kind", "like"), [("integers", "floats"), ("bools", "floats"), ("none", "none")])
+def test_so_do_they_with_a_mask_of_any_type_or_none(kind: str, like: str) -> None:
+    expected = run_ranks(_predicting_alone, 1, PREDICTING, like)[0]
+    for grads in run_ranks(_predicting_alone, 2, replace(PREDICTING, cp=2), kind):
+        assert_same(StepResult(0, grads), StepResult(0, expected))
+
+
+ROUTERS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_token_dispatcher_type": "allgather",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+}
+
+
+def _routing_alone(rank: int, run: GptRun) -> dict[str, torch.Tensor]:
+    """Return gradients of the losses of routers alone, with a main loss that counts a part of all tokens."""
+
+    def step(data: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+        batch = cut_batch(next(data))
+        mask = batch["loss_mask"] * (batch["labels"] >= 40)
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        return output, partial(_nothing_of, mask)
+
+    return one_step(run, random_tokens(run), step).grads
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_token"),
+    [({"cp": 2}, False), ({"cp": 2}, True), ({"cp": 2, "pp": 2}, True)],
+    ids=["mean_of_microbatches", "per_token", "per_token_pp2"],
+)
+def test_losses_of_routers_weigh_the_same_over_any_number_of_ranks(sizes: dict[str, int], per_token: bool) -> None:
+    one = replace(ONE_RANK, layers=2, config=ROUTERS, per_token_loss=per_token, cp_comm_type="burst")
+    expected = run_ranks(_routing_alone, 1, one)[0]
+    assert expected["decoder.layers.0.mlp.router.weight"].any()
+    for grads in run_ranks(_routing_alone, 2 * sizes.get("pp", 1), replace(one, **sizes)):
+        assert_same(StepResult(0, grads), StepResult(0, expected))
+
+
 def _counting_sequences(rank: int, run: GptRun) -> StepResult:
     """Losses that are means over tokens already, summed over the ranks by the script, and counted by sequences."""
 

@@ -1,18 +1,22 @@
-"""Megatron's packed sequences as tokens and documents, without a model; and what is remembered of tensors."""
+"""Megatron's packed sequences as tokens and documents; and what is remembered of tensors, by models too."""
 
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy
 import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from burst_plugin import Strategy
 from burst_plugin.megatron import packed_indices
 from burst_plugin.megatron.packed import packed_documents
 from burst_plugin.megatron.tensor_cache import TensorCache
 from burst_plugin.sequence.layout import Tokens
+from tests.support.megatron_gpt import GptRun, _gpt_model, build, random_tokens, set_weights, transformer_config
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.megatron
 
@@ -63,6 +67,21 @@ def test_a_packed_batch_that_is_not_cut_is_told_so() -> None:
         packed_documents(_packed(cu_seqlens_q=[0, 4, 8]), 2, (8, 8), lambda tensor: tensor.tolist())
 
 
+def test_documents_longer_than_max_seqlen_are_refused() -> None:
+    """Their later tokens would have the position of the last one for which there is a rotary embedding."""
+
+    def documents(longest: object) -> None:
+        params = _packed(cu_seqlens_q=[0, 5, 7], cu_seqlens_q_padded=[0, 8, 12])
+        params.max_seqlen_q = params.max_seqlen_kv = longest  # type: ignore[assignment]
+        packed_documents(params, 2, (6, 6), lambda tensor: tensor.flatten().tolist())
+
+    for longest in (4, torch.tensor(4), torch.tensor([4])):
+        with pytest.raises(ValueError, match="max_seqlen_kv=4, but its longest document has 5 tokens"):
+            documents(longest)
+    for longest in (5, 6, torch.tensor(8), None):  # padding needs no positions
+        documents(longest)
+
+
 def test_documents_of_queries_and_keys() -> None:
     params = _packed(cu_seqlens_q=[0, 3, 7], cu_seqlens_q_padded=[0, 4, 8], cu_seqlens_kv=[0, 8, 12])
     (q, kv), documents = packed_documents(params, 2, (4, 6), lambda tensor: tensor.tolist())
@@ -105,3 +124,68 @@ def test_a_buffer_that_is_kept_for_all_microbatches_is_read_once_for_each() -> N
         assert kept._version == version
         assert found == [list(range(first, first + 3))] * 3
     assert len(reads) == 3
+
+
+def test_a_buffer_is_read_again_for_every_model_and_microbatch() -> None:
+    """A student asks after its teacher, or is called alone for the next microbatch; also where a call counts."""
+    numbers, calls, reads = numpy.arange(3), [0], []
+    kept = torch.from_numpy(numbers)
+    seen = TensorCache(lambda: calls[0])
+
+    def read(layer: int) -> list[int]:
+        return seen.get(kept, "numbers", lambda: reads.append(1) or kept.tolist(), layer)
+
+    assert read(1) == read(2) == read(3) == [0, 1, 2]  # a teacher's layers, and a student's
+    assert len(reads) == 1
+    numbers[:] += 5
+    assert read(2) == read(3) == [5, 6, 7]
+    numbers[:] += 1
+    calls[0] += 1
+    assert read(4) == read(5) == [6, 7, 8]  # of a model that has not asked before
+    assert read(5) == read(4) == [6, 7, 8]  # recomputation
+    assert len(reads) == 4
+
+
+DOCUMENTS = ([0, 16, 40, 48], [0, 24, 32, 48])
+
+
+def _in_one_buffer(rank: int, layout: str) -> list[float]:
+    """Return how far gradients of a student are from those with offsets of its own, without a schedule."""
+    run = GptRun(
+        layers=1, cp=2, cp_comm_type="burst", seq_length=48, microbatch_size=1, strategy=Strategy(layout=layout)
+    )
+    student = build(run)
+    teacher = _gpt_model(run, transformer_config(run))
+    set_weights(teacher, run)
+    tokens = random_tokens(run)[0]
+    buffer = torch.tensor(DOCUMENTS[0], dtype=torch.int32)
+
+    def call(model: Any, offsets: torch.Tensor) -> Any:
+        rows = packed_indices(offsets, 2, rank)
+        mine, labels, at = (x.index_select(1, rows) for x in (tokens[:, :-1], tokens[:, 1:], torch.arange(48)[None]))
+        params = PackedSeqParams("thd", offsets, offsets, offsets, offsets, 24, 24)
+        return model(mine, at, None, labels=labels, packed_seq_params=params)
+
+    def gradients(offsets: torch.Tensor) -> torch.Tensor:
+        student.zero_grad_buffer()
+        call(student, offsets).sum().backward()
+        return torch.cat([x.main_grad.flatten() for x in student.parameters()])
+
+    def write(number: int) -> None:
+        buffer.numpy()[:] = DOCUMENTS[number]
+
+    expected = [gradients(torch.tensor(x, dtype=torch.int32)) for x in DOCUMENTS]
+    call(teacher, buffer)
+    found = [(gradients(buffer), expected[0])]
+    write(1)
+    found.append((gradients(buffer), expected[1]))
+    call(teacher, buffer)
+    write(0)
+    found.append((gradients(buffer), expected[0]))
+    return [((a - b).norm() / b.norm()).item() for a, b in found]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "auto"])
+def test_models_follow_a_buffer_of_offsets_without_a_schedule(layout: str) -> None:
+    for errors in run_ranks(_in_one_buffer, 2, layout):
+        assert max(errors) < 1e-6

@@ -59,6 +59,8 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
     assert status("token_prediction_without_labels", (0, 16, 1)) == "applied"
     assert status("packed_batch", (0, 17, 1)) == "applied"
     assert status("packed_batch", (0, 18, 2)) == "not needed since 0.18.0"
+    assert status("router_losses_per_token", (0, 18, 2)) == "applied"
+    assert status("router_losses_per_token", (0, 19, 0)) == "not needed since 0.19.0"
     for release in RELEASES:
         assert status("hierarchical_groups", release.versions[0]) == "applied"
         assert "not tested" not in about(release.versions[0])
@@ -81,6 +83,7 @@ def test_repairs_have_names_and_are_guarded_by_version(monkeypatch: pytest.Monke
         "resume_without_te",
         "resume_in_float32",
         "two_interleaved_stages",
+        "router_losses_per_token",
     ]
     assert [line.split(":")[0] for line in lines] == [f"repaired {name}" for name in done]
 
