@@ -32,7 +32,6 @@ __all__ = ["WAYS_TO_FAIL", "safe"]
 
 _REASON = "planted by burst check"
 _START_S = 120.0  # that processes may take to start
-_RAISES = "raises"
 _TIMEOUT_S = 5.0  # of messages of the ring: a rank that stops is missed after it
 _MEET_S = 60.0  # that ranks may be apart when they start
 _HEADS, _DIM = 4, 64
@@ -51,7 +50,7 @@ def _stop() -> None:
 
 
 WAYS_TO_FAIL: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {_RAISES: _raise, "is killed": _die, "stops": _stop}
+    {"raises": _raise, "is killed": _die, "stops": _stop}
 )
 
 

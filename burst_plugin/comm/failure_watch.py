@@ -131,7 +131,7 @@ class FailureWatch:
         board: Board,
         period_s: float | None = None,
         end: Callable[[str], None] | None = None,
-        fault: Callable[[], str] = str,
+        fault: Callable[[], str] = lambda: "",
     ) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
         period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))

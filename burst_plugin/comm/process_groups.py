@@ -195,8 +195,8 @@ def fault_of(group: dist.ProcessGroup) -> str:
     """
     if not is_alive(group):
         return ""
-    asks = (getattr(group._get_backend(device), "get_error", None) for device in group._device_types)
-    found = {ask() for ask in asks if ask is not None} - {ErrorType.SUCCESS}
+    backends: Any = [group._get_backend(device) for device in group._device_types]
+    found = {each.get_error() for each in backends if each.name() == "nccl"} - {ErrorType.SUCCESS}
     return ", ".join(_FAULTS.get(each, each.name) for each in found)
 
 

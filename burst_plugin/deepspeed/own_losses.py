@@ -66,14 +66,14 @@ class OwnLosses:
         place = _place_of_loss(floats)
         if place is None:
             return output
-        arguments = _integers(by_name(model.forward, args, kwargs))
+        loss, arguments = floats.pop(place), _integers(by_name(model.forward, args, kwargs))
         self._forwards += 1
         if self._forwards & (self._forwards - 1) == 0:
-            self._compare(floats.pop(place), floats, arguments)
+            self._compare(loss, floats, arguments)
         if self._labels not in arguments:
             return output
-        loss = self._of_whole_batch(_floats(output)[place], arguments[self._labels], floats.get(self._logits))
-        return output if loss is None else _with(output, place, loss)
+        whole = self._of_whole_batch(loss, arguments[self._labels], floats.get(self._logits))
+        return output if whole is None else _with(output, place, whole)
 
     def _of_whole_batch(self, loss: Tensor, labels: Tensor, logits: Tensor | None) -> Tensor | None:
         """Return the loss of the whole batch; None if this one is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from hashlib import blake2b
 
 import torch
@@ -54,7 +54,7 @@ class TreeMerge:
                 log = None if state.profile is None else state.profile.begin_pass("merge", device)
                 transport = self._transport if log is None else log.watch(self._transport)
                 label = self._label(which, signature, device)
-                with _without_autocast(device):
+                with torch.autocast(device.type, enabled=False):  # as on the ring
                     with nullcontext() if log is None else log.timed("kernel"):
                         mine = compute()
                     return lockstep([merge_in_tree(transport, state.topology, state.rank, mine, label)])[0]
@@ -68,9 +68,3 @@ class TreeMerge:
         text = repr((self._cp.rank_state.ring_id, signature))
         digest = blake2b(text.encode(), digest_size=8).digest()
         return torch.frombuffer(bytearray(which.label("forward", digest)), dtype=torch.uint8)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which a kernel computes in the types that it chooses, as on the ring."""
-    is_on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()

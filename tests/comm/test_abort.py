@@ -152,7 +152,8 @@ def _given_up(rank: int, launches: bool, options: dict[str, Any]) -> tuple[str, 
 def _stopped(rank: int) -> str:
     """Rank 1 stops in a forward pass, and NCCL's watchdog waits in vain on rank 0. Return the error there."""
     in_time = threading.Event()
-    faults = SimpleNamespace(get_error=lambda: ErrorType.SUCCESS if rank else ErrorType.TIMEOUT)
+    found = ErrorType.SUCCESS if rank else ErrorType.TIMEOUT
+    nccl = SimpleNamespace(name=lambda: "nccl", get_error=lambda: found)
     with (
         mock.patch.object(watch, "_PERIOD_S", 0.05),
         mock.patch.object(dist.ProcessGroup, "abort", side_effect=in_time.set),
@@ -162,7 +163,7 @@ def _stopped(rank: int) -> str:
         burst_attention(X, X, X, cp)
         if rank:
             cp.rank_state.progress.begin_pass("forward", CallId(2))
-        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=faults):
+        with mock.patch.object(dist.ProcessGroup, "_get_backend", return_value=nccl):
             try:
                 in_time.wait(10.0)
             except RingError as error:
