@@ -1,9 +1,15 @@
-"""Hides GPUs from all tests but `-m gpu` and `-m nccl`, begins with the longest tests, and spares the collector."""
+"""Hides GPUs from all tests but `-m gpu` and `-m nccl`, begins with the longest tests, and makes forks cheap."""
 
 import gc
 import os
+from time import monotonic
 
 import pytest
+
+from tests.support.huge_pages import use_huge_pages
+
+_HUGE_PAGES_S = 30.0  # after which it is worth while to collect the pieces of huge pages again
+_made_huge = 0.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +38,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # a further 6 % of tests/planning; also of the ranks that tests fork
+
+
+def pytest_runtest_setup() -> None:
+    """Keep huge pages, which forks split little by little."""
+    global _made_huge
+    if monotonic() - _made_huge > _HUGE_PAGES_S:
+        use_huge_pages()
+        _made_huge = monotonic()
 
 
 def pytest_sessionfinish() -> None:
