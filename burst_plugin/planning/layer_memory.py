@@ -27,6 +27,7 @@ __all__ = ["BF16", "FP32", "HEAD", "Moment", "Widths", "chunk_of_heads", "moment
 BF16, FP32 = 2, 4
 HEAD = "head and loss"
 _ROTATED = "rotated back, or gradients of the projections' input"
+_STRATEGY = Strategy()
 Moment = dict[str, float]
 
 
@@ -56,6 +57,8 @@ class Widths:
 def chunk_of_heads(model: ModelShape, setting: Setting) -> tuple[ModelShape, Setting]:
     """Return a model with the heads of one chunk, and the setting in which it has them all at once."""
     chunks = setting.head_chunks
+    if chunks == 1:
+        return model, setting
     of_heads = replace(model, heads=model.heads // chunks, kv_heads=model.kv_heads // chunks)
     return of_heads, replace(setting, head_chunks=1)
 
@@ -224,7 +227,7 @@ def _results(setting: Setting, side: float) -> float:
 def _attention_backward(model: ModelShape, setting: Setting) -> Moment:
     """Return tensors of attention's backward pass, besides q, k, v, out and lse."""
     w = Widths(model, setting)
-    moving = choose_moving_side(Strategy(), "backward", ring_shapes(model, setting))
+    moving = choose_moving_side(_STRATEGY, "backward", ring_shapes(model, setting))
     stays, moves = (w.q, w.kv_inside) if moving == "kv" else (w.kv_inside, w.q)
     stay, move = ("dq", "dk and dv") if moving == "kv" else ("dk and dv", "dq")
     results = _results(setting, stays)
@@ -254,7 +257,7 @@ def _attention_forward(model: ModelShape, setting: Setting) -> Moment:
     found["gradient of the layer's output"] = w.row
     if setting.offload:
         found["inputs of layers, back from the host"] = 2 * w.row
-    moving = choose_moving_side(Strategy(), "forward", ring_shapes(model, setting))
+    moving = choose_moving_side(_STRATEGY, "forward", ring_shapes(model, setting))
     found["out and lse of tiles, waiting and summed up"] = (
         _results(setting, w.kept_attention) if moving == "kv" else w.kept_attention
     )

@@ -41,6 +41,7 @@ from burst_plugin.types import DIRECTIONS
 __all__ = ["BUCKET", "GIB", "Memory", "memory"]
 
 GIB = 2**30
+_STRATEGY = Strategy()
 BUCKET = 50_000_000  # parameters of a bucket in which gradients are reduced, where weights are sharded
 
 
@@ -166,9 +167,9 @@ def _nccl_bytes(setting: Setting) -> float:
     if ring.nodes > 1:
         links.append(Link.INTER)
     exchange = Link.INTRA if setting.ulysses <= setting.inner else Link.INTER
-    of_ring = len(Traffic) * sum(peer_bytes(Strategy().max_ctas, link) for link in links)
+    of_ring = len(Traffic) * sum(peer_bytes(_STRATEGY.max_ctas, link) for link in links)
     if ring.nodes == 1 and ring.ranks > 2:  # partial results come from two others where blocks shed rows
-        of_ring += peer_bytes(Strategy().max_ctas, Link.INTRA)
+        of_ring += peer_bytes(_STRATEGY.max_ctas, Link.INTRA)
     return of_ring + (setting.ulysses - 1) * peer_bytes(0, exchange)
 
 

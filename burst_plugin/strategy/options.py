@@ -191,9 +191,9 @@ class Strategy:
 
     def __post_init__(self) -> None:
         check_kernel(self.kernel)
+        is_object = not isinstance(self.kernel, str) and isinstance(self.kernel, Kernel)  # the latter takes longer
         for each in fields(self):
-            is_object = each.name == "kernel" and isinstance(self.kernel, Kernel)
-            if each.metadata["choices"] and not is_object:
+            if each.metadata["choices"] and not (is_object and each.name == "kernel"):
                 check_one_of(each.name, getattr(self, each.name), each.metadata["choices"])
         for name, value in validated(vars(self)).items():
             object.__setattr__(self, name, value)
