@@ -24,6 +24,7 @@ from torch import Tensor
 from burst_plugin.planning.model_shape import ModelShape
 from burst_plugin.planning.setting import Code, Setting
 from tests.support.live_bytes import LiveBytes
+from tests.support.meta_kernels import compiled_meta_kernels
 
 __all__ = ["Prepare", "activation_bytes", "measured_code", "transformers_config"]
 
@@ -47,7 +48,7 @@ def _nothing(model: Any, setting: Setting) -> None:
 
 def activation_bytes(shape: ModelShape, setting: Setting, prepare: Prepare = _nothing) -> LiveBytes:
     """Run a step and return what was alive: all that was made in it, but for gradients that are there before."""
-    with torch.device("meta"), mock.patch.multiple(torch, **_AUTOCAST):
+    with torch.device("meta"), mock.patch.multiple(torch, **_AUTOCAST), compiled_meta_kernels():
         model = _model(shape, setting)
         prepare(model, setting)
         for parameter in model.parameters():
