@@ -136,7 +136,9 @@ def run_rank(rank: int, example: Example, job: Job) -> Trained:
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing), measuring:
         seen = example.train(job, step_ended)
     dist.barrier()  # all multiply at once, as they trained
-    flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
+    flops_per_s = None
+    if not job.measures_memory:
+        flops_per_s = gpu_peak_flops_per_s(torch.cuda.get_device_name()) if on_gpu else cpu_peak_flops_per_s()
     return Trained([stop - start for start, stop in pairwise(ends)], peak.nbytes, flops_per_s, seen)
 
 
@@ -288,7 +290,8 @@ def noted(loader: Iterable[Any], microbatches: int, step_ended: Callable[[], Non
 
 
 _MEGATRON = ("megatron.core.models.gpt", "megatron.core.optimizer", "burst_plugin.megatron")
-_DEEPSPEED = ("deepspeed", "torch._dynamo", "transformers.trainer", "burst_plugin.deepspeed", "train", "alst")
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"  # engines import it, and it PyTorch's compiler
+_DEEPSPEED = ("deepspeed", _MUON, "transformers.trainer", "burst_plugin.deepspeed", "train", "alst")
 MEGATRON = Example("Megatron", ("megatron.core",), _MEGATRON, train_megatron)
 DEEPSPEED = Example("DeepSpeed", ("deepspeed", "transformers", "tokenizers"), _DEEPSPEED, train_deepspeed)
 BURST, BURST_OFFLOAD, ALST, ALST_OFFLOAD = (

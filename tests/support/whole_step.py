@@ -38,6 +38,7 @@ from tests.support.pretended_gpu import import_beforehand, pretended_gpus, value
 __all__ = ["WholeStep", "engine_of", "whole_step"]
 
 _STEPS = 2
+_OPTIMIZERS = "deepspeed.runtime.zero.muon.muon_optimizer"  # engines import it, and it PyTorch's compiler
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _server() -> subprocess.Popen[bytes]:
 
 def _serve(answers: IO[bytes]) -> None:
     """Answer requests until there are no more, since the process that made them has ended."""
-    frameworks = "deepspeed", "torch._dynamo", "transformers.trainer", "burst_plugin.deepspeed"
+    frameworks = "deepspeed", _OPTIMIZERS, "transformers.trainer", "burst_plugin.deepspeed"
     models = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3"))
     import_beforehand(*frameworks, *models)
     gc.collect()
