@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.huge_pages import use_huge_pages
 
-_HUGE_PAGES_S = 30.0  # after which it is worth while to collect the pieces of huge pages again
+_HUGE_PAGES_S = 30.0  # after which enough huge pages are split to be worth putting together again
 _made_huge = 0.0
 
 

@@ -171,7 +171,7 @@ def _watch(
 def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:
     """Look at the store until a rank has given up. Return what it has recorded; "" if the ring is closed before."""
     before = ""
-    while not closed.wait(1.2 * period_s if before else period_s):  # others are to look in between
+    while not closed.wait(1.2 * period_s if before else period_s):  # so that others look in between
         found = fault()
         if before and found:
             board.report_fault(found)

@@ -1,4 +1,4 @@
-"""Keep the memory of a process that forks many others in huge pages, of which there are fewer to hand on."""
+"""Huge pages for a process that forks many others: there are fewer of them to copy the list of."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p \S+ 00:00 0 *(?:\[heap\]
 
 
 def use_huge_pages() -> None:
-    """Move this process's memory to huge pages, as far as Linux has such, 6.1 or newer; elsewhere nothing happens.
+    """Move this process's memory to huge pages, on Linux 6.1 or newer; elsewhere do nothing.
 
-    A fork copies the list of all pages. With everything imported that the tests import, one took 47 ms, and 12 ms so;
-    the tests fork some ten thousand times. Huge pages are split where processes write after a fork: call this again
-    now and then, which takes 0.1 s.
+    A fork copies the list of all pages, which takes 47 ms with everything imported that the tests import, and 12 ms
+    with huge pages; the tests fork some ten thousand times. Huge pages are split where processes write after a fork,
+    so call this again now and then, which takes 0.1 s.
     """
     if not _MAPS.exists():
         return

@@ -21,8 +21,8 @@ _Kernels = Mapping[OpOverload, Callable[..., Any]]
 def compiled_meta_kernels() -> Iterator[None]:
     """Let operators on the device "meta" run compiled kernels where there are any, until the end of the block.
 
-    PyTorch prefers kernels in Python, which also know shapes with symbols: by those a product takes 155 us in place
-    of 1, and a layer has hundreds of such. To switch takes 0.06 s.
+    PyTorch prefers those in Python, which also know symbolic shapes. A product takes them 155 us in place of 1, and a
+    layer has hundreds. Switching takes 0.06 s.
     """
     in_python = _registered()
     getattr(registered, _ATTRIBUTE)._destroy()
