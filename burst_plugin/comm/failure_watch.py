@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ __all__ = ["FIRST_FAILURE", "Board", "FailureWatch"]
 FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 _PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
+_END_S = 2.0  # for which the end of the process waits for watches, whose stores may be gone
+_RUNNING: dict[threading.Thread, threading.Event] = {}  # threads of all watches, and what closes each
 _SHORT_S = 5.0  # waits that are too short to be published
 
 _LOG = logging.getLogger(__name__)
@@ -136,7 +139,9 @@ class FailureWatch:
         self._closed, self._seen = threading.Event(), threading.Event()
         period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
         arguments = (board, period_s, end, fault, self._closed, self._seen)
-        threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True).start()
+        thread = threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True)
+        _RUNNING[thread] = self._closed
+        thread.start()
 
     def some_gave_up(self) -> bool:
         """Return whether a rank is known to have given up, without a look at the store."""
@@ -166,6 +171,18 @@ def _watch(
         board.close()
     except RuntimeError:  # the store went with the rank that hosted it
         return
+    finally:
+        _RUNNING.pop(threading.current_thread(), None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """End all watches before the interpreter ends: a thread that it ends inside PyTorch aborts the whole process."""
+    running, until = list(_RUNNING.items()), monotonic() + _END_S
+    for _, closed in running:
+        closed.set()
+    for thread, _ in running:
+        thread.join(max(0.0, until - monotonic()))
 
 
 def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:

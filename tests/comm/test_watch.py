@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -86,3 +89,28 @@ def test_it_ends_with_its_ring(store: dist.Store) -> None:
     del collected
     gc.collect()
     _wait_for_the_end()
+
+
+ENDS = """
+import contextlib, time
+from datetime import timedelta
+import torch.distributed as dist
+from burst_plugin.comm.call_identity import Progress
+from burst_plugin.comm.failure_watch import Board, FailureWatch
+
+def fault():
+    with contextlib.suppress(RuntimeError):
+        dist.HashStore().wait(["what does not come"], timedelta(milliseconds=20))
+    return ""
+
+watch = FailureWatch(Board(dist.HashStore(), 0, ["alone"], Progress(), late_after=1e-6), 1e-6, fault=fault)
+time.sleep(0.5)
+"""
+
+
+def test_a_process_that_ends_while_a_watch_looks_is_not_aborted() -> None:
+    """A thread of which the interpreter makes an end inside PyTorch takes the process with it: exit status -6."""
+    root = Path(__file__).parents[2]
+    code = f"from burst_plugin.comm import failure_watch\nfailure_watch._LEAST_PERIOD_S = 1e-6\n{ENDS}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    assert done.returncode == 0, done.stderr
