@@ -47,8 +47,8 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     return {name: value for name, value in given.items() if value is not None}
 
 
-def announce(cp: ContextParallel) -> None:
-    """Print on rank 0 that there is a ring. A logger might suppress it."""
+def announce(cp: ContextParallel, **asked: str) -> None:
+    """Print on rank 0 that there is a ring; a logger might not. `asked`: what is decided for every batch anew."""
     if dist.get_rank() == 0:
-        described = ", ".join(f"{name} {value}" for name, value in cp.describe().items())
+        described = ", ".join(f"{name} {value}" for name, value in (cp.describe() | asked).items())
         print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)

@@ -283,7 +283,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
         adapter.registry.add(
             group, parallel_state.get_hierarchical_context_parallel_groups() if hierarchical else None
         )
-        announce(adapter.contexts()[-1])
+        announce(adapter.contexts()[-1], layout=adapter.registry.layout)
     return result
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -327,3 +329,17 @@ def test_what_relies_on_zigzag_is_refused_by_name() -> None:
         assert "tokens [2, 33] has 33 tokens, expected a multiple of 2 " in found[2]
         assert "apply_rope_fusion=True of multi-latent attention is not supported with packed documents" in found[3]
         assert found[4].startswith("packed documents of 7 tokens are not a multiple of context_parallel_size=2")
+
+
+def _announced(rank: int, layout: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        build(over(TWO_LAYERS, layout, cp=2))
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "auto"])
+def test_the_layout_that_is_printed_is_the_one_that_was_asked_for(layout: str) -> None:
+    """Batches without packed documents are cut in zigzag with auto, too, which would look as if it were ignored."""
+    said, nothing = run_ranks(_announced, 2, layout)
+    assert f", layout {layout}\n" in said
+    assert "layout" not in nothing
