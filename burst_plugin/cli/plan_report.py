@@ -49,8 +49,8 @@ def report(goal: Goal, title: str, best_first: list[Candidate], *, is_given: boo
         yield from _runner_up(goal, best_first)
         yield ""
         yield (
-            "PyTorch may hold half as much again as tensors take, and gives that back where memory is short. Where "
-            "that falls to pieces, try PYTORCH_ALLOC_CONF=expandable_segments:True"
+            "PyTorch may hold half as much again as tensors take, and gives that back where memory is short. Against "
+            "fragmentation try PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
 
 

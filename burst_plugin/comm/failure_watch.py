@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -18,7 +19,6 @@ FIRST_FAILURE = "first_failure"  # the key in a ring's store
 _WAITS, _EPOCH = "ranks_that_wait", "waits_so_far"
 _PERIOD_S, _LEAST_PERIOD_S = 10.0, 0.2
 _END_S = 2.0  # for which the end of the process waits for watches, whose stores may be gone
-_RUNNING: dict[threading.Thread, threading.Event] = {}  # threads of all watches, and what closes each
 _SHORT_S = 5.0  # waits that are too short to be published
 
 _LOG = logging.getLogger(__name__)
@@ -138,10 +138,7 @@ class FailureWatch:
     ) -> None:
         self._closed, self._seen = threading.Event(), threading.Event()
         period_s = min(period_s or _PERIOD_S, max(board.late_after, _LEAST_PERIOD_S))
-        arguments = (board, period_s, end, fault, self._closed, self._seen)
-        thread = threading.Thread(target=_watch, args=arguments, name="burst_plugin watch", daemon=True)
-        _RUNNING[thread] = self._closed
-        thread.start()
+        _Watcher(self._closed, board, period_s, end, fault, self._seen).start()
 
     def some_gave_up(self) -> bool:
         """Return whether a rank is known to have given up, without a look at the store."""
@@ -155,12 +152,20 @@ class FailureWatch:
         self.close()
 
 
+class _Watcher(threading.Thread):
+    """The thread of a watch, until `closed`."""
+
+    def __init__(self, closed: threading.Event, *arguments: Any) -> None:
+        super().__init__(target=_watch, args=(closed, *arguments), name="burst_plugin watch", daemon=True)
+        self.closed = closed
+
+
 def _watch(
+    closed: threading.Event,
     board: Board,
     period_s: float,
     end: Callable[[str], None] | None,
     fault: Callable[[], str],
-    closed: threading.Event,
     seen: threading.Event,
 ) -> None:
     try:
@@ -171,18 +176,17 @@ def _watch(
         board.close()
     except RuntimeError:  # the store went with the rank that hosted it
         return
-    finally:
-        _RUNNING.pop(threading.current_thread(), None)
 
 
 @atexit.register
 def _end_all() -> None:
     """End all watches before the interpreter ends: a thread that it ends inside PyTorch aborts the whole process."""
-    running, until = list(_RUNNING.items()), monotonic() + _END_S
-    for _, closed in running:
-        closed.set()
-    for thread, _ in running:
-        thread.join(max(0.0, until - monotonic()))
+    watchers = [each for each in threading.enumerate() if isinstance(each, _Watcher)]
+    for each in watchers:
+        each.closed.set()
+    until = monotonic() + _END_S
+    for each in watchers:
+        each.join(max(0.0, until - monotonic()))
 
 
 def _first_failure(board: Board, period_s: float, fault: Callable[[], str], closed: threading.Event) -> str:

@@ -48,7 +48,7 @@ def by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def announce(cp: ContextParallel, **asked: str) -> None:
-    """Print on rank 0 that there is a ring; a logger might not. `asked`: what is decided for every batch anew."""
+    """Print on rank 0 that there is a ring; a logger might not. `asked`: options that each batch decides anew."""
     if dist.get_rank() == 0:
         described = ", ".join(f"{name} {value}" for name, value in (cp.describe() | asked).items())
         print(f"burst_plugin: context_parallel_size={cp.ranks}: {described}", flush=True)

@@ -95,22 +95,23 @@ ENDS = """
 import contextlib, time
 from datetime import timedelta
 import torch.distributed as dist
+from burst_plugin.comm import failure_watch
 from burst_plugin.comm.call_identity import Progress
-from burst_plugin.comm.failure_watch import Board, FailureWatch
 
 def fault():
     with contextlib.suppress(RuntimeError):
         dist.HashStore().wait(["what does not come"], timedelta(milliseconds=20))
     return ""
 
-watch = FailureWatch(Board(dist.HashStore(), 0, ["alone"], Progress(), late_after=1e-6), 1e-6, fault=fault)
+failure_watch._LEAST_PERIOD_S = 1e-6
+board = failure_watch.Board(dist.HashStore(), 0, ["alone"], Progress())
+watch = failure_watch.FailureWatch(board, period_s=1e-6, fault=fault)
 time.sleep(0.5)
 """
 
 
 def test_a_process_that_ends_while_a_watch_looks_is_not_aborted() -> None:
-    """A thread of which the interpreter makes an end inside PyTorch takes the process with it: exit status -6."""
+    """A thread that the interpreter ends inside PyTorch would abort the process: exit status -6."""
     root = Path(__file__).parents[2]
-    code = f"from burst_plugin.comm import failure_watch\nfailure_watch._LEAST_PERIOD_S = 1e-6\n{ENDS}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60, cwd=root)
     assert done.returncode == 0, done.stderr

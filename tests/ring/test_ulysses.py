@@ -235,16 +235,16 @@ def _problem_and_truths() -> tuple[Problem, list[tuple[Result, torch.Tensor]]]:
     return problem, [(reference(problem, mask), reference_lse(problem, mask)) for mask in FEW_PAIRS]
 
 
-_SMALL = [(topology, degree) for topology in (Topology(2, 2), Topology(2, 4)) for degree in (2, 4)]
-_SMALL += [(Topology(3, 2), 2), (Topology(1, 8), 2)]
-_LONG = [(Topology(4, 2), degree) for degree in (2, 4)]  # of which a test takes the time of three others
-
-
 @pytest.mark.parametrize(
-    ("layout", "schedule", "topology", "degree"),
+    ("layout", "schedule"),
+    [("striped", "auto"), ("striped", "direct"), ("zigzag", "direct"), ("contiguous", "direct")],
+)
+@pytest.mark.parametrize(
+    ("topology", "degree"),
     [
-        *(("striped", schedule, *ring) for schedule in ("auto", "direct") for ring in _SMALL + _LONG),
-        *((layout, "direct", *ring) for layout in ("zigzag", "contiguous") for ring in _SMALL),
+        *((topology, degree) for topology in (Topology(2, 2), Topology(4, 2), Topology(2, 4)) for degree in (2, 4)),
+        (Topology(3, 2), 2),
+        (Topology(1, 8), 2),
     ],
     ids=str,
 )
