@@ -13,9 +13,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from burst_plugin.attention import burst_attention
 from burst_plugin.comm.transport import RingError
-from burst_plugin.context import ContextParallel
 from burst_plugin.schedule.rings import direct, flat_ring, tasp, two_level_ring
 from burst_plugin.schedule.schedule import Schedule, ScheduleError, Transfer
 from burst_plugin.scores import Scores
@@ -37,7 +35,9 @@ from burst_plugin.strategy import Strategy
 from burst_plugin.topology import Link, Topology, Traffic
 
 if TYPE_CHECKING:
+    from burst_plugin.attention import burst_attention
     from burst_plugin.batch import shard_batch
+    from burst_plugin.context import ContextParallel
     from burst_plugin.sequence.block_masks import BlockMask, selected_blocks
     from burst_plugin.sequence.prefix_tree import PrefixTree
     from burst_plugin.virtual import VirtualRing
@@ -80,10 +80,12 @@ __all__ = [
 ]
 
 
-_LOADED_LATER = {  # what most training does not need
+_LOADED_LATER = {  # with their first use: what describes a ring loads at once, what runs one does not
     "BlockMask": "sequence.block_masks",
+    "ContextParallel": "context",
     "PrefixTree": "sequence.prefix_tree",
     "VirtualRing": "virtual",
+    "burst_attention": "attention",
     "selected_blocks": "sequence.block_masks",
     "shard_batch": "batch",
 }
@@ -93,4 +95,10 @@ def __getattr__(name: str) -> Any:
     """Load what is in no module that is loaded yet, when it is first asked for."""
     if name not in _LOADED_LATER:
         raise AttributeError(f"module 'burst_plugin' has no attribute {name!r}")
-    return getattr(import_module(f"burst_plugin.{_LOADED_LATER[name]}"), name)
+    globals()[name] = value = getattr(import_module(f"burst_plugin.{_LOADED_LATER[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the names that are loaded later, too."""
+    return sorted({*globals(), *_LOADED_LATER})
