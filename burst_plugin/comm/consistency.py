@@ -26,6 +26,7 @@ __all__ = [
     "DISAGREE",
     "EXCHANGE_BYTES",
     "ConsistencyCheck",
+    "Constants",
     "error_text",
     "fingerprint",
     "prepared_together",
@@ -43,6 +44,18 @@ _TAG = 20240  # of comparisons, beside messages of passes and of others on the s
 _SHARED: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by global ranks: the group that their rings compare over
 _PROBLEM = "problem: "
 _PLACE = "at: "
+
+
+class Constants(dict[str, object]):
+    """Values by name that every comparison repeats, and that are turned into text once."""
+
+    @cached_property
+    def lines(self) -> tuple[str, ...]:
+        """Return a line for each."""
+        return tuple(f"{name}={value}" for name, value in self.items())
+
+
+_NO_CONSTANTS = Constants()
 
 
 class ConsistencyCheck:
@@ -92,21 +105,23 @@ class ConsistencyCheck:
         """Return a name that other rings of the same ranks do not have; without an id it is not connected."""
         return f"{ring_id or 'new'} on group {self.group_name}"
 
-    def compare(self, at: str, compared: Mapping[str, object], problem: str) -> None:
+    def compare(
+        self, at: str, compared: Mapping[str, object], problem: str, constants: Constants = _NO_CONSTANTS
+    ) -> None:
         """Raise ValueError on every rank if any has a `problem`, is not `at` the same place, or differs.
 
-        `at` says what is about to be done; `compared` are values by name. Only if they differ behind what one
-        exchange can hold are there more exchanges, which find the place.
+        `at` says what is about to be done; `compared` and `constants` are values by name. Only if they differ behind
+        what one exchange can hold are there more exchanges, which find the place.
         """
         when = f"the comparison before {at}"
-        lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items())]
+        lines = [_PLACE + at, *(f"{name}={value}" for name, value in compared.items()), *constants.lines]
         said = self.exchange(fingerprint(lines, problem), when)
         if len(set(said)) == 1 and not problem:
             return
         raise_if_apart(dict(enumerate(said)), self._ranks)
         compares = all(text.startswith(_PLACE) for text in said)  # ranks with a problem end here
         if compares and len(set(said)) > 1 and any(map(_is_cut, said)):
-            found = differences(compared, partial(self.exchange, when=when))
+            found = differences({**compared, **constants}, partial(self.exchange, when=when))
             if found:
                 raise ValueError(DISAGREE + found)
         raise_if_unlike(said, DISAGREE)

@@ -15,6 +15,8 @@ from burst_plugin.ring.request import Outputs
 
 __all__ = ["Memo"]
 
+_NOTHING = Outputs(torch.empty(0, device="cpu"), None)
+
 
 class Host(Protocol):
     """Where tensors may wait in host memory; see `activations.host_memory`."""
@@ -41,7 +43,7 @@ class Memo:
         self.rest: Plan | None = None
         self.also: Memo | None = None
         self._plan: Plan | None = None  # of the first run
-        self._kept = Outputs(torch.empty(0), None)
+        self._kept = _NOTHING
         self._version = 0
 
     @property

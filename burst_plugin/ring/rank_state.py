@@ -17,7 +17,7 @@ import torch
 
 from burst_plugin.comm.buffers import BufferPool
 from burst_plugin.comm.call_identity import CallId, Progress
-from burst_plugin.comm.consistency import ConsistencyCheck
+from burst_plugin.comm.consistency import ConsistencyCheck, Constants
 from burst_plugin.comm.transport import Channel, RingError, Transport
 from burst_plugin.compute.tile_attention import RowTable
 from burst_plugin.ring.routes import RouteTable
@@ -192,21 +192,20 @@ class RankState:
             if problem:
                 raise ValueError(problem)
             return
-        passes = f"{self.passes_digest:x}"  # backward passes may come in another order
-        options = {"topology": self.topology, **self.strategy.compared}
-        compared = {
-            "ring": self.consistency.ring_name(self.ring_id),
-            "order of passes so far": passes,
-            **signature,
-            **options,
-        }
+        order = f"{self.passes_digest:x}"  # backward passes may come in another one
+        compared = {"ring": self.consistency.ring_name(self.ring_id), "order of passes so far": order, **signature}
         self.progress.where = f"before {at}"
         with self.alone(), self._noted(self.consistency):
             try:
-                self.consistency.compare(at, compared, problem)
+                self.consistency.compare(at, compared, problem, self._options)
             except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
                 self._check_not_aborted()
                 raise
+
+    @cached_property
+    def _options(self) -> Constants:
+        """Return what the ring was made with."""
+        return Constants({"topology": self.topology, **self.strategy.compared})
 
     @contextmanager
     def _noted(self, consistency: ConsistencyCheck) -> Iterator[None]:
