@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from burst_plugin import Mask, Strategy, Topology, VirtualRing
 from burst_plugin.comm.call_identity import CallId
 from burst_plugin.comm.copies import CopyNetwork
+from burst_plugin.kernels import Kernel
 from burst_plugin.ring.attention_pass import backward_program, forward_program
 from burst_plugin.ring.choices import make_plan
 from burst_plugin.ring.executor import lockstep
@@ -42,6 +44,10 @@ class InProcessRing:
         request = Request(mask, tokens=(self._tokens, self._tokens))
         each_rank = zip(self.rank_states, self.inputs, strict=True)
         self._plans = [make_plan(rank_state, inputs, request, {}) for rank_state, inputs in each_rank]
+
+    def use(self, kernels: Sequence[Kernel]) -> None:
+        """Use these kernels from now on, one for each rank."""
+        self._plans = [replace(plan, kernel=kernel) for plan, kernel in zip(self._plans, kernels, strict=True)]
 
     def shards(self, whole: Tensor) -> list[Tensor]:
         """Return every rank's part of a whole sequence."""

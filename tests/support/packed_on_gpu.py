@@ -2,11 +2,14 @@
 
     python -m tests.support.packed_on_gpu                          # 8 ranks with 16,384 tokens each; a minute
     python -m tests.support.packed_on_gpu --ranks 64 --seq 4096 --out packed.json
+    python -m tests.support.packed_on_gpu --ranks 64 --seq 4096 --documents 4096 --blocks   # needs no GPU
 
 All ranks take turns on the GPU, so that the time of its kernels is what a rank of a balanced ring takes, times their
 number. The host, which starts the kernels of all ranks, cannot always keep up: so that time is the profiler's. What
 is compared: tokens assigned by their work, as `layout="auto"` does, every document in zigzag, as in Transformer
 Engine and Megatron, and the same kernel on one rank that has all. Without a GPU both passes are timed by the clock.
+
+With --blocks nothing is timed: blocks of 128 queries and 128 keys are counted, which kernels compute whole.
 """
 
 from __future__ import annotations
@@ -17,18 +20,24 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.contenders import Case
 from benchmarks.contenders.burst import BURST, ZIGZAG_BY_DOCUMENT, Burst
 from benchmarks.documents import drawn_documents
+from burst_plugin.kernels import How
+from burst_plugin.types import FULL
+from tests.support.emulated_gpu import SleepingKernel
 from tests.support.in_process_ring import InProcessRing
 
 _NODE = 8
+_BLOCK = 128
 _ATTENTION = ("flash", "fmha", "attention")  # in names of attention kernels
 
 
@@ -49,11 +58,49 @@ def kernel_seconds(work: Callable[[], Any], device: torch.device) -> tuple[Any, 
     return found, seconds[True], seconds[False]
 
 
-def measure(case: Case, contender: Burst, tensors: list[torch.Tensor]) -> dict[str, Any]:
+class _BlockCounter(SleepingKernel):
+    """A kernel that computes nothing, and counts the blocks that others would compute."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0.0, 0.0)
+        self.blocks = 0
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Kernel.forward`."""
+        lengths = [(q.shape[1], k.shape[1])] if how.lengths is None else zip(*how.lengths[:2], strict=True)
+        self.blocks += sum(_blocks(rows, keys, how.band != FULL) for rows, keys in lengths)
+        return super().forward(q, k, v, how)
+
+
+def _blocks(rows: int, keys: int, causal: bool) -> int:
+    """Count blocks; the last query sees all keys, and if it is causal, each one before it a key less."""
+    if not causal:
+        return ceil(rows / _BLOCK) * ceil(keys / _BLOCK)
+    ends = range(_BLOCK, rows + _BLOCK, _BLOCK)  # of blocks of queries
+    return sum(max(0, ceil((keys - rows + min(end, rows)) / _BLOCK)) for end in ends)
+
+
+def count(case: Case, contender: Burst) -> dict[str, Any]:
+    """Return the blocks of all ranks, and those of the rank with the most times the ranks."""
+    ring = _ring(case, contender, [torch.zeros(1, case.ranks * case.seq, 1, 8)] * 3)
+    kernels = [_BlockCounter() for _ in range(case.ranks)]
+    ring.use(kernels)
+    ring.forward()
+    counts = [kernel.blocks for kernel in kernels]
+    return {"blocks": sum(counts), "most_times_ranks": max(counts) * case.ranks}
+
+
+def _ring(case: Case, contender: Burst, qkv: list[Tensor]) -> InProcessRing:
+    strategy = contender.strategy.on(case.topology)
+    return InProcessRing(case.topology, strategy, qkv, case.mask, partial(contender.tokens, case))
+
+
+def measure(case: Case, contender: Burst, tensors: list[Tensor]) -> dict[str, Any]:
     """Return the seconds of both passes of a ring, and the rates of its attention alone and of all it does."""
     *qkv, dout = tensors
-    strategy = contender.strategy.on(case.topology)
-    ring = InProcessRing(case.topology, strategy, qkv, case.mask, partial(contender.tokens, case))
+    ring = _ring(case, contender, qkv)
     douts = ring.shards(dout)
     for _ in range(2):  # the first makes what is kept
         saved, forward_s, forward_other_s = kernel_seconds(ring.forward, dout.device)
@@ -79,19 +126,22 @@ def main() -> None:
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 1.0, 1.5], help="of their logarithms")
     parser.add_argument("--heads", default="32/8", help="of queries, and of keys and values")
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--blocks", action="store_true", help="count them, instead of timing kernels")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     heads, kv_heads = map(int, options.heads.split("/"))
     nodes, width = max(1, options.ranks // _NODE), min(_NODE, options.ranks)
     whole = Case(nodes, width, options.seq, heads, kv_heads, options.head_dim, torch.bfloat16, causal=True)
+    if options.blocks:
+        whole = Case(nodes, width, options.seq, 1, 1, 8, torch.float32, causal=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "rows": []}
     source = torch.Generator(device).manual_seed(1)
     tensors = [
         torch.randn(1, options.ranks * options.seq, n, options.head_dim, device=device, generator=source).to(
             torch.bfloat16
         )
-        for n in (heads, kv_heads, kv_heads, heads)
+        for n in (() if options.blocks else (heads, kv_heads, kv_heads, heads))
     ]
     for sigma in options.sigmas:
         case = replace(whole, sigma=sigma)
@@ -102,7 +152,8 @@ def main() -> None:
             ("zigzag by document", case, ZIGZAG_BY_DOCUMENT),
             ("one rank", alone, ZIGZAG_BY_DOCUMENT),
         ):
-            row = {"name": name, "sigma": sigma, "documents": len(case.documents), **measure(of, contender, tensors)}
+            found = count(of, contender) if options.blocks else measure(of, contender, tensors)
+            row = {"name": name, "sigma": sigma, "documents": len(case.documents), **found}
             report["rows"].append(row)
             print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}), flush=True)
     if options.out is not None:
