@@ -23,7 +23,8 @@ def rows_of(command: str, out: Path, monkeypatch: pytest.MonkeyPatch) -> list[di
 def test_every_assignment_of_tokens_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = "--ranks 4 --seq 32 --documents 32 --sigmas 0.5 1 --heads 4/2 --head-dim 8"
     rows = rows_of(small, tmp_path / "packed.json", monkeypatch)
-    assert [row["name"] for row in rows] == ["burst", "zigzag by document", "one rank"] * 2
+    names = ["burst", "burst, heads exchanged in nodes", "zigzag by document", "one rank"]
+    assert [row["name"] for row in rows] == names * 2
     assert all(row["forward_s"] > 0 and row["attention_tflops"] > 0 for row in rows)
     assert len({row["documents"] for row in rows if row["sigma"] == 1}) == 1
 
@@ -31,9 +32,10 @@ def test_every_assignment_of_tokens_is_measured(tmp_path: Path, monkeypatch: pyt
 def test_hardly_more_blocks_are_computed_than_on_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of documents that are cut into 2 * ranks pieces far more are."""
     command = "--ranks 16 --seq 4096 --documents 4096 --sigmas 1 --blocks"
-    burst, by_document, alone = rows_of(command, tmp_path / "blocks.json", monkeypatch)
+    burst, exchanged, by_document, alone = rows_of(command, tmp_path / "blocks.json", monkeypatch)
     assert alone["blocks"] < burst["blocks"] < 1.15 * alone["blocks"]
     assert burst["most_times_ranks"] < 1.2 * alone["blocks"]
+    assert exchanged["most_times_ranks"] < 1.05 * alone["blocks"]
     assert by_document["blocks"] > 1.5 * alone["blocks"]
 
 

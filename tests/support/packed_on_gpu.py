@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.contenders import Case
 from benchmarks.contenders.burst import BURST, ZIGZAG_BY_DOCUMENT, Burst
 from benchmarks.documents import drawn_documents
+from burst_plugin import Strategy
 from burst_plugin.kernels import How
 from burst_plugin.types import FULL
 from tests.support.emulated_gpu import SleepingKernel
@@ -70,7 +71,7 @@ class _BlockCounter(SleepingKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Kernel.forward`."""
         lengths = [(q.shape[1], k.shape[1])] if how.lengths is None else zip(*how.lengths[:2], strict=True)
-        self.blocks += sum(_blocks(rows, keys, how.band != FULL) for rows, keys in lengths)
+        self.blocks += q.shape[2] * sum(_blocks(rows, keys, how.band != FULL) for rows, keys in lengths)
         return super().forward(q, k, v, how)
 
 
@@ -83,13 +84,13 @@ def _blocks(rows: int, keys: int, causal: bool) -> int:
 
 
 def count(case: Case, contender: Burst) -> dict[str, Any]:
-    """Return the blocks of all ranks, and those of the rank with the most times the ranks."""
-    ring = _ring(case, contender, [torch.zeros(1, case.ranks * case.seq, 1, 8)] * 3)
+    """Return the blocks of all ranks in one head, and those of the rank with the most times the ranks."""
+    ring = _ring(case, contender, [torch.zeros(1, case.ranks * case.seq, case.q_heads, case.head_dim)] * 3)
     kernels = [_BlockCounter() for _ in range(case.ranks)]
     ring.use(kernels)
     ring.forward()
     counts = [kernel.blocks for kernel in kernels]
-    return {"blocks": sum(counts), "most_times_ranks": max(counts) * case.ranks}
+    return {"blocks": sum(counts) // case.q_heads, "most_times_ranks": max(counts) * case.ranks // case.q_heads}
 
 
 def _ring(case: Case, contender: Burst, qkv: list[Tensor]) -> InProcessRing:
@@ -134,7 +135,7 @@ def main() -> None:
     nodes, width = max(1, options.ranks // _NODE), min(_NODE, options.ranks)
     whole = Case(nodes, width, options.seq, heads, kv_heads, options.head_dim, torch.bfloat16, causal=True)
     if options.blocks:
-        whole = Case(nodes, width, options.seq, 1, 1, 8, torch.float32, causal=True)
+        whole = Case(nodes, width, options.seq, width, width, 8, torch.float32, causal=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "rows": []}
     source = torch.Generator(device).manual_seed(1)
     tensors = [
@@ -149,6 +150,7 @@ def main() -> None:
         alone = replace(case, nodes=1, ranks_per_node=1, seq=case.ranks * case.seq)
         for name, of, contender in (
             ("burst", case, BURST[0]),
+            ("burst, heads exchanged in nodes", case, replace(BURST[0], strategy=Strategy(ulysses_degree=width))),
             ("zigzag by document", case, ZIGZAG_BY_DOCUMENT),
             ("one rank", alone, ZIGZAG_BY_DOCUMENT),
         ):
