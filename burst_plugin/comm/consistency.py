@@ -141,7 +141,8 @@ class ConsistencyCheck:
         else:
             received = self._first_between_pairs(mine, text, when)
         ours = _decode(encoded)  # which mostly all ranks have
-        return [ours if torch.equal(each, mine) else _decode(bytes(each.tolist())) for each in received]
+        alike = (each is mine or torch.equal(each, mine) for each in received)
+        return [ours if same else _decode(bytes(each.tolist())) for same, each in zip(alike, received, strict=True)]
 
     def forget_shared_group(self) -> None:
         """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""

@@ -176,16 +176,25 @@ class Plan:
         self, count: int, q: Tensors, kv: Tensors, bias: Tensor | None
     ) -> list[tuple[How, Tensor | None, Tensors, Tensors]]:
         """Return what each part of the heads has: what the kernel is told, its bias, and its operands."""
-        heads, first_head = self.shapes.q_heads // count, self.rank_state.ulysses_group.heads_of(self.heads).start
-        found = []
-        for number, (q_part, kv_part) in enumerate(zip(in_parts(q, count), in_parts(kv, count), strict=True)):
-            first = first_head + number * heads
-            scores = self.scores.of_heads(slice(first, first + heads))
-            how = How(FULL, scores, first_head=first)._replace(deterministic=self.deterministic)
+        heads, found = self.shapes.q_heads // count, []
+        both = zip(in_parts(q, count), in_parts(kv, count), strict=True)
+        for number, (how, (q_part, kv_part)) in enumerate(zip(self._hows[count], both, strict=True)):
             own_bias = bias
             if bias is not None and bias.shape[1] > 1:
                 own_bias = bias[:, number * heads : (number + 1) * heads]
             found.append((how, own_bias, q_part, kv_part))
+        return found
+
+    @cached_property
+    def _hows(self) -> Mapping[int, Sequence[How]]:
+        """Return what the kernel is told of each part of the heads, by the number of parts."""
+        first_head, found = self.rank_state.ulysses_group.heads_of(self.heads).start, {}
+        for count in {self.forward.parts, self.backward.parts}:
+            heads = self.shapes.q_heads // count
+            found[count] = hows = list[How]()
+            for first in range(first_head, first_head + self.shapes.q_heads, heads):
+                scores = self.scores.of_heads(slice(first, first + heads))
+                hows.append(How(FULL, scores, first_head=first, deterministic=self.deterministic))
         return found
 
     def ring_passes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -195,7 +195,8 @@ class RankState:
         order = f"{self.passes_digest:x}"  # backward passes may come in another one
         compared = {"ring": self.consistency.ring_name(self.ring_id), "order of passes so far": order, **signature}
         self.progress.where = f"before {at}"
-        with self.alone(), self._noted(self.consistency):
+        noted = nullcontext() if self.profile is None else self._noted(self.consistency, self.profile)
+        with self.alone(), noted:
             try:
                 self.consistency.compare(at, compared, problem, self._options)
             except (RuntimeError, ValueError):  # which an abort causes, too, by what did not arrive
@@ -208,12 +209,9 @@ class RankState:
         return Constants({"topology": self.topology, **self.strategy.compared})
 
     @contextmanager
-    def _noted(self, consistency: ConsistencyCheck) -> Iterator[None]:
-        """Note a comparison, and the ranks that it waits for, in the profile, if there is one."""
-        if self.profile is None:
-            yield
-            return
-        log = self.profile.begin_pass("comparison", torch.device("cpu"))
+    def _noted(self, consistency: ConsistencyCheck, profile: Profile) -> Iterator[None]:
+        """Note a comparison, and the ranks that it waits for, in the profile."""
+        log = profile.begin_pass("comparison", torch.device("cpu"))
         before, consistency.watched = consistency.watched, log.watched
         try:
             with log.timed("move"):
