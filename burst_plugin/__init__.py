@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 
-_LOADED_LATER = {  # with their first use: what describes a ring loads at once, what runs one does not
+_LOADED_LATER = {  # with their first use: what runs a ring, and what most training does not need
     "BlockMask": "sequence.block_masks",
     "ContextParallel": "context",
     "PrefixTree": "sequence.prefix_tree",

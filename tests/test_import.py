@@ -37,18 +37,19 @@ def test_import_loads_no_framework_and_reads_no_environment() -> None:
 def test_import_takes_less_than_a_twenty_fifth_of_torchs_own() -> None:
     """With compiled bytecode at hand, as after the first import. That is 40 ms where torch takes a second.
 
-    What runs a ring is loaded at its first use, in less time than that again.
+    What runs a ring is loaded at its first use, and takes no more than that again.
     Garbage is not collected meanwhile: going through all that torch has imported takes 0.1 s, in whichever import.
     """
     code = (
         "import gc; gc.disable(); from time import process_time as now; a = now(); import torch; b = now(); "
-        "import burst_plugin; print((now() - b) / (b - a))"
+        "import burst_plugin; c = now(); burst_plugin.burst_attention, burst_plugin.ContextParallel; d = now(); "
+        "print((c - b) / (b - a), (d - c) / (b - a))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
-    def once() -> float:
+    def once() -> list[float]:
         command = [sys.executable, "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        return float(done.stdout)
+        return [float(share) for share in done.stdout.split()]
 
-    assert any(once() < 0.04 for _ in range(5)), "five times in a row"
+    assert any(max(once()) < 0.04 for _ in range(5)), "five times in a row"

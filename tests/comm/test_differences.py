@@ -26,7 +26,7 @@ from burst_plugin import (
     SlidingWindow,
     burst_attention,
 )
-from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, _decode, _encode
+from burst_plugin.comm.consistency import EXCHANGE_BYTES, ConsistencyCheck, Constants, _decode, _encode
 from burst_plugin.comm.differences import TensorValues, differences
 from burst_plugin.sequence.regions import Region
 from tests.support.ranks import as_on_gpus, run_ranks
@@ -194,6 +194,20 @@ def test_long_masks_that_are_the_same_take_one_exchange_as_short_ones() -> None:
     same = {rank: Documents((*range(0, 2000, 2), 2000, 2000)) for rank in range(2)}
     long, short = run_ranks(_compares, 2, same, False), run_ranks(_compares, 2, {}, False)
     assert [outcome[:2] for outcome in long] == [outcome[:2] for outcome in short] == [("", 2)] * 2, "one to connect"
+
+
+def _of_other_parts(rank: int) -> str:
+    consistency = ConsistencyCheck(dist.group.WORLD, rank, [0, 1])
+    mask = Documents((*range(0, 2000, 2), 2000))
+    with pytest.raises(ValueError, match="disagree") as found:
+        consistency.compare("a test", {"mask": mask}, "", Constants({"layout": "zigzag", "parts": 1 + rank}))
+    return str(found.value)
+
+
+def test_options_that_differ_behind_a_long_mask_are_named() -> None:
+    told = run_ranks(_of_other_parts, 2, timeout_s=20.0)
+    assert told[0] == told[1]
+    assert told[0].endswith("options: parts differs: rank 0: 1; rank 1: 2")
 
 
 def _compares_with_another_that_does_not(rank: int) -> str:

@@ -66,9 +66,7 @@ class _BlockCounter(SleepingKernel):
         super().__init__(1, 0.0, 0.0)
         self.blocks = 0
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
         lengths = [(q.shape[1], k.shape[1])] if how.lengths is None else zip(*how.lengths[:2], strict=True)
         self.blocks += q.shape[2] * sum(_blocks(rows, keys, how.band != FULL) for rows, keys in lengths)
@@ -96,6 +94,14 @@ def count(case: Case, contender: Burst) -> dict[str, Any]:
 def _ring(case: Case, contender: Burst, qkv: list[Tensor]) -> InProcessRing:
     strategy = contender.strategy.on(case.topology)
     return InProcessRing(case.topology, strategy, qkv, case.mask, partial(contender.tokens, case))
+
+
+def _drawn(case: Case, device: torch.device) -> list[Tensor]:
+    """Draw q, k, v and the gradient of out, of all ranks."""
+    source, rows = torch.Generator(device).manual_seed(1), case.ranks * case.seq
+    heads = (case.q_heads, case.kv_heads, case.kv_heads, case.q_heads)
+    drawn = (torch.randn(1, rows, n, case.head_dim, device=device, generator=source) for n in heads)
+    return [x.to(case.dtype) for x in drawn]
 
 
 def measure(case: Case, contender: Burst, tensors: list[Tensor]) -> dict[str, Any]:
@@ -137,13 +143,7 @@ def main() -> None:
     if options.blocks:
         whole = Case(nodes, width, options.seq, width, width, 8, torch.float32, causal=True)
     report: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu", "rows": []}
-    source = torch.Generator(device).manual_seed(1)
-    tensors = [
-        torch.randn(1, options.ranks * options.seq, n, options.head_dim, device=device, generator=source).to(
-            torch.bfloat16
-        )
-        for n in (() if options.blocks else (heads, kv_heads, kv_heads, heads))
-    ]
+    measured = count if options.blocks else partial(measure, tensors=_drawn(whole, device))
     for sigma in options.sigmas:
         case = replace(whole, sigma=sigma)
         case = replace(case, documents=drawn_documents(case, options.documents))
@@ -154,8 +154,7 @@ def main() -> None:
             ("zigzag by document", case, ZIGZAG_BY_DOCUMENT),
             ("one rank", alone, ZIGZAG_BY_DOCUMENT),
         ):
-            found = count(of, contender) if options.blocks else measure(of, contender, tensors)
-            row = {"name": name, "sigma": sigma, "documents": len(case.documents), **found}
+            row = {"name": name, "sigma": sigma, "documents": len(case.documents), **measured(of, contender)}
             report["rows"].append(row)
             print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}), flush=True)
     if options.out is not None:
