@@ -65,14 +65,24 @@ class _Communicator:
         self._group_ranks: dict[int, int] = {}  # of peers met so far
 
     def post(self, sends: Sequence[Message], recvs: Sequence[Message]) -> list[dist.Work]:
-        """Post messages, receives before sends. Return what to wait for."""
-        if self._launches_batches:
-            self.senders.update(m.peer for m in recvs)
-            both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
-            ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
-            return dist.batch_isend_irecv(ops)
-        works = [self._group.recv([m.data], self._rank_of(m.peer), self._tag) for m in recvs]
-        return works + [self._group.send([m.data], self._rank_of(m.peer), self._tag) for m in sends]
+        """Post messages, receives before sends. Return what to wait for. Raise PeerLostError if a peer is gone."""
+        works: list[dist.Work] = []
+        try:
+            if self._launches_batches:
+                self.senders.update(m.peer for m in recvs)
+                both = (*((dist.irecv, m) for m in recvs), *((dist.isend, m) for m in sends))
+                ops = [dist.P2POp(op, m.data, self._global_ranks[m.peer], self._group) for op, m in both]
+                return dist.batch_isend_irecv(ops)
+            for m in recvs:
+                works.append(self._group.recv([m.data], self._rank_of(m.peer), self._tag))
+            for m in sends:
+                works.append(self._group.send([m.data], self._rank_of(m.peer), self._tag))
+        except torch.AcceleratorError:  # a fault of this rank's own GPU
+            raise
+        except RuntimeError as error:
+            failed = [*recvs, *sends][len(works)]  # of a batch the first, as any may be the one
+            raise PeerLostError(failed.peer, _reason(error)) from error
+        return works
 
     def _rank_of(self, peer: int) -> int:
         rank = self._group_ranks.get(peer)
@@ -125,14 +135,8 @@ class DistributedTransport(Transport):
         pending: list[Pending] = []
         in_order = batches.items() if len(batches) == 1 else sorted(batches.items(), key=_first_channel)
         for communicator, (to_receive, to_send) in in_order:
-            messages = to_receive + to_send
-            try:
-                works = communicator.post(to_send, to_receive)
-            except torch.AcceleratorError:
-                raise
-            except RuntimeError as error:
-                raise PeerLostError(messages[0].peer, _reason(error)) from error
-            pending.append(_DistributedPending(messages, works, self.progress, self._timeout))
+            works = communicator.post(to_send, to_receive)
+            pending.append(_DistributedPending(to_receive + to_send, works, self.progress, self._timeout))
         return pending
 
     @property

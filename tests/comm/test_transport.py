@@ -13,23 +13,26 @@ import torch.distributed as dist
 from burst_plugin.comm import process_groups as communicators
 from burst_plugin.comm.process_groups import group_device
 from burst_plugin.comm.torch_distributed import DistributedTransport, _reason
-from burst_plugin.comm.transport import Channel, Message
+from burst_plugin.comm.transport import Channel, Message, PeerLostError
 from burst_plugin.topology import Link, Traffic
 
 GATHER, REDUCE = (Channel(traffic, Link.INTRA) for traffic in Traffic)
 
 
 class Group:
-    """A process group of the global ranks 5, 6, 7, that notes what it is given."""
+    """A process group of the global ranks 5, 6, 7, that notes what it is given; rank `gone` of it has closed."""
 
-    def __init__(self, launches_batches: bool) -> None:
+    def __init__(self, launches_batches: bool, gone: int | None = None) -> None:
         self.backend = SimpleNamespace(supports_coalescing=launches_batches)
         self.posted: list[tuple[Any, ...]] = []
+        self.gone = gone
 
     def _get_backend(self, device: torch.device) -> SimpleNamespace:
         return self.backend
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> str:
+        if rank == self.gone:
+            raise RuntimeError("[pair.cc:553] Connection closed by peer")
         self.posted.append(("send", tensors[0].item(), rank, tag))
         return "sent"
 
@@ -88,6 +91,15 @@ def test_messages_go_to_the_group_itself_receives_first() -> None:
     assert group.posted == [*received, ("send", 10, 1, 0), ("send", 20, 2, 0)]
     assert [m.data.item() for m in pending.messages] == [30, 40, 10, 20], "as their works are"
     assert ring.sent_bytes == {GATHER: 1, REDUCE: 1}
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_rank_that_is_gone_before_anything_is_posted_is_named(gone: int) -> None:
+    group = Group(launches_batches=False, gone=gone)
+    ring = DistributedTransport({GATHER: group}, [5, 6, 7])  # type: ignore[dict-item]
+    with pytest.raises(PeerLostError, match=f"^rank {gone}: Connection closed by peer$") as lost:
+        ring.post([message(rank, GATHER, 0) for rank in range(3)], [message(1, GATHER, 0)])
+    assert lost.value.peer == gone
 
 
 def test_a_group_that_launches_batches_is_handed_one() -> None:
