@@ -132,17 +132,16 @@ class ConsistencyCheck:
         Texts are exchanged between all pairs, so that a lost rank can be named: raises RingError. With NCCL, which
         cannot tell, and holds megabytes for every pair that is connected, in one all-gather.
         """
-        encoded = _encode(text)
-        mine = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8)
         if self._in_one:
             received = self._gathered(mine)
         elif self._shared is not None or not _in_main_thread():
             received = self._between_pairs(self._usable(self._shared), mine, when)
         else:
             received = self._first_between_pairs(mine, text, when)
-        ours = _decode(encoded)  # which mostly all ranks have
-        alike = (each is mine or torch.equal(each, mine) for each in received)
-        return [ours if same else _decode(bytes(each.tolist())) for same, each in zip(alike, received, strict=True)]
+        if all(each is mine or torch.equal(each, mine) for each in received):  # mostly
+            return [text] * self._ranks
+        return [_decode(bytes(each.tolist())) for each in received]
 
     def forget_shared_group(self) -> None:
         """Have the next ring of these ranks compare over its own group: the shared one may have messages left."""

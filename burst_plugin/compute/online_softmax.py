@@ -168,9 +168,10 @@ def sink_grad(sink: Tensor, out: Tensor, dout: Tensor, lse: Tensor) -> Tensor:
 
 def _fused(*tensors: Tensor) -> Any:
     """Return the kernels of `burst_plugin.compute.triton_softmax` if they can work on these tensors, else None."""
-    if not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
+    first = tensors[0]
+    if not first.is_cuda or not all(tensor.is_cuda and tensor.dtype != torch.float64 for tensor in tensors):
         return None
-    return _fused_on(tensors[0].device)
+    return _fused_on(first.device)
 
 
 @cache

@@ -141,8 +141,7 @@ def backward_program(
 
 def _rounded(given: Inputs, grads: Inputs, but: Collection[str] = ()) -> Inputs:
     """Return gradients in the types of what they are for; those of `but` as they are."""
-    rounded = {}
-    for name, x, grad in zip(Inputs._fields, given, grads, strict=True):
-        if x is not None and grad is not None and name not in but:
-            rounded[name] = grad.to(x.dtype)
-    return grads._replace(**rounded)
+    named = zip(Inputs._fields, given, grads, strict=True)
+    both = [(name, x, grad) for name, x, grad in named if x is not None and grad is not None and name not in but]
+    rounded = {name: grad.to(x.dtype) for name, x, grad in both if grad.dtype != x.dtype}
+    return grads._replace(**rounded) if rounded else grads

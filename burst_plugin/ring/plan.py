@@ -162,11 +162,10 @@ class Plan:
         `factor` [B, H, S] is what travelling queries send in place of out, if they do.
         """
         count = self.backward.parts
-        each = self._by_part(count, queries, inputs[1:3], inputs.bias)
-        parts = [
-            BackwardPart(self.kernel, how._replace(bias_has_grad=wants_dbias), self.spans, bias, *operands)
-            for how, bias, *operands in each
-        ]
+        parts = []
+        for how, bias, *operands in self._by_part(count, queries, inputs[1:3], inputs.bias):
+            told = how if bias is None else how._replace(bias_has_grad=wants_dbias)
+            parts.append(BackwardPart(self.kernel, told, self.spans, bias, *operands))
         if factor is not None:
             for part, (mine,) in zip(parts, in_parts((factor,), count), strict=True):
                 part.factor = mine
