@@ -64,7 +64,7 @@ def test_the_plain_pytorch_example_is_exact() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
-    done = launched(4, ["examples/kv_cache.py"])
+    done = launched(["examples/kv_cache.py"], ranks=4)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("same tokens as one rank: True") == 4
 
@@ -73,7 +73,7 @@ def test_the_example_of_a_cache_says_the_same_on_all_ranks() -> None:
 @pytest.mark.slow
 def test_the_example_of_generation_runs_on_the_ring() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = launched(4, ["examples/generate.py", "--smoke"], ["torch", *_LLAMA])
+    done = launched(["examples/generate.py", "--smoke"], ranks=4, imports=_LLAMA)
     assert done.returncode == 0, done.stderr
     assert "passkeys found in 1024 tokens: " in done.stdout
     sent = [line.split("sent per token ")[1] for line in done.stdout.splitlines() if "sent per token" in line]
@@ -85,7 +85,8 @@ def test_the_example_of_generation_runs_on_the_ring() -> None:
 def test_the_example_of_grpo_has_the_same_losses_folded(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    done = launched(2, ["examples/grpo.py", "--smoke", "--out", str(tmp_path / "grpo.png")], ["torch", *_LLAMA])
+    command = ["examples/grpo.py", "--smoke", "--out", str(tmp_path / "grpo.png")]
+    done = launched(command, ranks=2, imports=_LLAMA)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("largest difference of losses")]
     of_losses, of_gradients = (float(word) for word in line.replace(",", "").split() if word[0].isdigit())
@@ -105,7 +106,7 @@ def test_the_example_of_alst_trains_as_ours_with_all_that_saves_memory(tmp_path:
     small += ["--config", "examples/deepspeed/ds_config_long.json"]
     for script in ("train", "alst"):
         out = ["--out", str(tmp_path / f"{script}.json")]
-        done = launched(2, [*run, f"examples/deepspeed/{script}.py", *small, *out], _DEEPSPEED)
+        done = launched([*run, f"examples/deepspeed/{script}.py", *small, *out], ranks=2, imports=_DEEPSPEED)
         assert done.returncode == 0, done.stdout + done.stderr
     files = [str(tmp_path / f"{script}.json") for script in ("train", "alst")]
     command = [sys.executable, "examples/deepspeed/compare.py", *files]
@@ -123,7 +124,8 @@ def test_the_deepspeed_examples_equal_one_rank(tmp_path: Path, script: str) -> N
     small = ["--steps", "2", "--seq-length", "256", "--vocabulary", "300"]
     for ranks, name, off in ((4, "ring", []), (1, "one", ["--off"])):
         run = ["-m", "burst_plugin.run", "--framework", "deepspeed", "--cpu", f"examples/deepspeed/{script}"]
-        done = launched(ranks, [*run, *small, *off, "--out", str(tmp_path / f"{name}.json")], _DEEPSPEED)
+        command = [*run, *small, *off, "--out", str(tmp_path / f"{name}.json")]
+        done = launched(command, ranks=ranks, imports=_DEEPSPEED)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count(f"burst_plugin: context_parallel_size={ranks}: topology ") == (not off)
     files = [str(tmp_path / "ring.json"), str(tmp_path / "one.json")]

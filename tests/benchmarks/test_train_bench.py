@@ -19,7 +19,8 @@ pytest.importorskip("psutil", reason="psutil is not installed")
 from benchmarks import RefusedError, train, train_ranks
 from benchmarks.__main__ import main
 from benchmarks.report.files import load
-from benchmarks.train_ranks import ALST, BURST, DEEPSPEED, MEGATRON, Job, Seen, Trained, noted
+from benchmarks.train_ranks import ALST, BURST, DEEPSPEED, MEGATRON, Example, Job, Seen, Trained, noted
+from tests.support.launched import launched
 from tests.support.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +30,11 @@ def asked(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return parser.parse_args(["--device", "cpu", *words])
+
+
+def modules(*examples: Example) -> list[str]:
+    """Return what examples import, without their own scripts."""
+    return [name for example in examples for name in example.modules if "." in name]
 
 
 def test_trainings_compare_the_same_tokens_per_step_on_the_same_ranks() -> None:
@@ -120,8 +126,8 @@ def test_examples_are_trained_in_every_way(tmp_path: Path) -> None:
     out = tmp_path / "train.json"
     small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
     small += ["--examples", "megatron", "deepspeed"]
-    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    command = ["-m", "benchmarks", "train", "--device", "cpu", "--ranks", "2", *small, "--out", str(out)]
+    done = launched(command, imports=modules(MEGATRON, DEEPSPEED))
     assert done.returncode == 0, done.stderr
     rows = load(out).rows
     assert [(row["example"], row["context_parallel_size"], row["seq"]) for row in rows] == [
@@ -182,13 +188,13 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
         pytest.skip(reason)
     out = tmp_path / "train.json"
     small = ["--ranks", "2", "--hidden", "64", "--vocabulary", "99", "--repeats", "1", "--steps", "1", "--add"]
-    command = [sys.executable, "-m", "benchmarks", "train", "--device", "cpu", *small, "--out", str(out)]
+    command = ["-m", "benchmarks", "train", "--device", "cpu", *small, "--out", str(out)]
     long = ["--seq", "2048", "--layers", "3", "--heads", "4", "--kv-heads", "2"]
     replicated = ["--seq", "128", "--layers", "1", "--heads", "4", "--kv-heads", "1"]
     names = [example.name for example in train_ranks.SAVING_MEMORY]
     for shape, chosen in ((long, names), (replicated, names[:2])):
         options = [*shape, "--examples", *(name.lower() for name in chosen)]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=200, cwd=ROOT)
+        done = launched([*command, *options], imports=modules(ALST))
         assert done.returncode == 0, done.stderr
     rows = load(out).rows
     assert [(row["example"], row["seq"]) for row in rows] == [

@@ -1,13 +1,12 @@
-"""Ranks of an example, as torchrun would start them, but forked from one process that has imported what they import.
+"""Commands as a user starts them, or as torchrun starts its ranks, but forked from the tests' own process.
 
-    done = launched(4, ["examples/kv_cache.py"], imports=["torch"])
+    done = launched(["examples/grpo.py", "--smoke"], ranks=2, imports=["transformers"])
 
-Each of torchrun's processes imports PyTorch and the frameworks by itself, most of the time of a small example.
+A process of its own imports PyTorch and the frameworks by itself, most of the time of a small example.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import os
 import runpy
@@ -17,75 +16,73 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.processes import launch
+from tests.support.ranks import launcher_environment
 
 __all__ = ["launched"]
 
 ROOT = Path(__file__).parents[2]
-_HERE = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+_HERE = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 def launched(
-    ranks: int, command: Sequence[str], imports: Sequence[str] = ("torch",), timeout_s: float = 200.0
+    command: Sequence[str], *, ranks: int | None = None, imports: Sequence[str] = (), timeout_s: float = 200.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script, or "-m" and a module, with its arguments, on so many ranks of one node; return what they printed.
+    """Run a script, or "-m" and a module, with its arguments; return what it printed.
 
-    The exit status is that of the first rank that fails, which ends the others.
+    It runs by itself or, if a number of `ranks` is given, on all ranks of one node; then the exit status is that of
+    the first one that failed. `imports` are imported first, and stay so in this process.
     """
+    for name in imports:
+        importlib.import_module(name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [sys.executable, "-m", "tests.support.launched", str(ranks), str(port), ",".join(imports), *command]
-    environment = {**os.environ, **_HERE}
-    return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=environment)
+    with TemporaryDirectory() as folder:
+        printed = [Path(folder, name) for name in ("stdout", "stderr")]
+
+        def enter(rank: int, directory: Path) -> None:
+            os.environ.update(_HERE)
+            if ranks is not None:
+                place = launcher_environment(rank, ranks, ranks_per_node=ranks)
+                os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+            os.chdir(ROOT)
+            _print_to(*printed)
+
+        outcomes = launch(lambda rank: _run(command), ranks or 1, (), enter, timeout_s=timeout_s)
+        out, err = (path.read_text() if path.exists() else "" for path in printed)
+    for outcome in outcomes:  # scripts may leave by `os._exit`
+        if status := outcome.exitcode if outcome.error else outcome.value:
+            return subprocess.CompletedProcess(command, status, out, f"{err}\n{outcome.error or ''}")
+    return subprocess.CompletedProcess(command, 0, out, err)
 
 
-def _launch(ranks: int, port: int, command: list[str]) -> int:
-    """Fork the ranks, and wait for them. Return the exit status of all together."""
-    gc.collect()
-    gc.freeze()
-    shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in shared.items()})
-    running = set()
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-            os._exit(_run(command))
-        running.add(pid)
-    status = 0
-    while running:
-        pid, waited = os.wait()
-        running.discard(pid)
-        if waited and not status:
-            status = os.waitstatus_to_exitcode(waited) or 1
-            for other in running:
-                os.kill(other, 9)
-    return status
+def _print_to(out: Path, err: Path) -> None:
+    """Have all that this process prints go to the ends of these files, by way of file descriptors 1 and 2."""
+    for number, (name, path) in enumerate((("stdout", out), ("stderr", err)), 1):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, number)
+        setattr(sys, name, open(number, "w", buffering=1, closefd=False))  # noqa: SIM115, as long as the process
 
 
-def _run(command: list[str]) -> int:
-    """Run the script as `__main__`, and return its exit status; gloo's threads may abort an orderly exit."""
+def _run(command: Sequence[str]) -> int:
+    """Run the script as `__main__`, and return its exit status."""
     status = 0
     try:
         if command[0] == "-m":
-            sys.argv = command[1:]
+            sys.argv = [*command[1:]]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = command
-            sys.path[0] = str(Path(command[0]).parent)
+            sys.argv = [*command]
+            sys.path.insert(0, str(Path(command[0]).parent))
             runpy.run_path(command[0], run_name="__main__")
     except SystemExit as left:
         status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
     return status
-
-
-if __name__ == "__main__":
-    number, at, names, *rest = sys.argv[1:]
-    for name in names.split(","):
-        importlib.import_module(name)
-    sys.exit(_launch(int(number), int(at), rest))
