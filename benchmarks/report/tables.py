@@ -79,7 +79,7 @@ def _cluster(result: Result) -> list[str]:
     for group in cases(result, "compute", "nic", "latency_ms"):
         names, first = contenders(group), group[0]
         if first.packed:
-            parts += [*_packed(group, *names), *_missing(result, group, lambda case: case.topology)]
+            parts += [*_packed(result, group, *names), *_missing(result, group, lambda case: case.topology)]
             continue
         words, bounded = " / ".join(first.directions()), first.yardstick() == "bound"
         head = ["nodes×ranks", "link", "heads", f"{first.yardstick()}, ms: {words}", *names]
@@ -99,7 +99,7 @@ def _cluster(result: Result) -> list[str]:
     return parts
 
 
-def _packed(group: Sequence[Case], ours: str, *others: str) -> list[str]:
+def _packed(result: Result, group: Sequence[Case], ours: str, *others: str) -> list[str]:
     able = [name for name in others if any(case.row(name, "both") for case in group)]
     head = ["nodes×ranks", "link", "lengths", f"{ours}, ms", f"{ours} / bound", *able]
     body = []
@@ -111,8 +111,17 @@ def _packed(group: Sequence[Case], ours: str, *others: str) -> list[str]:
         f"Emulated cluster, {group[0].cluster}, forward and backward together: time of {ours}, the same over the "
         f"bound, and time of the others over that of {ours}. The bound is the longer of computing, spread evenly, "
         f"and of sending the rows that have to cross a NIC as {ours} assigns them. σ: of the logarithms of lengths."
+        f"{_visit(result)}"
     )
     return [text, _markdown(head, body)]
+
+
+def _visit(result: Result) -> str:
+    """Return a sentence on how long computing is, where that was chosen."""
+    if result.settings.get("compute") != "slept":
+        return ""
+    forward, backward = result.settings["visit_ms"]
+    return f" All queries of one rank on all keys of another take {forward:g} and {backward:g} ms."
 
 
 def _cluster_summary(result: Result) -> str:
@@ -131,7 +140,7 @@ def _cluster_summary(result: Result) -> str:
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; {every[0].cluster}): "
         f"{over_bound}time of the others over that of {ours}, forward and backward together. "
-        "Least to most over all settings, with the median."
+        f"Least to most over all settings, with the median.{_visit(result)}"
     )
     return f"{text}\n\n{_markdown(['link', *([f'{ours} / bound'] if bounded else []), *others], body)}"
 
