@@ -107,9 +107,10 @@ def _packed(result: Result, group: Sequence[Case], ours: str, *others: str) -> l
         row, over = case.row(ours, "both"), [_both_over(case, name, ours) for name in able]
         cells = ("–" if ratio is None else f"{ratio:.2f}" for ratio in (case.ratio(ours, "both"), *over))
         body.append([case.topology, case.rate, case.kind, _milliseconds(row and row["time_s"]), *cells])
+    beside = f", and time of the others over that of {ours}" if able else ""
     text = (
         f"Emulated cluster, {group[0].cluster}, forward and backward together: time of {ours}, the same over the "
-        f"bound, and time of the others over that of {ours}. The bound is the longer of computing, spread evenly, "
+        f"bound{beside}. The bound is the longer of computing, spread evenly, "
         f"and of sending the rows that have to cross a NIC as {ours} assigns them. σ: of the logarithms of lengths."
         f"{_visit(result)}"
     )
@@ -136,11 +137,11 @@ def _cluster_summary(result: Result) -> str:
         body.append([group[0].rate, *([_range(ratios, "{:.2f}")] if bounded else []), *cells])
     topologies, heads = (", ".join(dict.fromkeys(getattr(c, name) for c in every)) for name in ("topology", "heads"))
     passes = "both passes" if every[0].packed else "each pass by itself"
-    over_bound = f"time of {ours} over the bound, {passes}; " if bounded else ""
+    figures = [f"time of {ours} over the bound, {passes}"] if bounded else []
+    figures += [f"time of the others over that of {ours}, forward and backward together"] if others else []
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; {every[0].cluster}): "
-        f"{over_bound}time of the others over that of {ours}, forward and backward together. "
-        f"Least to most over all settings, with the median.{_visit(result)}"
+        f"{'; '.join(figures)}. Least to most over all settings, with the median.{_visit(result)}"
     )
     return f"{text}\n\n{_markdown(['link', *([f'{ours} / bound'] if bounded else []), *others], body)}"
 
