@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,7 +19,7 @@ from benchmarks import RefusedError, train, train_ranks
 from benchmarks.__main__ import main
 from benchmarks.report.files import load
 from benchmarks.train_ranks import ALST, BURST, DEEPSPEED, MEGATRON, Example, Job, Seen, Trained, noted
-from tests.support.launched import launched
+from tests.support.launched import free_port, launched
 from tests.support.ranks import RankError, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -217,9 +216,6 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
 def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
     if reason := MEGATRON.absent(train.jobs_of(asked())[0]):
         pytest.skip(reason)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     small = ["--seq", "64", "--layers", "1", "--hidden", "32", "--heads", "2", "--kv-heads", "1", "--repeats", "1"]
     bench = ["-m", "benchmarks", "train", "--device", "cpu", "--examples", "megatron", *small]
     launcher = [
@@ -230,7 +226,7 @@ def test_ranks_on_nodes_of_torchrun_train_together(tmp_path: Path) -> None:
         "--master-addr",
         "127.0.0.1",
         "--master-port",
-        str(port),
+        str(free_port()),
     ]
     out = tmp_path / "train.json"
     nodes = [

@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from tests.support.processes import launch
 from tests.support.ranks import launcher_environment
 
-__all__ = ["launched"]
+__all__ = ["free_port", "launched"]
 
 ROOT = Path(__file__).parents[2]
 _HERE = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
@@ -37,17 +37,14 @@ def launched(
     """
     for name in imports:
         importlib.import_module(name)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    meeting = {} if ranks is None else {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with TemporaryDirectory() as folder:
         printed = [Path(folder, name) for name in ("stdout", "stderr")]
 
         def enter(rank: int, directory: Path) -> None:
-            os.environ.update(_HERE)
+            os.environ.update({**_HERE, **meeting})
             if ranks is not None:
-                place = launcher_environment(rank, ranks, ranks_per_node=ranks)
-                os.environ.update({**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+                os.environ.update(launcher_environment(rank, ranks, ranks_per_node=ranks))
             os.chdir(ROOT)
             _print_to(*printed)
 
@@ -57,6 +54,13 @@ def launched(
         if status := outcome.exitcode if outcome.error else outcome.value:
             return subprocess.CompletedProcess(command, status, out, f"{err}\n{outcome.error or ''}")
     return subprocess.CompletedProcess(command, 0, out, err)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _print_to(out: Path, err: Path) -> None:
