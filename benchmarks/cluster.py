@@ -5,12 +5,17 @@ visit and no processor. What a contender itself does, packing, merging, Python, 
 
 Figures are medians over rounds, from a start that all ranks agree on to the end of the last one. The bound is the
 longer of all work and of all bytes that the busiest NIC sends, at its rate less the headers; the model is the
-planner's price. Neither knows of latency. Packed documents have no model; their bytes are those that have to cross.
+planner's price. Neither knows of latency. Packed documents have no model; their bytes are those that have to cross,
+less the 128 KiB that an emulated NIC lets through at once.
+
+On a cluster each rank has a core. With `--core-per-rank` links and compute are slowed down by the number of ranks
+that share one here, and times are divided by it ("time dilation"): by the cluster's clock each rank has a whole core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,7 +33,7 @@ from benchmarks.documents import drawn_documents, least_nic_bytes
 from benchmarks.report.files import Recording, Row, default_path
 from burst_plugin.planning.planner import Links, has_price, pass_price, plans
 from burst_plugin.types import DIRECTIONS
-from tests.support.netns import EmulatedCluster
+from tests.support.netns import BUCKET_BYTES, EmulatedCluster
 
 BLOCK_BYTES = 1 << 20
 PAYLOAD = 1448 / 1514  # of a packet of 1500 bytes in an Ethernet frame
@@ -45,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--latency-ms", type=float, default=0.0, metavar="MS", help="one way, between NICs")
     add("--compute", choices=("slept", "real"), default="slept")
     add("--visit-ms", nargs=2, type=float, default=[30, 75], metavar=("FWD", "BWD"), help="if slept")
+    add("--core-per-rank", action="store_true", help="slow links and compute down until each rank has a core's time")
     add("--seq", type=int, help="tokens per rank (default: as many as make keys and values 1 MiB)")
     add("--documents", type=int, metavar="TOKENS", help="causal packed documents, of so many tokens on average")
     add("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5], help="of the logarithms of documents' lengths")
@@ -64,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
         raise RefusedError("--documents takes --compute slept: stand-ins compute more than libraries for GPUs would")
     if options.rounds < 1 or min(options.rates) <= 0 or min(*options.visit_ms, options.latency_ms) < 0:
         raise RefusedError("--rounds has to be 1 or more, --rates above 0, --visit-ms and --latency-ms 0 or more")
+    if options.core_per_rank and options.compute == "real":
+        raise RefusedError("--core-per-rank takes --compute slept: real kernels cannot be slowed down")
     contenders, sigmas = (CONTENDERS, [None]) if options.documents is None else (PACKED, options.sigmas)
     every = product(options.topologies, options.rates, options.heads, sigmas)
     cases = [(case_of(topology, heads, sigma, options), rate) for topology, rate, heads, sigma in every]
@@ -96,23 +104,37 @@ def case_of(topology: str, heads: str, sigma: float | None, options: argparse.Na
 def measure(case: Case, rate_mbit: float, chosen: Sequence[Contender], options: argparse.Namespace) -> list[Row]:
     """Return the rows of contenders on one case."""
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
+    slower = dilation(case.ranks) if options.core_per_rank else 1.0
+    slow = slept and Slept(slower * slept.forward_s, slower * slept.backward_s)
     links = Links(INTRA_BYTES_PER_S, rate_mbit * 1e6 / 8 * PAYLOAD)
     base = {"nodes": case.nodes, "ranks_per_node": case.ranks_per_node, "rate_mbit": rate_mbit, "nic": "rank"}
-    base |= {"latency_ms": options.latency_ms, "compute": options.compute}
+    base |= {"latency_ms": options.latency_ms, "compute": options.compute, "dilation": slower}
     base |= {name: getattr(case, name) for name in ("q_heads", "kv_heads", "seq", "causal")}
     base |= {"documents": len(case.documents), "sigma": case.sigma} if case.documents else {}
     reasons = {c.name: c.reason(case) for c in chosen}
     able = {c.name: c.configurations(case) for c in chosen if not reasons[c.name]}
     if slept is not None and not case.documents:
         able = {name: planned(found, case, slept, links) for name, found in able.items()}
-    timeout_s = 600.0 + 90.0 * options.rounds  # sixteen ranks at 100 mbit, and their configurations
-    with EmulatedCluster(case.nodes, case.ranks_per_node, rate_mbit, latency_ms=options.latency_ms) as cluster:
-        found = cluster.run(measure_in_rank, case, able, slept, options.rounds, timeout_s=timeout_s)[0]
+    timeout_s = slower * (600.0 + 90.0 * options.rounds)  # sixteen ranks at 100 mbit, and their configurations
+    links_as_run = {"rate_mbit": rate_mbit / slower, "latency_ms": slower * options.latency_ms}
+    with EmulatedCluster(case.nodes, case.ranks_per_node, **links_as_run) as cluster:
+        found = cluster.run(measure_in_rank, case, able, slow, options.rounds, timeout_s=timeout_s)[0]
     rows: list[Row] = []
     for name, reason in reasons.items():
         row = {**base, "contender": name} | reason
-        rows += [row] if reason else rows_of(row, case, slept, links, found[name])
+        rows += [row] if reason else rows_of(row, case, slept, links, _undilated(found[name], slower))
     return rows
+
+
+def dilation(ranks: int) -> float:
+    """Return how many ranks share a core: the factor by which all else is slowed down so that each has one's time."""
+    return max(1.0, ranks / len(os.sched_getaffinity(0)))
+
+
+def _undilated(found: Measured, dilation: float) -> Measured:
+    """Return what was measured in the time of a cluster that is not slowed down."""
+    configuration, passes, nic_bytes = found
+    return configuration, {of: [seconds / dilation for seconds in times] for of, times in passes.items()}, nic_bytes
 
 
 def planned(configurations: Sequence[Contender], case: Case, slept: Slept, links: Links) -> Sequence[Contender]:
@@ -154,7 +176,8 @@ def bounds_of(case: Case, slept: Slept, links: Links, configuration: Contender) 
     if case.documents:
         visits = sum(length**2 / 2 for length in case.documents) / (case.ranks * case.seq**2)
         compute_s = {direction: visits * seconds for direction, seconds in visit_s.items()}
-        link_s = {d: least_nic_bytes(case, configuration, d) / links.inter_bytes_per_s for d in DIRECTIONS}
+        crossing = {d: max(0.0, least_nic_bytes(case, configuration, d) - BUCKET_BYTES) for d in DIRECTIONS}
+        link_s = {d: size / links.inter_bytes_per_s for d, size in crossing.items()}
         return {"compute_s": compute_s, "bound_s": {d: max(compute_s[d], link_s[d]) for d in DIRECTIONS}}
     strategy, topology, shapes = configuration.strategy, case.topology, case.shapes
     prices = {d: pass_price(strategy, d, topology, shapes, visit_s[d], links) for d in DIRECTIONS}

@@ -65,7 +65,7 @@ def measure_in_rank(rank: int, case: Case, able: Able, slept: Slept | None, roun
         gc.collect()  # what is in cycles may hold groups that are destroyed
     for number in range(rounds):  # in another order every time, the same on all ranks
         for entry in Random(number).sample([*entries.values()], len(entries)):
-            _take_turn(entry, inputs)
+            _take_turn(entry, inputs, count=number == 0)
     for entry in entries.values():
         entry.close()
     return {name: (entry.contender, entry.times, entry.nic_bytes) for name, entry in entries.items()}
@@ -91,7 +91,6 @@ def _best(configurations: Sequence[Contender], case: Case, slept: Slept | None, 
         known = _groups()
         entry = Entry(contender, contender.prepare(case, slept))
         _take_turn(entry, inputs)  # which opens its connections
-        _take_turn(entry, inputs, count=True)
         entry.times.clear()
         entry.groups = _groups() - known
         prepared.append(entry)

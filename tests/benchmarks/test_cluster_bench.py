@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def test_packed_documents_are_bounded_by_even_work_or_what_has_to_cross(bytes_pe
     pairs = sum(length**2 / 2 for length in case.documents)
     for row, visit_s in ((forward, 0.030), (backward, 0.075)):
         assert row["compute_s"] == pytest.approx(visit_s * pairs / 1024**2 / 8)
-        link_s = least_nic_bytes(case, BURST[0], row["direction"]) / bytes_per_s
+        link_s = (least_nic_bytes(case, BURST[0], row["direction"]) - (128 << 10)) / bytes_per_s
         assert row["bound_s"] == (link_s if crossing else row["compute_s"])
         assert row["over_bound"] == row["time_s"] / row["bound_s"]
     assert both["bound_s"] == pytest.approx(forward["bound_s"] + backward["bound_s"])
@@ -165,10 +166,11 @@ def test_verdicts_of_packed_documents_are_of_both_passes_and_all_others() -> Non
     ]
 
 
-def test_packed_documents_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("option", [("--documents", "1024"), ("--core-per-rank",)], ids=lambda option: option[0])
+def test_what_is_for_slept_kernels_is_not_computed(monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]) -> None:
     monkeypatch.setattr(EmulatedCluster, "unavailable", lambda latency_ms: None)
-    with pytest.raises(RefusedError, match="--documents takes --compute slept"):
-        cluster.run(options("--documents", "1024", "--compute", "real"))
+    with pytest.raises(RefusedError, match=f"{option[0]} takes --compute slept"):
+        cluster.run(options(*option, "--compute", "real"))
 
 
 def test_what_takes_no_time_has_no_ratio() -> None:
@@ -382,3 +384,40 @@ def test_a_tiny_cluster_is_measured_whole(tmp_path: Path, documents: tuple[str, 
         assert row["time_s"] >= row["bound_s"], "4 visits slept"
         assert row["time_s"] >= row["latency_ms"] / 1e3, "blocks come from another node"
         assert row["nic_bytes"] > 0
+
+
+def test_with_a_core_per_rank_all_else_is_slower_and_times_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Eight ranks on two cores: links and kernels are 4 times slower, and what takes 4 seconds took one."""
+    asked: list[Any] = []
+
+    class Cluster:
+        def __init__(self, *sizes: int, **links: float) -> None:
+            asked.append(links)
+
+        def __enter__(self) -> Cluster:
+            return self
+
+        def __exit__(self, *exception: object) -> None: ...
+
+        def run(self, work: Any, case: Case, able: Any, slept: Slept, *rest: Any, **others: Any) -> list[Any]:
+            asked.append(slept)
+            (burst,) = able["burst"][:1]
+            return [
+                {"burst": (burst, {"forward": [4.0, 8.0, 4.0], "backward": [6.0] * 3}, dict.fromkeys(DIRECTIONS, 1))}
+            ]
+
+    Cluster.unavailable = staticmethod(lambda latency_ms: None)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cluster, "EmulatedCluster", Cluster)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    out = tmp_path / "cluster.json"
+    what = ("--topologies", "2x4", "--rates", "100", "--heads", "16/4", "--contenders", "burst", "--latency-ms", "1")
+    assert cluster.run(options(*what, "--core-per-rank", "--out", str(out))) == 0
+    assert asked == [{"rate_mbit": 25.0, "latency_ms": 4.0}, Slept(0.120, 0.300)]
+    rows = load(out).rows
+    assert [(row["direction"], row["time_s"]) for row in rows] == [("forward", 1.0), ("backward", 1.5), ("both", 2.5)]
+    for row in rows:
+        assert (row["dilation"], row["rate_mbit"], row["latency_ms"]) == (4.0, 100.0, 1.0), "those of the cluster"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(96)))
+    assert cluster.dilation(8) == 1.0, "with cores enough nothing is slowed down"

@@ -36,7 +36,8 @@ from tests.support.ranks import join_gloo, launcher_environment
 
 TOOLS = ("unshare", "mount", "ip", "tc")
 BUILD_S = 60.0
-_BURST = "burst 128kb limit 64mb"  # tbf's bucket, room for two of the largest packets, and its queue
+BUCKET_BYTES = 128 << 10  # what a shaped NIC lets through at once: room for two of the largest packets
+_BURST = f"burst {BUCKET_BYTES} limit 64mb"  # tbf's bucket and its queue
 # InfiniBand and NVLink send at once and lose nothing: windows are open from the start, and no algorithm probes for
 # a rate. Without it ranks would be measured under whatever the host has for the internet.
 _UNPROBED = "congctl reno initcwnd 2000 initrwnd 2000"
