@@ -118,11 +118,15 @@ def _packed(result: Result, group: Sequence[Case], ours: str, *others: str) -> l
 
 
 def _visit(result: Result) -> str:
-    """Return a sentence on how long computing is, where that was chosen."""
+    """Return how long computing is, where that was chosen, and how much slower everything was."""
     if result.settings.get("compute") != "slept":
         return ""
     forward, backward = result.settings["visit_ms"]
-    return f" All queries of one rank on all keys of another take {forward:g} and {backward:g} ms."
+    slower = max(row.get("dilation", 1.0) for row in result.rows)
+    text = f" All queries of one rank on all keys of another take {forward:g} and {backward:g} ms."
+    if slower > 1:
+        text += f" Links and computing were {slower:g} times slower, and times are divided by that."
+    return text
 
 
 def _cluster_summary(result: Result) -> str:

@@ -135,6 +135,18 @@ def test_packed_documents_have_a_table_of_their_own(tmp_path: Path) -> None:
     pictures.plt.close(figure)
 
 
+@pytest.mark.parametrize("dilation", [None, 1.0, 4.0])
+def test_a_table_says_how_much_slower_links_and_computing_were(tmp_path: Path, dilation: float | None) -> None:
+    """Older files do not have it."""
+    known = {} if dilation is None else {"dilation": dilation}
+    rows = [cluster_row("burst", way, 0.3, sigma=0.5, **known) for way in ("forward", "backward", "both")]
+    found = {Path("one.json"): made_up("cluster", rows)}
+    found[Path("one.json")].settings.update(compute="slept", visit_ms=[30, 75])
+    for text in (tables.tables(found, tmp_path), tables.summary(found)):
+        assert "All queries of one rank on all keys of another take 30 and 75 ms." in text
+        assert ("were 4 times slower, and times are divided by that" in text) == (dilation == 4.0)
+
+
 def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
     more = [
         *(cluster_row("burst", way, 0.3, nodes=4, bound_s=0.25) for way in ("forward", "backward")),
