@@ -8,7 +8,10 @@ from typing import Any
 
 from benchmarks.report.files import Load, Result, Row
 
-_PLACE = ("compute", "nic", "latency_ms", "nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads", "sigma")
+_PLACE = (
+    *("compute", "nic", "latency_ms", "dilation"),
+    *("nodes", "ranks_per_node", "rate_mbit", "q_heads", "kv_heads", "sigma"),
+)
 _ATTENTION = ("ranks", "dtype", "causal", "q_heads", "kv_heads", "head_dim", "seq")
 
 
@@ -81,8 +84,9 @@ class Case:
         """Kind of cluster, without its size and its links' rate."""
         latency_ms = self.what["latency_ms"]
         away = f", {latency_ms:g} ms away" if latency_ms else ""
+        core = ", a core per rank" if (self.what["dilation"] or 1.0) > 1.0 else ""
         packed = ", packed documents" if self.packed else ""
-        return f"a NIC per {self.what['nic']}{away}, compute {self.what['compute']}{packed}"
+        return f"a NIC per {self.what['nic']}{away}{core}, compute {self.what['compute']}{packed}"
 
 
 def measured(row: Row) -> bool:

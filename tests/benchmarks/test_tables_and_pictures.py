@@ -145,6 +145,7 @@ def test_a_table_says_how_much_slower_links_and_computing_were(tmp_path: Path, d
     for text in (tables.tables(found, tmp_path), tables.summary(found)):
         assert "All queries of one rank on all keys of another take 30 and 75 ms." in text
         assert ("were 4 times slower, and times are divided by that" in text) == (dilation == 4.0)
+        assert ("a NIC per rank, a core per rank, compute slept" in text) == (dilation == 4.0)
 
 
 def test_a_summary_has_ranges_and_medians_over_all_settings() -> None:
