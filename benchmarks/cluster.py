@@ -105,7 +105,8 @@ def measure(case: Case, rate_mbit: float, chosen: Sequence[Contender], options: 
     """Return the rows of contenders on one case."""
     slept = None if options.compute == "real" else Slept(*(ms / 1e3 for ms in options.visit_ms))
     slower = dilation(case.ranks) if options.core_per_rank else 1.0
-    slow = slept and Slept(slower * slept.forward_s, slower * slept.backward_s)
+    slept_here = slept and Slept(slower * slept.forward_s, slower * slept.backward_s)
+    links_here = {"rate_mbit": rate_mbit / slower, "latency_ms": slower * options.latency_ms}
     links = Links(INTRA_BYTES_PER_S, rate_mbit * 1e6 / 8 * PAYLOAD)
     base = {"nodes": case.nodes, "ranks_per_node": case.ranks_per_node, "rate_mbit": rate_mbit, "nic": "rank"}
     base |= {"latency_ms": options.latency_ms, "compute": options.compute, "dilation": slower}
@@ -116,9 +117,8 @@ def measure(case: Case, rate_mbit: float, chosen: Sequence[Contender], options: 
     if slept is not None and not case.documents:
         able = {name: planned(found, case, slept, links) for name, found in able.items()}
     timeout_s = slower * (600.0 + 90.0 * options.rounds)  # sixteen ranks at 100 mbit, and their configurations
-    links_as_run = {"rate_mbit": rate_mbit / slower, "latency_ms": slower * options.latency_ms}
-    with EmulatedCluster(case.nodes, case.ranks_per_node, **links_as_run) as cluster:
-        found = cluster.run(measure_in_rank, case, able, slow, options.rounds, timeout_s=timeout_s)[0]
+    with EmulatedCluster(case.nodes, case.ranks_per_node, **links_here) as cluster:
+        found = cluster.run(measure_in_rank, case, able, slept_here, options.rounds, timeout_s=timeout_s)[0]
     rows: list[Row] = []
     for name, reason in reasons.items():
         row = {**base, "contender": name} | reason

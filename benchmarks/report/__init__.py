@@ -80,11 +80,16 @@ class Case:
         return f"σ {self.what['sigma']:g}" if self.packed else self.heads
 
     @property
+    def dilation(self) -> float:
+        """By what links and computing were slowed down; older files do not have it."""
+        return self.what["dilation"] or 1.0
+
+    @property
     def cluster(self) -> str:
         """Kind of cluster, without its size and its links' rate."""
         latency_ms = self.what["latency_ms"]
         away = f", {latency_ms:g} ms away" if latency_ms else ""
-        core = ", a core per rank" if (self.what["dilation"] or 1.0) > 1.0 else ""
+        core = ", a core per rank" if self.dilation > 1.0 else ""
         packed = ", packed documents" if self.packed else ""
         return f"a NIC per {self.what['nic']}{away}{core}, compute {self.what['compute']}{packed}"
 

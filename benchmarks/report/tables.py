@@ -112,17 +112,17 @@ def _packed(result: Result, group: Sequence[Case], ours: str, *others: str) -> l
         f"Emulated cluster, {group[0].cluster}, forward and backward together: time of {ours}, the same over the "
         f"bound{beside}. The bound is the longer of computing, spread evenly, "
         f"and of sending the rows that have to cross a NIC as {ours} assigns them. σ: of the logarithms of lengths."
-        f"{_visit(result)}"
+        f"{_visit(result, group)}"
     )
     return [text, _markdown(head, body)]
 
 
-def _visit(result: Result) -> str:
+def _visit(result: Result, every: Sequence[Case]) -> str:
     """Return how long computing is, where that was chosen, and how much slower everything was."""
     if result.settings.get("compute") != "slept":
         return ""
     forward, backward = result.settings["visit_ms"]
-    slower = max(row.get("dilation", 1.0) for row in result.rows)
+    slower = max(case.dilation for case in every)
     text = f" All queries of one rank on all keys of another take {forward:g} and {backward:g} ms."
     if slower > 1:
         text += f" Links and computing were {slower:g} times slower, and times are divided by that."
@@ -145,7 +145,7 @@ def _cluster_summary(result: Result) -> str:
     figures += [f"time of the others over that of {ours}, forward and backward together"] if others else []
     text = (
         f"Emulated cluster ({topologies} nodes×ranks; {heads} heads; {every[0].cluster}): "
-        f"{'; '.join(figures)}. Least to most over all settings, with the median.{_visit(result)}"
+        f"{'; '.join(figures)}. Least to most over all settings, with the median.{_visit(result, every)}"
     )
     return f"{text}\n\n{_markdown(['link', *([f'{ours} / bound'] if bounded else []), *others], body)}"
 
