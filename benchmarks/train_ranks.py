@@ -148,7 +148,7 @@ def gpu_peak_flops_per_s(name: str) -> float | None:
     return next((1e12 * peak for known, peak in _PEAK_TFLOPS_PER_S if set(known.lower().split()) <= words), None)
 
 
-def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.4) -> float:
+def cpu_peak_flops_per_s(size: int = 1024, seconds: float = 0.1) -> float:
     """Return what a float32 matrix product reaches with this process's threads: the best of some."""
     a, b, ends = torch.randn(size, size), torch.randn(size, size), [time.perf_counter()]
     while len(ends) < 3 or ends[-1] - ends[1] < seconds:  # the first product also sets the library up

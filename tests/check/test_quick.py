@@ -18,6 +18,7 @@ from burst_plugin.check.world import joined
 from burst_plugin.planning.choice import planned
 from burst_plugin.profiling.cluster_profile import ClusterProfile
 from burst_plugin.schedule.rings import SCHEDULES
+from tests.support.launched import launched
 from tests.support.netns import EmulatedCluster
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,8 @@ def test_quick_under_a_launcher(tmp_path: Path) -> None:
     assert done.stdout.count("\nsection ") == 1, "one rank prints"
     found = json.loads((tmp_path / "report.json").read_text())
     assert {each["section"] for each in found["findings"]} == {"right", "safe"}
-    wrong = _check(launcher, "--sections", "right", "--kernel", "tests.support.planted:WrongSign")
+    words = ["check", "--quick", "--sections", "right", "--kernel", "tests.support.planted:WrongSign"]
+    wrong = launched(["-m", "burst_plugin.cli", *words], ranks=2)
     assert wrong.returncode == 1
     assert "culprit: kernel wrong_sign: " in wrong.stdout
 

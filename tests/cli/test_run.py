@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.launched import launched
+
 pytestmark = [
     pytest.mark.megatron,
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
@@ -64,7 +66,7 @@ def test_a_script_that_is_not_there_is_named() -> None:
 def test_a_script_finds_what_lies_beside_it(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORD = 'found'")
     (tmp_path / "train.py").write_text("import beside, sys; print(beside.WORD, sys.argv[1:])")
-    done = python(*LAUNCHER, "--framework", "megatron", str(tmp_path / "train.py"), "--x")
+    done = launched([*LAUNCHER, "--framework", "megatron", str(tmp_path / "train.py"), "--x"])
     assert done.stdout.splitlines()[-1] == "found ['--x']", done.stderr
 
 

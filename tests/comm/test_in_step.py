@@ -18,7 +18,6 @@ from burst_plugin import ContextParallel, RingError, burst_attention
 from burst_plugin.comm import failure_watch as watch
 from tests.support.ranks import as_on_gpus, run_ranks, run_ranks_outcomes
 
-pytestmark = pytest.mark.alone
 STEPS, LAYERS, AT_FAULT = 4, 3, 3
 FAULTS = ("step", "call", "doubled call", "backward")
 
@@ -191,6 +190,7 @@ def _waits(rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.alone
 def test_who_is_waited_for_is_logged_and_the_error_says_where_each_rank_is() -> None:
     said = run_ranks(_waits, 2, timeout_s=40.0)[0].splitlines()
     here, there = "in the backward pass of call 5 (step 4), ring step ", "after the forward pass of call 5 (step 4)"

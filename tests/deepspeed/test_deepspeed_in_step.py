@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.support.deepspeed_run import Run, draw, start, stop
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.deepspeed, pytest.mark.alone]
+pytestmark = pytest.mark.deepspeed
 
 FAULTS = ("step", "call", "doubled call", "backward")
 STEPS, AT_FAULT = 4, 3

@@ -41,6 +41,7 @@ from tests.support.deepspeed_run import (
     worst,
 )
 from tests.support.families import families
+from tests.support.launched import free_port, launched
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.deepspeed
@@ -521,26 +522,27 @@ for batch in loader:
 """
 
 
+PLUGIN = ["-m", "burst_plugin.run", "--cpu"]
+
+
+def _under_the_launcher(script: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port"]
+    command += [str(free_port()), "--module", *PLUGIN[1:], *script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=directory)
+
+
 @pytest.mark.slow
 def test_an_unmodified_script_under_the_launcher(tmp_path: Path) -> None:
-    """With the block on and off: the same losses."""
+    """With the block on, and off on one rank: the same losses."""
     (tmp_path / "train.py").write_text(SCRIPT)
     losses = {}
-    for enabled, ranks in ((True, 2), (False, 1)):
+    for enabled in (True, False):
         config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, **SGD}
         config |= {"zero_allow_untested_optimizer": True, "burst_attention": {"enabled": enabled}}
         (tmp_path / "ds.json").write_text(json.dumps(config))
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks), "--master_port"]
-        command += [
-            str(29600 + os.getpid() % 300),
-            "--module",
-            "burst_plugin.run",
-            "--cpu",
-            str(tmp_path / "train.py"),
-        ]
-        command += ["--deepspeed_config", str(tmp_path / "ds.json")]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment, cwd=tmp_path)
+        script = [str(tmp_path / "train.py"), "--deepspeed_config", str(tmp_path / "ds.json")]
+        done = _under_the_launcher(script, tmp_path) if enabled else launched([*PLUGIN, *script], ranks=1)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         losses[enabled] = re.findall(r"loss 0 (\d\.\d{5})", done.stdout)  # lines of two ranks may run into each other
         assert "burst_plugin in DeepSpeed" in done.stdout

@@ -17,7 +17,7 @@ from burst_plugin import ContextParallel
 from tests.support.megatron_gpt import GptRun, batches, build, forward_step, leave, random_tokens
 from tests.support.ranks import run_ranks
 
-pytestmark = [pytest.mark.megatron, pytest.mark.alone]
+pytestmark = pytest.mark.megatron
 
 RUN = GptRun(layers=2, hidden=32, heads=4, groups=2, ffn=32, cp=4, cp_comm_type="burst", seq_length=32)
 FAULTS = ("step", "call", "doubled call", "backward")
