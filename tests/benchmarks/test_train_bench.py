@@ -188,7 +188,7 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
     out = tmp_path / "train.json"
     small = ["--ranks", "2", "--hidden", "64", "--vocabulary", "99", "--repeats", "1", "--steps", "1", "--add"]
     command = ["-m", "benchmarks", "train", "--device", "cpu", *small, "--out", str(out)]
-    long = ["--seq", "2048", "--layers", "3", "--heads", "4", "--kv-heads", "2"]
+    long = ["--seq", "1024", "--layers", "3", "--heads", "4", "--kv-heads", "2"]
     replicated = ["--seq", "128", "--layers", "1", "--heads", "4", "--kv-heads", "1"]
     names = [example.name for example in train_ranks.SAVING_MEMORY]
     for shape, chosen in ((long, names), (replicated, names[:2])):
@@ -197,14 +197,14 @@ def test_all_that_saves_memory_is_measured_beside_alst(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     rows = load(out).rows
     assert [(row["example"], row["seq"]) for row in rows] == [
-        *((name, 4096) for name in names),
+        *((name, 2048) for name in names),
         *((name, 256) for name in names[:2]),
     ]
     for of_one in (rows[:4], rows[4:]):
         for row in of_one:
             assert row["losses"] == pytest.approx(of_one[0]["losses"], rel=1e-5)
     burst, alst, burst_offload, alst_offload = (row["peak_bytes"] for row in rows[:4])
-    assert burst - burst_offload >= 2048 * 64 * 4, "a layer's input"
+    assert burst - burst_offload >= 1024 * 64 * 4, "a layer's input"
     weight = 64 * 192 * 4  # ZeRO-3 holds one more in some runs, by when its transfers end
     assert alst_offload <= alst + weight, (
         "DeepSpeed keeps what has come back until the step ends, so it may save nothing"
