@@ -42,8 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ]
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what was imported so far out of garbage collections, which took a tenth of the time of all tests."""
+    if session.config.option.markexpr not in ("alone", "gpu", "nccl"):
+        from tests.support.one_device import use_one_device  # PyTorch with it, which workers have by now
+
+        use_one_device()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # a further 6 % of tests/planning; also of the ranks that tests fork

@@ -36,9 +36,9 @@ if [ $# -gt 0 ]; then
     "$PY" -m pytest "$@"
     status=$?
 else
-    # Most tests start ranks, which are processes of their own and wait for each other: three at a time keep two
+    # Most tests start ranks, which are processes of their own and wait for each other: four at a time keep two
     # processors busy.
-    "$PY" -m pytest -n 3 --dist worksteal -m "not alone" || status=1
+    "$PY" -m pytest -n 4 --dist worksteal -m "not alone" || status=1
     # To collect all tests takes 15 s, so only from the files that have some.
     grep -rlZ --include='test_*.py' 'mark\.alone' tests | sort -z | xargs -0 "$PY" -m pytest -m alone || status=1
     # GPUs are kept out of processes that fork others: CUDA, once it is initialised, does not survive that.

@@ -171,6 +171,7 @@ def _stopped(rank: int) -> str:
     return "nothing"
 
 
+@pytest.mark.alone
 def test_a_rank_that_stops_is_named_by_where_it_is() -> None:
     for said in run_ranks(_stopped, 2):
         assert said.startswith("NCCL waits in vain on rank 0 (global rank 0 on")
@@ -183,6 +184,7 @@ def _compare(cp: ContextParallel, garbage: Any) -> None:
         cp.rank_state.compare("there", {})
 
 
+@pytest.mark.alone
 def test_the_others_end_and_name_the_rank_at_fault() -> None:
     first, second = run_ranks(_given_up, 2, True, {})
     for said in first[:3]:
