@@ -36,6 +36,8 @@ if [ $# -gt 0 ]; then
     "$PY" -m pytest "$@"
     status=$?
 else
+    # Where nothing has been imported yet, one process compiles what is, rather than each worker, and beside the types.
+    [ -d tests/__pycache__ ] || "$PY" -m pytest --collect-only -q >/dev/null
     # Most tests start ranks, which are processes of their own and wait for each other: four at a time keep two
     # processors busy.
     "$PY" -m pytest -n 4 --dist worksteal -m "not alone" || status=1

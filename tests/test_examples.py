@@ -46,17 +46,8 @@ def test_quickstart_help_and_bad_options_are_clear() -> None:
 
 @pytest.mark.slow
 def test_the_plain_pytorch_example_is_exact() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, "examples/plain_pytorch.py"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=ENVIRONMENT,
-    )
-    # gloo's threads now and then abort an orderly exit, which is after all that is asserted here.
-    assert done.returncode == 0 or "terminate called without an active exception" in done.stderr, done.stderr
+    done = launched(["examples/plain_pytorch.py"], ranks=4)
+    assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("relative errors")]
     assert all(float(error) < 2e-6 for error in line.split(":")[1].split())
     assert "'schedule': 'two_level_ring'" in done.stdout

@@ -176,7 +176,7 @@ def _waits(rank: int) -> str:
     """Rank 1 leaves out the backward pass of call 5, which is not compared on GPUs, and waits elsewhere."""
     mock.patch.multiple(watch, _SHORT_S=0.3, _PERIOD_S=0.2).start()  # until the process ends
     lines = _logged_lines()
-    cp = as_on_gpus(ContextParallel(dist.new_group([0, 1], timeout=timedelta(seconds=4)), late_after=1.0))
+    cp = as_on_gpus(ContextParallel(dist.new_group([0, 1], timeout=timedelta(seconds=2)), late_after=1.0))
     for step in range(5):
         cp.step(step)
         x = _x(step, 0)
@@ -184,7 +184,7 @@ def _waits(rank: int) -> str:
     try:
         if rank == 0:
             out.sum().backward()
-        time.sleep(6.0)
+        time.sleep(3.5)
     except RingError as error:
         return "\n".join([*lines, str(error)])
     return "nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -46,12 +47,16 @@ def _on_ranks(run: GptRun, recompute: str, share: float | str) -> list[tuple[Ste
     return run_ranks(_step, run.tp * run.pp * run.cp, asked)
 
 
+@functools.cache
+def _plain(name: str) -> list[tuple[StepResult, Any]]:
+    return _on_ranks(RUNS[name], "none", "none")
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: str) -> None:
-    plain = _on_ranks(RUNS[name], "none", "none")
     kept = _on_ranks(RUNS[name], recompute, "all")
-    for (result, sent), (expected, sent_plainly) in zip(kept, plain, strict=True):
+    for (result, sent), (expected, sent_plainly) in zip(kept, _plain(name), strict=True):
         assert sent == sent_plainly
         assert result.loss == pytest.approx(expected.loss, rel=1e-6)
         for parameter, grad in result.grads.items():
@@ -61,10 +66,9 @@ def test_a_step_sends_no_more_than_without_recomputation(name: str, recompute: s
 
 @pytest.mark.parametrize("name", ["tp2_cp2", "pp2_cp2", "mtp"])
 def test_what_is_kept_may_wait_on_the_host(name: str) -> None:
-    plain = _on_ranks(RUNS[name], "none", "none")
     with mock.patch.object(host_memory, "_LEAST_BYTES", 1), mock.patch.object(pages, "PAGE_BYTES", 64):
         parked = run_ranks(_parked, RUNS[name].tp * RUNS[name].pp * RUNS[name].cp, RUNS[name])
-    for (result, sent, parked_bytes), (expected, sent_plainly) in zip(parked, plain, strict=True):
+    for (result, sent, parked_bytes), (expected, sent_plainly) in zip(parked, _plain(name), strict=True):
         assert sent == sent_plainly
         assert parked_bytes > 0
         for parameter, grad in result.grads.items():
