@@ -24,7 +24,7 @@ lint() {
     [ -z "$failed" ]
 }
 
-# Beside the tests, which wait a third of their time; what it finds is printed after them.
+# Beside the tests; what it finds is printed after them.
 said=$(mktemp)
 lint >"$said" 2>&1 &
 linting=$!
