@@ -2,7 +2,6 @@
 
 import gc
 import os
-from contextlib import suppress
 from time import monotonic
 
 import pytest
@@ -14,17 +13,9 @@ _made_huge = 0.0
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide GPUs, since a process that has initialised CUDA cannot fork ranks; and let no rank interrupt another.
-
-    A thread of gloo's that wakes up interrupts its own rank in the middle of a message, finds the connection locked,
-    and tries again for some 3 ms. Where threads wait for their turn, as those of batch jobs do, a seventh of the
-    processor time of tests with several ranks is saved.
-    """
+    """Hide GPUs: a process that has initialised CUDA cannot fork ranks."""
     if config.option.markexpr not in ("gpu", "nccl"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    if config.option.markexpr != "alone" and hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # forbidden in some containers
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,9 +36,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Keep what was imported so far out of garbage collections, which took a tenth of the time of all tests."""
     if session.config.option.markexpr not in ("alone", "gpu", "nccl"):
-        from tests.support.one_device import use_one_device  # PyTorch with it, which workers have by now
+        from tests.support.gloo_threads import calm_gloo_threads  # imports PyTorch, as workers have by now
 
-        use_one_device()
+        calm_gloo_threads()
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # a further 6 % of tests/planning; also of the ranks that tests fork

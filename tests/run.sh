@@ -36,8 +36,6 @@ if [ $# -gt 0 ]; then
     "$PY" -m pytest "$@"
     status=$?
 else
-    # Where nothing has been imported yet, one process compiles what is, rather than each worker, and beside the types.
-    [ -d tests/__pycache__ ] || "$PY" -m pytest --collect-only -q >/dev/null
     # Most tests start ranks, which are processes of their own: of those with several ranks, three or four at a time on
     # two processors took 5 or 24 % longer than two, and 14 or 32 % more processor time.
     "$PY" -m pytest -n 2 --dist worksteal -m "not alone" || status=1

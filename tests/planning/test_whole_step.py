@@ -34,8 +34,8 @@ class Case:
     "case",
     [
         pytest.param(Case("llama3_8b", 1, 36.0, layers=2), marks=pytest.mark.slow),  # which takes heads in chunks
-        pytest.param(Case("llama3_8b", 1, 56.0, layers=4), marks=pytest.mark.slow),
-        pytest.param(Case("qwen3_14b", 4, 54.0, layers=8), marks=pytest.mark.slow),
+        pytest.param(Case("llama3_8b", 1, 56.0, layers=8), marks=pytest.mark.slow),
+        pytest.param(Case("qwen3_14b", 4, 54.0), marks=pytest.mark.slow),
         pytest.param(Case("llama3_8b", 4, 76.0), marks=pytest.mark.slow),
     ],
     ids=str,
