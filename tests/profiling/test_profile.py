@@ -77,6 +77,7 @@ def _with_a_slow_rank(rank: int, path: Path) -> dict[str, Any]:
     return {"peers": profile.summary.slowest_peers, "slowest": everyone.slowest, "text": f"{profile}\n{everyone}"}
 
 
+@pytest.mark.alone
 def test_a_slow_rank_is_named_and_the_numbers_add_up(tmp_path: Path) -> None:
     """2 x 2 ranks: those next to the slow one see it; the one opposite needs what the others saw."""
     found = run_ranks(_with_a_slow_rank, 4, tmp_path)
