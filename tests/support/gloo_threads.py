@@ -21,8 +21,8 @@ def calm_gloo_threads() -> None:
     has to end. Megatron makes some thirty: on four ranks their threads took an eighth of the time of its tests.
 
     A thread that wakes up interrupts its own rank in the middle of a message, finds the connection locked, and tries
-    again for some 3 ms. Threads of batch jobs do not interrupt, nor do those of idle priority that tests/run.sh starts: a
-    seventh less processor time with several ranks.
+    again for some 3 ms. Threads of batch jobs do not interrupt, nor do those of idle priority, as tests/run.sh has
+    them: a seventh less processor time with several ranks.
     """
     if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) != os.SCHED_IDLE:
         with suppress(OSError):  # forbidden in some containers
