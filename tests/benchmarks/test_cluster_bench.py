@@ -363,7 +363,7 @@ def test_rows_have_the_load_of_their_own_setting(monkeypatch: pytest.MonkeyPatch
     assert (found.busy, found.load["stolen"]) == (True, 0.1), "the heaviest"
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.netns
 @pytest.mark.skipif(EmulatedCluster.unavailable() is not None, reason=f"{EmulatedCluster.unavailable()}")
 @pytest.mark.parametrize("documents", [(), ("--documents", "32", "--sigmas", "1")], ids=["whole", "packed"])

@@ -96,6 +96,7 @@ def test_a_ring_names_the_rank_whose_results_are_wrong() -> None:
     assert "kernel torch_cpu" in wrong.text
 
 
+@pytest.mark.alone
 def test_a_ring_names_the_rank_that_raises_and_ends_the_section() -> None:
     first, _ = run_ranks(_rings, 2, _raises, timeout_s=10.0)
     assert [each.verdict for each in first] == [FAILED, NOT_SHOWN]
@@ -127,6 +128,7 @@ def _without_a_wait(rank: int) -> list[Finding]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_missing_wait_is_found_and_the_rank_named() -> None:
     first, _ = run_ranks(_without_a_wait, 2, timeout_s=10.0)
     assert first[0].verdict == FAILED

@@ -222,6 +222,7 @@ def _broken_and_on(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.alone
 def test_a_broken_ring_does_not_come_to_the_next_comparison() -> None:
     """Where the others wait for its part of the pass, on GPUs without a word."""
     first, second = run_ranks(_broken_and_on, 2, timeout_s=30.0)
@@ -705,6 +706,7 @@ def _refused_here_alone(rank: int) -> list[str]:
     return said
 
 
+@pytest.mark.alone
 def test_a_call_that_one_rank_alone_refuses_ends_its_ring() -> None:
     """Else its next call would meet the others' last one, and mix two batches."""
     first, second = run_ranks(_refused_here_alone, 2, timeout_s=30.0)

@@ -138,6 +138,7 @@ def _late(rank: int) -> bool:
     return all(right)
 
 
+@pytest.mark.alone
 def test_ranks_that_are_late_for_the_first_call_of_a_ring_are_waited_for() -> None:
     assert run_ranks(_late, 4) == [True] * 4
 
@@ -210,6 +211,7 @@ def _closes_after_a_rank_has_gone(rank: int) -> None:
         cp.close()
 
 
+@pytest.mark.alone
 def test_closing_after_a_rank_has_gone_says_so() -> None:
     first = run_ranks_outcomes(_closes_after_a_rank_has_gone, 2, timeout_s=30.0)[0]
     assert (

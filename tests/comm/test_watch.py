@@ -50,6 +50,7 @@ def test_a_rank_that_waits_is_told_who_gave_up_and_why(store: dist.Store, caplog
     del watches
 
 
+@pytest.mark.alone
 def test_where_nccl_waits_in_vain_all_ranks_end_and_hear_where_each_has_come_to(store: dist.Store) -> None:
     ended: dict[int, str] = {}
 
