@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package: each would compile it
 PY=$(bash examples/environment.sh test) || exit 1
 
-# Before what gets out of the way at once of tests that measure time.
+# Before all that gets out of the way at once of tests that measure time, and of whatever else this machine does.
 idle=""
 chrt --idle 0 true 2>/dev/null && idle="chrt --idle 0"
 
@@ -47,7 +47,7 @@ else
     # Most tests start ranks, which are processes of their own: of those with several ranks, three or four at a time on
     # two processors took 5 or 24 % longer than two, and 14 or 32 % more processor time.
     others() { $idle "$PY" -m pytest -n 2 --dist worksteal -m "not alone"; }
-    if [ -n "$idle" ]; then # those that measure time leave the processors to others four fifths of it
+    if [ -n "$idle" ]; then # those that measure time use a quarter of the processors
         time_tests >"$said/time" 2>&1 &
         timing=$!
         others || status=1

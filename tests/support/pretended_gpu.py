@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -34,17 +34,12 @@ from burst_plugin.comm.consistency import ConsistencyCheck
 from burst_plugin.kernels.protocol import Queries
 from burst_plugin.kernels.torch_flash import TorchFlashKernel
 from burst_plugin.topology import Topology
-from tests.support.fake_gpu import GPU, fake_driver
+from tests.support.fake_gpu import GPU, FakeOperators, fake_driver
 
 __all__ = ["answers_of_other_ranks", "import_beforehand", "pretended_gpus", "values"]
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _ATEN = torch.ops.aten
-_OF_ONE = {  # of which most calls are, and which need not be looked up with all that fake tensors remember
-    *(_ATEN.slice.Tensor, _ATEN.alias.default, _ATEN.detach.default, _ATEN.view.default, _ATEN.transpose.int),
-    *(_ATEN.t.default, _ATEN.unsqueeze.default, _ATEN._unsafe_view.default, _ATEN.select.int, _ATEN.view.dtype),
-    *(_ATEN.as_strided.default, _ATEN.new_empty.default, _ATEN.empty_like.default, _ATEN.clone.default),
-}
 _MESSAGES = {torch.ops.c10d.send.default, torch.ops.c10d.recv_.default}  # by the thousand; they make nothing
 _IN_PLACE = {_ATEN.add_.Tensor, _ATEN.copy_.default, _ATEN.mul_.Tensor, _ATEN.zero_.default}
 _OF_VALUES = (torch.tensor, torch.as_tensor)
@@ -142,7 +137,7 @@ def _said(device: Any, kind: str | None) -> Any:
     return {"cuda": _META, "meta": _CPU}.get(kind or "", device)
 
 
-class _Operators(FakeTensorMode):
+class _Operators(FakeOperators):
     """Says "cuda" to fake tensors where C++ says "meta", and reads numbers that are not there."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,9 +150,6 @@ class _Operators(FakeTensorMode):
         if func in _MESSAGES:
             with in_kernel_invocation_manager(self):
                 return func(*args, **kwargs)
-        if func in _OF_ONE and isinstance(args[0], FakeTensor) and "device" not in kwargs:
-            with in_kernel_invocation_manager(self):
-                return FakeTensor(self, func(*args, **kwargs), args[0].fake_device)
         if func in _IN_PLACE and isinstance(args[0], FakeTensor):
             return args[0]
         if func is _ATEN.mm.default or func is _ATEN.mm.dtype:
