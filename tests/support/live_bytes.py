@@ -10,7 +10,7 @@ Counts storages, each once however many views there are. What a kernel allocates
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 __all__ = ["LiveBytes"]
 
@@ -78,10 +77,9 @@ class LiveBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.counts:
             return out
-        made = (out,) if isinstance(out, Tensor) else tree_leaves(out)
-        new = [x for x in made if isinstance(x, Tensor) and self._is_new(x)]
+        new = [x for x in _tensors((out,)) if self._is_new(x)]
         if new:
-            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            given = {x.untyped_storage()._cdata for x in _tensors((*args, *(kwargs or {}).values()))}
             for x in new:
                 self._note(x, given)
         if self._most > self.peak and self.now > self.peak:
@@ -104,3 +102,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _forget_the_dead(self) -> None:
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield those that operators take and return: tensors, and lists of them."""
+    for each in values:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
