@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the package: each would compile it
 PY=$(bash examples/environment.sh test) || exit 1
 
-# Before all that gets out of the way at once of tests that measure time, and of whatever else this machine does.
+# What starts with this has idle priority: whatever else wants a processor, such as tests that measure time, gets it.
 idle=""
 chrt --idle 0 true 2>/dev/null && idle="chrt --idle 0"
 
@@ -31,7 +31,7 @@ lint() {
 # The tensors are small: threads would wait for each other rather than work.
 export OMP_NUM_THREADS=1
 
-# These measure time, or wait for a short one. To collect all tests takes 15 s, so only from the files that have some.
+# Those that measure time, or wait for seconds. To collect all tests takes 15 s, so only from the files that have some.
 time_tests() {
     grep -rlZ --include='test_*.py' 'mark\.alone' tests | sort -z | xargs -0 "$PY" -m pytest -m alone
 }
