@@ -130,7 +130,7 @@ def _sizes(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_files_and_functions_are_short() -> None:
-    limits = {"lines of a file": 320, "parameters": 7, "lines": 45}
+    limits = {"lines of a file": 500, "parameters": 7, "lines": 50}
     # Users call the first by keywords; the second takes what TRL's method takes.
     longer = {"parameters of burst_attention", "parameters of __call__"}
     found = [
