@@ -130,14 +130,33 @@ _IRRELEVANT = frozenset(
     wgrad_deferral_limit overlap_p2p_comm_warmup_flush microbatch_group_size_per_vp_stage mtp_standalone
     cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
     cpu_offloading_double_buffering barrier_with_L1_time max_seqlen_per_dp_cp_rank
+    moe_extended_tp tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs
+    tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
+    tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
+    moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_layer_freq
+    moe_ffn_hidden_size moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay
+    moe_router_topk_limited_devices moe_router_padding_for_quantization moe_router_padding_for_fp8
+    moe_router_num_groups moe_router_group_topk moe_router_pre_softmax moe_router_topk_scaling_factor
+    moe_router_score_function moe_router_dtype moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_router_force_load_balancing moe_grouped_gemm moe_use_legacy_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
+    moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend
+    moe_per_layer_logging moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy
+    moe_layer_recompute moe_permute_fusion moe_router_fusion moe_apply_probs_on_input moe_latent_size
+    moe_deepep_num_sms moe_hybridep_num_sms mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     """.split()  # noqa: SIM905
 )
-_IRRELEVANT_FAMILIES = ("moe_", "mamba_", "tp_comm_", "dsa_", "linear_")  # the last two only with a refused variant
+_OF_REFUSED_VARIANTS = frozenset(
+    """
+    dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads
+    """.split()  # noqa: SIM905
+)
 
 
 def is_irrelevant(name: str) -> bool:
     """Return whether a field has no bearing on core attention."""
-    return name in _IRRELEVANT or name.startswith(_IRRELEVANT_FAMILIES) or newer_and_irrelevant(name)
+    return name in _IRRELEVANT or name in _OF_REFUSED_VARIANTS or newer_and_irrelevant(name)
 
 
 def is_hybrid(config: Any) -> bool:

@@ -57,26 +57,71 @@ def _group_of(model: Any) -> dist.ProcessGroup:
 
 
 def _main_loss(registry: Registry, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Do what `forward_step_calc_loss` does, with a loss that is scaled so that its division comes out right."""
+    """Compute a loss by `forward_step_calc_loss`, scaled so that Megatron's division of it comes out right.
+
+    Raises ValueError for two values of which Megatron would make wrong gradients.
+    """
     given = inspect.signature(original).bind(*args, **kwargs)
     config, loss_func = given.arguments["config"], given.arguments["loss_func"]
     if loss_func is not None and registry.identity.computes_edges:
         given.arguments["loss_func"] = partial(_of_all_edges, loss_func)
         return original(*given.args, **given.kwargs)
-    if loss_func is None or config.calculate_per_token_loss or not _weighs(config):
+    if loss_func is None or not asks_for_burst(config):
         return original(*args, **kwargs)
-    group = _group_of(given.arguments["model"])
+    model = given.arguments["model"]
 
     def scaled(output: Tensor, **options: Any) -> Any:
-        found = loss_func(output, **options)
-        if options or len(found) != 3:  # not a loss, or one that is a mean already
-            return found
-        loss, count, reported = found
+        values = loss_func(output, **options)
+        if options:  # what a script collects besides losses
+            return values
+        if len(values) == 2:
+            _check_mean(registry, values[0], config, model)
+            return values
+        if config.calculate_per_token_loss or is_hybrid(config):
+            return values
+        loss, count, reported = values
+        group = _group_of(model)
         total = _over_ranks(registry, "the loss", count.to(loss.device), group).clamp(min=1)
         return loss * (count.clamp(min=1) * group.size() / total), count, reported
 
     given.arguments["loss_func"] = scaled
     return original(*given.args, **given.kwargs)
+
+
+_THREE_VALUES = "return three, (the sum of this rank's losses, its number of tokens, reported)"
+
+
+def _check_mean(registry: Registry, loss: Tensor, config: Any, model: Any) -> None:
+    """Raise ValueError on every rank unless a loss without a number of tokens is one that all ranks have in common.
+
+    Megatron multiplies it by the context-parallel ranks, over which it takes the mean of gradients then, or their sum
+    with `--calculate-per-token-loss`. Ranks compare their losses: on CPUs in every step, on GPUs, where that stalls
+    the host, in steps 1, 2, 4, 8, ..., unless the strategy says check="always".
+    """
+    if config.calculate_per_token_loss or is_hybrid(config):
+        options = "hybrid_context_parallel=True"
+        if not is_hybrid(config):
+            options = f"calculate_per_token_loss=True and context_parallel_size={config.context_parallel_size}"
+        raise ValueError(
+            f"the loss function returned two values, (loss, reported), with {options}: Megatron would multiply "
+            f"gradients by the number of ranks, and not divide them by tokens; {_THREE_VALUES}"
+        )
+    group = _group_of(model)
+    ring = next((ring for ring in registry.rings() if ring.group is group), None)
+    if ring is None or not torch.is_grad_enabled() or not registry.is_due(ring, "loss", cheap=not loss.is_cuda):
+        return
+    ring.meet("the loss")
+    bounds = torch.stack([loss.detach(), -loss.detach()]).float()
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    highest, lowest = bounds[0].item(), -bounds[1].item()
+    if highest - lowest > max(1e-5, torch.finfo(loss.dtype).eps) * max(abs(highest), abs(lowest)):
+        raise ValueError(
+            f"the loss function returned two values, (loss, reported), and losses of context_parallel_size="
+            f"{group.size()} ranks differ, from {lowest:.6g} to {highest:.6g}. Megatron takes such a loss for one "
+            f"that all ranks of a sequence have in common: gradients of means over a rank's own tokens would be "
+            f"{group.size()} times too large. Either {_THREE_VALUES}; or return the mean over the tokens of all "
+            "ranks, which is the same on each"
+        )
 
 
 def _of_all_edges(loss_func: Callable[..., Any], output: Tensor, **options: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import prod
@@ -54,7 +54,7 @@ class Registry:
         self.tree: PrefixTree | None = None  # of the rollouts that a model computes
         self._contexts: dict[dist.ProcessGroup | None, ContextParallel] = {}
         self._of_microbatches: set[dist.ProcessGroup | None] = set()
-        self._calls_with_mask: Counter[tuple[ContextParallel, Mask]] = Counter()
+        self._compared: Counter[tuple[ContextParallel, Hashable]] = Counter()
         self._chosen: dict[tuple[Rows | PrefixTree, int], Tokens] = {}  # the latest
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Registry:
@@ -153,7 +153,7 @@ class Registry:
                 cp.release()
         self._contexts.clear()
         self._of_microbatches.clear()
-        self._calls_with_mask.clear()
+        self._compared.clear()
         self._chosen.clear()
         self.identity = Identity()
         self.documents = MicrobatchDocuments()
@@ -208,9 +208,14 @@ class Registry:
         Each mask is checked once. On GPUs, where checking stalls the host, only those of calls 1, 2, 4, 8, ... are,
         unless the strategy says check="always".
         """
-        self._calls_with_mask[cp, mask] += 1
+        is_due = self.is_due(cp, mask, cheap=False)
         if not attention_mask.is_cuda or cp.strategy.check == "always":
             self.tensor_cache.get(attention_mask, mask, lambda: check_same(cp, attention_mask, mask), layer)
-        elif cp.strategy.check_is_due(self._calls_with_mask[cp, mask], cheap=False):
+        elif is_due:
             # Not by the cache: this is collective, so it has to be the same calls on every rank.
             check_same(cp, attention_mask, mask)
+
+    def is_due(self, cp: ContextParallel, of: Hashable, *, cheap: bool) -> bool:
+        """Count a comparison of the ranks of a ring, and return whether they make it. `cheap`: it stalls nothing."""
+        self._compared[cp, of] += 1
+        return cp.strategy.check_is_due(self._compared[cp, of], cheap)

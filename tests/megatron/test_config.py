@@ -160,10 +160,14 @@ def test_a_field_of_a_newer_megatron_is_told_of_if_it_is_set() -> None:
     class Newer:
         num_layers: int = 1
         attention_twist: float = 0.0
+        mtp_num_layers: int = 0
+        mtp_twist: float = 0.0  # a name that begins as others which have no bearing on attention
+        moe_router_twist: float = 0.0
 
     assert unknown_fields(Newer()) == []
-    assert unknown_fields(Newer(num_layers=3)) == []
-    assert unknown_fields(Newer(attention_twist=0.5)) == ["attention_twist"]
+    assert unknown_fields(Newer(num_layers=3, mtp_num_layers=1)) == []
+    for name in ("attention_twist", "mtp_twist", "moe_router_twist"):
+        assert unknown_fields(Newer(**{name: 0.5})) == [name]
 
 
 def test_unknown_options_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,3 +195,63 @@ def test_losses_that_count_sequences_stay_as_they_are() -> None:
     expected = run_ranks(_counting_sequences, 1, ONE_RANK)[0]
     for result in run_ranks(_counting_sequences, 2, replace(ONE_RANK, cp=2, cp_comm_type="burst")):
         assert_same(result, expected)
+
+
+def sum_and_count(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return loss_of(mask, output)
+
+
+def mean_of_a_rank(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total, count, reported = loss_of(mask, output)
+    return total / count.clamp(min=1), reported
+
+
+def mean_of_all_ranks(mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A loss that ranks have in common, of which each has the gradient of its own tokens."""
+    from megatron.core import parallel_state
+
+    total, count, reported = loss_of(mask, output)
+    of_all = torch.stack([total.detach(), count.to(total.dtype)])
+    torch.distributed.all_reduce(of_all, group=parallel_state.get_context_parallel_group())
+    return (total + (of_all[0] - total).detach()) / of_all[1], reported
+
+
+LOSSES = (sum_and_count, mean_of_a_rank, mean_of_all_ranks)
+Combination = tuple[str, bool]  # the loss function, and whether the loss is per token
+
+
+def _of_every_combination(rank: int, run: GptRun) -> dict[Combination, StepResult | str]:
+    """Return what each loss function gives, per token and not, with unequal numbers of tokens; or its error."""
+    results: dict[Combination, StepResult | str] = {}
+    for loss in LOSSES:
+
+        def step(data: Iterator[Batch], model: Any, loss: Any = loss) -> tuple[torch.Tensor, Any]:
+            batch = cut_batch(next(data))
+            mask = batch["loss_mask"] * (batch["labels"] >= 40)
+            return _run(batch, mask, model)[0], partial(loss, mask)
+
+        for per_token in (False, True):
+            try:
+                result: StepResult | str = one_step(replace(run, per_token_loss=per_token), random_tokens(run), step)
+            except ValueError as error:
+                result = str(error)
+            results[loss.__name__, per_token] = result
+    return results
+
+
+def test_loss_functions_of_two_or_three_values_equal_one_rank_or_are_refused() -> None:
+    expected = run_ranks(_of_every_combination, 1, ONE_RANK)[0]
+    for cp in (2, 4):
+        for results in run_ranks(_of_every_combination, cp, replace(ONE_RANK, cp=cp, cp_comm_type="burst")):
+            for how in (("sum_and_count", False), ("sum_and_count", True), ("mean_of_all_ranks", False)):
+                assert_same(results.pop(how), expected[how])
+            for loss in ("mean_of_a_rank", "mean_of_all_ranks"):
+                said = results.pop((loss, True))
+                assert (
+                    f"two values, (loss, reported), with calculate_per_token_loss=True and context_parallel_size={cp}"
+                    in said
+                )
+            said = results.pop(("mean_of_a_rank", False))
+            assert f"losses of context_parallel_size={cp} ranks differ" in said
+            assert "return three, (the sum of this rank's losses, its number of tokens, reported)" in said
+            assert not results
