@@ -134,6 +134,7 @@ def _choose_core_attention(
     _refuse_other_attention(config, adapter.registry.layout)
     if asks_for_burst(config):
         submodules = copy.copy(submodules)
+        _refuse_local_rolls(config, adapter.registry.layout)
         _refuse_other_mixers(config, adapter.registry.layout, submodules)
         for name, spec in vars(submodules).items():
             if name in ("self_attention", "cross_attention"):
@@ -175,6 +176,15 @@ def _refuse_other_attention(config: Any, layout: str) -> None:
         raise ValueError(
             f"layout={layout!r} needs cp_comm_type='burst' in all layers, got {config.cp_comm_type!r}: Megatron's "
             "own context parallelism takes batches to be cut in zigzag; use --burst-layout zigzag"
+        )
+
+
+def _refuse_local_rolls(config: Any, layout: str) -> None:
+    """Raise ValueError for hidden states that Megatron rolls inside ranks whose tokens are not consecutive."""
+    if getattr(config, "mtp_hsm", False) and config.sequence_parallel and layout != MEGATRONS_OWN:
+        raise ValueError(
+            f"mtp_hsm=True with sequence_parallel=True is not supported with layout={layout!r}: Megatron takes "
+            "tokens of a rank for consecutive ones; use --burst-layout zigzag, or drop one of these flags"
         )
 
 

@@ -22,6 +22,7 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    layers,
 )
 from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
@@ -213,7 +214,7 @@ class ChunkedLoss:
         assert weight is not None
         bias = None if layer.skip_bias_add else layer.bias
         head = Head(
-            logits.after(lambda rows: linear(rows, weight, bias)),
+            logits.after(partial(_logits, weight=weight, bias=bias, dtype=getattr(layer, "output_dtype", None))),
             chunk=self.chunk,
             group=layer.tp_group if layer.tp_group.size() > 1 else None,
             parameters=[each for each in (weight, bias) if each is not None],
@@ -230,3 +231,26 @@ class ChunkedLoss:
         else:
             whole = copy_to_tensor_model_parallel_region(hidden, group=layer.tp_group)
         return whole
+
+
+def _logits(rows: Tensor, *, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Return logits in `dtype` (`--output-logit-dtype`), by the product that Megatron computes whole ones with."""
+    if dtype in (None, rows.dtype):
+        return linear(rows, weight, bias)
+    with torch.no_grad():
+        logits: Tensor = layers._linear_forward(rows, weight, bias, dtype)
+    if torch.is_grad_enabled():
+        logits = _WithGradientOf.apply(linear(rows, weight, bias), logits)  # type: ignore[no-untyped-call]
+    return logits
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """Logits that hand their gradient on to logits of the type of hidden states, as Megatron casts it."""
+
+    @staticmethod
+    def forward(ctx: Any, rounded: Tensor, logits: Tensor) -> Tensor:
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None  # cast by autograd

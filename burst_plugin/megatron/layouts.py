@@ -20,10 +20,11 @@ from megatron.core.transformer import multi_token_prediction
 from torch import Tensor
 
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
-from burst_plugin.megatron.arguments import cuts_documents_as_one, resets_attention_mask
+from burst_plugin.megatron.arguments import PACKS, cuts_documents_as_one, flag_of, resets_attention_mask
 from burst_plugin.megatron.batch_repairs import WANT_TE, cut_packed, functions_that_cut
 from burst_plugin.megatron.packed import assign_by, by_document, layout_of
 from burst_plugin.megatron.registry import Registry
+from burst_plugin.megatron.rolled import roll_left
 from burst_plugin.sequence.layout import Tokens, positions
 from burst_plugin.strategy import AUTO
 
@@ -32,6 +33,7 @@ __all__ = ["MEGATRONS_OWN", "follow_layout"]
 MEGATRONS_OWN = "zigzag"
 # Entries of a batch without one value per token.
 _NOT_BY_TOKEN = frozenset({"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"})
+_ROLLS_LOCALLY = "_packed_seq_params_for_local_hsm_roll"  # since 0.20
 _POSITIONS = "_burst_plugin_positions"  # an attribute of the offsets of packed documents
 
 
@@ -50,6 +52,8 @@ def follow_layout(registry: Registry) -> str:
     wrap(YarnRotaryEmbedding, "get_cached_cos_sin", cuts.fused_tables)
     wrap(GPTModel, "_preprocess", cuts.look_at_batch)
     wrap_everywhere(multi_token_prediction, "roll_tensor", cuts.roll)
+    if hasattr(multi_token_prediction, _ROLLS_LOCALLY):
+        wrap(multi_token_prediction, _ROLLS_LOCALLY, cuts.local_documents)
     assign_by(registry.packed_tokens)
     return "batches, rotary embedding and labels of token prediction are cut by the layout of the ring"
 
@@ -250,28 +254,50 @@ class _Cuts:
             )
         return original(embedding, *args, **kwargs)
 
-    def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def roll(self, original: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Roll what is cut over a group as one rank rolls the whole; return this rank's part of it, and its sum.
 
-        Collective, without gradient, as Megatron's own.
+        Collective, with gradient, which Megatron's own does not send to the rank that a row came from.
         """
         given = inspect.signature(original).bind(*args, **kwargs)
         given.apply_defaults()
-        local, dim, group = (given.arguments[name] for name in ("tensor", "dims", "cp_group"))
+        local, shifts, dim, group = (given.arguments[name] for name in ("tensor", "shifts", "dims", "cp_group"))
         packed = given.arguments["packed_seq_params"]
-        if local is None or not (self._apply_to(group) if packed is None else self._apply_to_packed(group)):
+        if local is None or group is None or group.size() == 1:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
-        length = local.shape[dim] * group.size()
+        cuts_otherwise = self._apply_to(group) if packed is None else self._apply_to_packed(group)
+        if not cuts_otherwise and not (local.requires_grad and torch.is_grad_enabled()):
+            return original(*args, **kwargs)  # type: ignore[no-any-return]
+        if shifts != -1:
+            raise ValueError(f"shifts={shifts} is not supported over context-parallel ranks; roll by -1")
+        length, ends = local.shape[dim] * group.size(), None
         if packed is None:
             tokens = self._registry.tokens_of_batch(length, group.size())
         else:
-            tokens = self._documents(_starts(packed), length, group)
-        shards = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(shards, local.contiguous(), group=group)
-        given.arguments.update(tensor=layout_of(tokens).unshard(shards, dim, tokens), cp_group=None)
-        rolled, _ = original(*given.args, **given.kwargs)
-        mine = _cut(rolled, dim, tokens, group)
-        return mine, mine.sum()
+            starts = _starts(packed).flatten()
+            ends = starts[1:]
+            if cuts_otherwise:
+                tokens = self._documents(starts, length, group)
+            else:
+                tokens = by_document(tuple(starts.tolist()), group.size())
+        rolled = roll_left(local, dim, tokens, group, ends)
+        return rolled, rolled.sum() if given.arguments.get("return_sum", True) else None
+
+    def local_documents(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return where documents begin in a rank's own tokens, inside which Megatron rolls mixed hidden states.
+
+        It does so with sequence parallelism, and for padded documents. Raises ValueError if documents are not cut in
+        zigzag, each on its own, as Megatron takes them to be.
+        """
+        group = inspect.signature(original).bind(*args, **kwargs).arguments["cp_group"]
+        if self._apply_to_packed(group):
+            cut = f"layout={self._registry.layout!r}" if self._apply_to(group) else flag_of(PACKS)
+            raise ValueError(
+                f"mtp_hsm=True on packed documents is not supported with {cut} where sequence_parallel=True, or "
+                "where documents are padded: Megatron takes each to be cut in zigzag on its own; drop --mtp-hsm, or "
+                "--sequence-parallel and the padding"
+            )
+        return original(*args, **kwargs)
 
 
 def _group(given: Any) -> Any:

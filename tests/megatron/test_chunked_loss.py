@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import multi_token_prediction
+from torch import Tensor
 
 from burst_plugin import Strategy
+from burst_plugin.activations.deferred_logits import DeferredLogits
+from burst_plugin.megatron.chunked_loss import ChunkedLoss
 from tests.megatron.test_model_parity import MTP, check_equal, first_token_masked
 from tests.support.largest import LargestLogits
 from tests.support.megatron_gpt import (
@@ -108,6 +112,44 @@ def test_bfloat16_is_as_exact_as_with_whole_logits() -> None:
         float((run_ranks(_low, 2, [run])[0][0] - truth).norm() / truth.norm()) for run in (in_chunks(low), low)
     )
     assert 1e-4 < chunked <= 1.2 * whole
+
+
+class _OneRank:
+    def size(self) -> int:
+        return 1
+
+
+def test_logits_of_a_type_of_their_own_are_not_rounded_to_that_of_hidden_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with --output-logit-dtype fp32 on Megatron's main, whose product needs Transformer Engine."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype) @ weight.to(dtype).t()
+
+    monkeypatch.setattr(layers, "_linear_forward", product, raising=False)
+    generator = torch.manual_seed(0)
+    hidden = (4 * torch.randn(9, 2, 16, generator=generator)).bfloat16().requires_grad_()
+    weight = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(40, (2, 9), generator=generator)
+    layer = SimpleNamespace(
+        output_dtype=torch.float32, skip_bias_add=False, bias=None, sequence_parallel=False, tp_group=_OneRank()
+    )
+    losses = ChunkedLoss(layer, CHUNK)(labels, DeferredLogits(hidden, "", weight))
+    losses.sum().backward()
+
+    logits = product(hidden.detach(), weight.detach(), None, torch.float32).requires_grad_()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.t().flatten(), reduction="none")
+    expected.sum().backward()
+    torch.testing.assert_close(losses, expected.view(9, 2).t(), rtol=1e-6, atol=1e-6)
+    assert logits.grad is not None
+    grad = logits.grad.bfloat16().flatten(0, 1)  # Megatron casts it to the type of hidden states
+    for found, truth in (
+        (hidden.grad, grad @ weight.detach()),
+        (weight.grad, grad.t() @ hidden.detach().flatten(0, 1)),
+    ):
+        assert found is not None
+        assert float((found.flatten() - truth.flatten()).norm() / truth.norm()) < 2**-8  # bfloat16's
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

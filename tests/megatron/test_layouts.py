@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from burst_plugin import Causal, Documents, Strategy, Topology
-from burst_plugin.megatron import cpu, install, packed_indices
+from burst_plugin.megatron import cpu, install, layouts, packed_indices
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.ring import load_balance
 from burst_plugin.ring.routes import RouteTable
@@ -294,6 +295,110 @@ def test_what_token_prediction_rolls_is_rolled_as_a_whole(layout: str) -> None:
             assert got.shape == (1, 12)
             assert torch.equal(got, expected)
             assert total == got.sum()
+
+
+EVEN_STARTS = (0, 16, 24, 48)  # in zigzag every document is cut over four ranks on its own
+HIDDEN = (2, 3, 48)  # two histories, of hidden states of three numbers
+Roll = tuple[str, torch.Tensor, torch.Tensor]  # what was rolled, what came out, and what one rank has of it
+
+
+def _rolled_with_gradients(rank: int, layout: str) -> list[Roll]:
+    """Roll hidden states of sequences, of documents, and of documents that are cut as one; return gradients, too."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import multi_token_prediction
+
+    join(over(TWO_LAYERS, layout))
+    group, whole = parallel_state.get_context_parallel_group(), torch.randn(HIDDEN, generator=torch.manual_seed(0))
+    upstream = torch.randn(HIDDEN, generator=torch.manual_seed(1))
+    of_sequence = cut_batch({"tokens": torch.arange(48)[None]})["tokens"][0]
+    starts = EVEN_STARTS if layout == "zigzag" else STARTS
+    packed = PackedSeqParams("thd", *[torch.tensor(starts)] * 4)
+    rows_of = {"sequence": of_sequence, "documents": packed_indices(starts, 4, rank)}
+    if layout == "zigzag":
+        rows_of["documents as one"] = of_sequence
+    rolls: list[Roll] = []
+    for kind, rows in rows_of.items():
+        params = None if kind == "sequence" else packed
+        one, own = whole.clone().requires_grad_(), whole[..., rows].clone().requires_grad_()
+        expected, _ = multi_token_prediction.roll_tensor(one, packed_seq_params=params)
+        expected.backward(upstream)
+        with mock.patch.multiple(layouts, cuts_documents_as_one=lambda kind=kind: kind == "documents as one"):
+            rolled, _ = multi_token_prediction.roll_tensor(own, cp_group=group, packed_seq_params=params)
+        rolled.backward(upstream[..., rows])
+        assert one.grad is not None
+        assert own.grad is not None
+        rolls += [
+            (kind, rolled.detach(), expected[..., rows].detach()),
+            (f"{kind}, grad", own.grad, one.grad[..., rows]),
+        ]
+    return rolls
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous", "auto"])
+def test_hidden_states_are_rolled_with_the_gradient_of_one_rank(layout: str) -> None:
+    for rolls in run_ranks(_rolled_with_gradients, 4, layout):
+        assert len(rolls) == (6 if layout == "zigzag" else 4)
+        for kind, rolled, expected in rolls:
+            assert torch.equal(rolled, expected), kind
+
+
+def _rolled_without_sum(rank: int) -> list[Any]:
+    join(over(TWO_LAYERS, "striped", cp=2))
+    cuts, seen = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.tensor([[True, False, True, True]])
+
+    def roll_tensor(
+        tensor: Any,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        return_sum: bool = True,
+    ) -> Any:
+        raise AssertionError("Megatron's own function rolls in zigzag")
+
+    group = torch.distributed.group.WORLD
+    return [
+        cuts.roll(roll_tensor, seen[:, rank::2], cp_group=group, return_sum=return_sum)
+        for return_sum in (True, False)
+    ]
+
+
+def test_sums_of_what_is_rolled_are_left_out_on_request() -> None:
+    for rank, ((rolled, total), (again, nothing)) in enumerate(run_ranks(_rolled_without_sum, 2)):
+        assert rolled.tolist() == again.tolist() == [[[False, True], [True, False]][rank]]
+        assert total == 1
+        assert nothing is None
+
+
+def _mixed_hidden_states(rank: int) -> list[str]:
+    """Return what is said of hidden states that Megatron rolls inside ranks that hold other tokens than in zigzag."""
+    from burst_plugin.megatron.adapter import _refuse_local_rolls
+
+    join(over(TWO_LAYERS, "striped", cp=2))
+    config = types.SimpleNamespace(mtp_hsm=True, sequence_parallel=True)
+    cuts, group = layouts._Cuts(Registry(Strategy(layout="striped"))), torch.distributed.group.WORLD
+
+    def in_own_tokens(packed_seq_params: Any, local_seq_length: int, cp_group: Any, tp_group: Any) -> None:
+        """Stand in for Megatron's function of main."""
+
+    said = []
+    for call in (
+        lambda: _refuse_local_rolls(config, "striped"),
+        lambda: cuts.local_documents(in_own_tokens, None, 4, cp_group=group, tp_group=None),
+    ):
+        with pytest.raises(ValueError, match=r"mtp_hsm=True") as error:
+            call()
+        said.append(str(error.value))
+    _refuse_local_rolls(config, "zigzag")
+    return said
+
+
+def test_hidden_states_that_megatron_rolls_inside_ranks_need_zigzag() -> None:
+    for of_sequences, of_documents in run_ranks(_mixed_hidden_states, 2):
+        assert "with sequence_parallel=True is not supported with layout='striped'" in of_sequences
+        assert "mtp_hsm=True on packed documents is not supported with layout='striped'" in of_documents
 
 
 def _refused(rank: int) -> list[str]:
