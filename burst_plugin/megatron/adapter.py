@@ -34,6 +34,7 @@ from burst_plugin.megatron.chunked_loss import follow_losses
 from burst_plugin.megatron.chunked_mlp import chunk_mlp
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid, spreads_sequences
 from burst_plugin.megatron.core_attention import BurstCoreAttention
+from burst_plugin.megatron.distillation import stamp_logits
 from burst_plugin.megatron.documents import follow_documents
 from burst_plugin.megatron.even_microbatches import add_flag, follow_flag
 from burst_plugin.megatron.flag_checks import refuse_flags
@@ -283,6 +284,7 @@ def _make_ring(adapter: Adapter, original: Callable[..., Any], *args: Any, **kwa
     """
     refuse_flags()
     follow_flag()
+    stamp_logits(adapter.registry)
     mend_server()
     result = original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments

@@ -29,7 +29,7 @@ from burst_plugin.frameworks.rules import Rule, broken_rules, off, one_of
 from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.arguments import PACKS, RESETS, flag_of, parsed_arguments
 
-__all__ = ["add_flag", "assign_evenly", "follow_flag", "works_of"]
+__all__ = ["add_flag", "assign_evenly", "evens_microbatches", "follow_flag", "works_of"]
 
 _FLAG = "--burst-even-microbatches"
 _MARK = "_burst_plugin_evens"  # on the function that makes loaders; on a sampler: its dataset
@@ -53,15 +53,20 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def evens_microbatches() -> bool:
+    """Return whether Megatron's parsed arguments ask for samples in another order."""
+    return bool(getattr(parsed_arguments(), _FLAG[2:].replace("-", "_"), False))
+
+
 def follow_flag() -> None:
     """Let the training data's sampler assign samples evenly, if Megatron's parsed arguments ask for it.
 
     Raises:
         ValueError: naming every flag with which it cannot, and what to write instead.
     """
-    args = parsed_arguments()
-    if not getattr(args, _FLAG[2:].replace("-", "_"), False):
+    if not evens_microbatches():
         return
+    args = parsed_arguments()
     broken = broken_rules(_RULES, vars(args))
     reasons = [f"{flag_of(name, value)} is not supported: {instead}" for name, value, instead in broken]
     if not any(getattr(args, name, False) for name in (RESETS, PACKS)):

@@ -68,8 +68,8 @@ def _exchange(local: Tensor, taken: _Rows, put: _Rows, group: dist.ProcessGroup)
     """Send rows that are `taken` here to other ranks, and return a tensor with what arrives in rows `put`, else 0."""
     sent = local.index_select(0, taken.rows.to(local.device))
     received = sent.new_empty((len(put.rows), *sent.shape[1:]))
-    as_bytes = [x.view(torch.uint8) if x.dtype is torch.bool else x for x in (received, sent)]
-    dist.all_to_all_single(*as_bytes, put.counts, taken.counts, group=group)
+    target, source = (x.view(torch.uint8) if x.dtype is torch.bool else x for x in (received, sent))
+    dist.all_to_all_single(target, source, put.counts, taken.counts, group=group)
     result = torch.zeros_like(local, memory_format=torch.contiguous_format)
     return result.index_copy_(0, put.rows.to(local.device), received)
 
