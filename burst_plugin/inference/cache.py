@@ -49,8 +49,11 @@ class KVCache:
         cp: the context-parallel group. All its ranks call everything but `truncate`, `fork` and properties together.
         layers: the number of layers.
         windows: for each layer how many tokens before itself a token attends to, the `left` of `SlidingWindow`, or
-            None for all; None if all layers attend to all. What a window does not need is dropped soon.
-        rewind: so many tokens can be cut off by `truncate` where there are windows; more of them are kept for it.
+            None for all; None if all layers attend to all. What a window does not need is dropped soon. Windows of
+            a `PrefixTree` count logical positions: give the tree in every turn, so that the ends of nodes which later
+            tokens may continue are kept.
+        rewind: so many tokens can be cut off by `truncate` where there are windows, and so many before the end of a
+            tree's node it can be continued; more tokens are kept for it.
         reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
         offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
             is at work, and go after it.
@@ -211,7 +214,8 @@ class KVCache:
                 each.store.keep([(0, length) for length in lengths])
             self._attended = attended
             raise
-        self._layers[layer].trim(self._lengths)
+        assert self._turn is not None
+        self._layers[layer].trim(mask, self._turn)
         self._layers[layer].release()
         return out
 
@@ -290,6 +294,7 @@ class KVCache:
         layer = self._layers[number]
         checked = asked.checked(self._turn, layer.store)
         call = LayerCall(self._turn, layer, checked._replace(mask=layer.masked(checked.mask)))
+        layer.check_reach(number, call.asked.mask, self._turn)
         call.append()
         self._attended |= {number}
         self._layers[(number + 1) % len(self._layers)].fetch()

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from burst_plugin.checks import as_listed, shown, whole_number
 from burst_plugin.inference.host_storage import HostRowStore
 from burst_plugin.inference.storage import RowStore
+from burst_plugin.inference.turn import Turn
 from burst_plugin.sequence.masks import Mask, SlidingWindow
-from burst_plugin.sequence.turns import held_run
+from burst_plugin.sequence.turns import held_run, seen
 
 __all__ = ["LayerCache", "checked_windows"]
 
@@ -23,6 +24,7 @@ class LayerCache:
     left: how many tokens before itself a token attends to; None for all. What no later token attends to is dropped,
         by a quarter of the window at once, since the rest is moved then.
     rewind: so many tokens can be cut off again.
+    shortest: by row, the length to which it can be cut at most; what shorter rows need has been dropped.
     shared: so many tokens, before `first_keys`, are the same in all rows; `shared_store` has them once.
     """
 
@@ -32,6 +34,7 @@ class LayerCache:
     rewind: int
     store: RowStore
     first_keys: tuple[int, ...]
+    shortest: tuple[int, ...]
     shared: int = 0
     shared_store: RowStore | None = None
 
@@ -49,7 +52,7 @@ class LayerCache:
         make = HostRowStore if offload else RowStore
         if left is not None:
             reserve = min(reserve, left + rewind + _loose(left))
-        return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows)
+        return cls(*place, left, rewind, make(rows, -(-reserve // place[1])), (0,) * rows, (0,) * rows)
 
     def fetch(self) -> None:
         """Begin to bring what is stored to where it is read."""
@@ -70,27 +73,57 @@ class LayerCache:
         """Return what tokens attend to: `mask`, within the window."""
         return mask if self.left is None else mask & SlidingWindow(self.left)
 
-    def trim(self, stops: Sequence[int]) -> None:
-        """Drop what is not needed by tokens after rows of these lengths."""
+    def check_reach(self, layer: int, mask: Mask, turn: Turn) -> None:
+        """Raise ValueError if `mask`, within the window, lets new tokens attend to keys that have been dropped.
+
+        Only prefix trees may: in their order a token can be far from one that is next to it on its path.
+        """
+        if self.left is None or not mask.trees:
+            return
+        for row, first in enumerate(self.first_keys):
+            regions = seen(mask, row, (turn.starts[row], turn.stops[row]), (0, first))
+            reached = [region.keys_of(region.q_start, region.q_stop - 1) for region in regions]
+            gone = [low for low, high in reached if low <= high]
+            if gone:
+                raise ValueError(
+                    f"in row {row} new tokens attend to token {min(gone)} or later ones by their prefix tree, but "
+                    f"layer {layer}, with a window of {self.left}, has dropped what comes before token {first}; give "
+                    "the tree in every turn from the first one on, continue its nodes only at their ends, or make "
+                    "the cache with a larger rewind="
+                )
+
+    def trim(self, mask: Mask, turn: Turn) -> None:
+        """Drop what no token after this turn, whose mask was `mask`, can attend to.
+
+        Windows count tokens of the row or, where the mask has a prefix tree, logical positions: from the end of any
+        node that a later token may continue.
+        """
         if self.left is None:
             return
-        needed = [max(0, stop - self.left - self.rewind) for stop in stops]
-        kept = zip(self.first_keys, needed, strict=True)
-        firsts = tuple(new if new - old >= _loose(self.left) else old for old, new in kept)
-        if firsts == self.first_keys:
-            return
-        dropped = [self._held(*each) for each in zip(self.first_keys, firsts, strict=True)]
-        self.store.keep([*zip(dropped, self.store.lengths, strict=True)])
-        self.first_keys = firsts
+        firsts, shortest = list(self.first_keys), list(self.shortest)
+        for row, (start, stop) in enumerate(zip(turn.starts, turn.stops, strict=True)):
+            if start == stop:
+                continue  # the mask says nothing of it
+            reach = self.left + self.rewind
+            needed = [
+                max(0, stop - reach),
+                *(tree.reached_later(reach, self.rewind) for tree in mask.of_row(row).trees),
+            ]
+            if min(needed) - firsts[row] >= _loose(self.left):
+                firsts[row], shortest[row] = min(needed), stop - self.rewind
+        dropped = [self._held(*bounds) for bounds in zip(self.first_keys, firsts, strict=True)]
+        if any(dropped):
+            self.store.keep([*zip(dropped, self.store.lengths, strict=True)])
+        self.first_keys, self.shortest = tuple(firsts), tuple(shortest)
 
     def check_truncation(self, layer: int, lengths: Sequence[int]) -> None:
         """Raise ValueError if the window of a token after rows cut to these lengths has been dropped."""
-        for row, (length, first) in enumerate(zip(lengths, self.first_keys, strict=True)):
-            if self.left is not None and length and max(0, length - self.left) < first:
+        for row, length in enumerate(lengths):
+            if 0 < length < self.shortest[row]:
                 raise ValueError(
                     f"row {row} cannot be cut to {length} tokens: layer {layer} has a window of {self.left}, and has "
-                    f"dropped what comes before token {first}; cut off fewer tokens, or make the cache with a larger "
-                    "rewind="
+                    f"dropped what comes before token {self.first_keys[row]}; cut off fewer tokens, or make the "
+                    "cache with a larger rewind="
                 )
             if length < self.shared:
                 raise ValueError(
@@ -100,21 +133,23 @@ class LayerCache:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget what comes after the first `lengths` tokens of each row."""
-        self.first_keys = tuple(min(first, length) for first, length in zip(self.first_keys, lengths, strict=True))
+        self.first_keys = tuple(map(min, self.first_keys, lengths))
+        self.shortest = tuple(map(min, self.shortest, lengths))
         held = [self._held(first, length) for first, length in zip(self.first_keys, lengths, strict=True)]
         self.store.keep([(0, min(n, most)) for n, most in zip(held, self.store.lengths, strict=True)])
 
     def selected(self, rows: Sequence[int]) -> LayerCache:
         """Return a copy of these rows, of which one may come several times."""
-        firsts = tuple(self.first_keys[row] for row in rows)
-        return replace(self, store=self.store.selected(rows), first_keys=firsts)
+        firsts, shortest = ([bounds[row] for row in rows] for bounds in (self.first_keys, self.shortest))
+        return replace(self, store=self.store.selected(rows), first_keys=tuple(firsts), shortest=tuple(shortest))
 
     def sharing(self, rows: Sequence[int], length: int) -> LayerCache:
         """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
         if self.left is not None or not length:
             return self.selected(rows)
         shared, own = self.store.selected(rows[:1]), self.store.selected(rows, 0)
-        return replace(self, store=own, first_keys=(length,) * len(rows), shared=length, shared_store=shared)
+        firsts, shortest = (length,) * len(rows), (0,) * len(rows)
+        return replace(self, store=own, first_keys=firsts, shortest=shortest, shared=length, shared_store=shared)
 
     @property
     def nbytes(self) -> int:

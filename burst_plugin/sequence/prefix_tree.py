@@ -149,6 +149,23 @@ class PrefixTree(Mask):
                 last[number] = node.stop - 1
         return found
 
+    def reached_later(self, reach: int, slack: int) -> int:
+        """Return the first position that a token after the tree attends to by a window of `reach` tokens before it.
+
+        Such a token begins a root, or continues a node on the path of the last token, or on that of one of the
+        `slack` tokens before it.
+        """
+        first = self.length
+        for number, node in enumerate(self._nodes):
+            if node.end < self.length - slack:
+                continue  # other nodes came after it
+            logical = max(0, node.depth + node.stop - node.start - reach)
+            while node.depth > logical:
+                number = self.parents[number]
+                node = self._nodes[number]
+            first = min(first, logical + node.shift)
+        return first
+
     def padded(self, length: int) -> PrefixTree:
         """Return the tree with tokens up to `length` added, as a root of their own."""
         more = length - self.length

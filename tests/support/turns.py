@@ -134,7 +134,7 @@ class RanksInOne:
             found = self._in_tree(conversation, calls) if all_compute else self._on_ring(conversation, calls)
             error = max(error, found)
             for layer in layers:
-                layer.trim(stops)
+                layer.trim(conversation.mask, turns[0])
         return error
 
     def _in_tree(self, conversation: Conversation, calls: Sequence[LayerCall]) -> float:
