@@ -230,6 +230,33 @@ def test_a_layout_or_schedule_that_is_named_elsewhere_is_found(kind: str, plante
     assert len(_strangers(kind, {"burst_plugin.ring.load_balance": planted})) == 1
 
 
+_FACTORIES = re.compile(
+    "arange|as_tensor|asarray|empty|empty_strided|eye|full|linspace|ones|rand|randint|randn|randperm|scalar_tensor|"
+    "tensor|tril_indices|triu_indices|zeros"
+)
+
+
+def _without_device(source: str) -> list[str]:
+    """Return the calls that make a tensor wherever PyTorch's default device is by then."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and _FACTORIES.fullmatch(node.func.attr)
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+
+
+def test_every_tensor_that_is_made_says_on_which_device() -> None:
+    """Megatron's own tensors follow its conventions, and its room with them."""
+    for module, path in _modules():
+        assert _room(module) == "megatron" or not _without_device(path.read_text(encoding="utf-8")), module
+    planted = "torch.arange(3)\ntorch.zeros(2, device=x.device)\nx.new_zeros(2)\ntorch.empty(4, dtype=torch.int8)"
+    assert _without_device(planted) == ["torch.arange(3)", "torch.empty(4, dtype=torch.int8)"]
+
+
 def test_every_file_is_on_the_page_about_the_house() -> None:
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     for path in MODULES.values():

@@ -198,7 +198,7 @@ def _are_followed() -> bool:
         return x.exp()
 
     with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones((), requires_grad=True)
+        x = torch.ones((), requires_grad=True, device="cpu")
         checkpoint.checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
     return inside == [before + 1]
 

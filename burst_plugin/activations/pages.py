@@ -46,7 +46,7 @@ class Pages:
         if lacking > 0:
             check_room(self.nbytes + lacking * PAGE_BYTES, self.nbytes, ranks_here())
         for _ in range(lacking):
-            self._free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned))
+            self._free.append(torch.empty(PAGE_BYTES, dtype=torch.uint8, pin_memory=self._is_pinned, device="cpu"))
             self.made += 1
         return [self._free.pop() for _ in range(count)]
 

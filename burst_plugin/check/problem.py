@@ -42,7 +42,7 @@ class Problem(NamedTuple):
         source = torch.Generator("cpu").manual_seed(7)
         (queries, keys), (q_heads, kv_heads), (dim, v_dim) = rows, heads, dims
         shapes = (queries, q_heads, dim), (keys, kv_heads, dim), (keys, kv_heads, v_dim), (queries, q_heads, v_dim)
-        drawn = (torch.randn(1, *shape, generator=source) for shape in shapes)
+        drawn = (torch.randn(1, *shape, generator=source, device="cpu") for shape in shapes)
         return cls(*(x.to(device, dtype) for x in drawn))
 
 

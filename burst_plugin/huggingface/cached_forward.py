@@ -115,7 +115,7 @@ def _real(mask: object, tokens: Tensor, seen: Tensor) -> Tensor:
     """Return which new tokens are no padding, [B, n]. Raise ValueError for masks that do not fit what is cached."""
     batch, new = tokens.shape[:2]
     if mask is None and bool(seen.all()):
-        return torch.ones(batch, new, dtype=torch.bool)
+        return torch.ones(batch, new, dtype=torch.bool, device="cpu")
     before = seen.shape[1]
     size = [batch, before + new]
     if not isinstance(mask, Tensor) or list(mask.shape) != size:
@@ -139,7 +139,7 @@ def _check_positions(positions: Tensor | None, real: Tensor, seen: Tensor) -> No
     """Raise ValueError unless tokens are numbered in their rows, without padding."""
     if positions is None:
         return
-    starts = seen.sum(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.int64)
+    starts = seen.sum(1, keepdim=True) if len(seen) else torch.zeros(len(real), 1, dtype=torch.int64, device="cpu")
     expected = starts + real.cumsum(1) - 1
     got = positions.cpu()
     if got.dim() != 2 or got.shape[1] != expected.shape[1] or bool(((got != expected) & real).any()):

@@ -59,7 +59,8 @@ class RingCache(Cache):
         """Forget everything; not collective, but the same on every rank."""
         self._kv: KVCache | None = None
         self._windows: tuple[int | None, ...] = ()  # by layer
-        self._seen = torch.ones(0, 0, dtype=torch.bool)  # [B, columns] of the ids so far: which are no padding
+        # [B, columns] of the ids so far: which are no padding
+        self._seen = torch.ones(0, 0, dtype=torch.bool, device="cpu")
         self._turn: Turn | None = None
         self._new: Tensor | None = None  # the columns of the turn
         self._last, self._is_whole = False, False  # what is asked of the turn, and whether that is brought together
@@ -200,7 +201,7 @@ class RingCache(Cache):
         if bool(new.all()):
             return whole
         columns = whole.new_zeros(*new.shape, *whole.shape[2:])
-        real = torch.arange(whole.shape[1]) < new.sum(1, keepdim=True)
+        real = torch.arange(whole.shape[1], device="cpu") < new.sum(1, keepdim=True)
         columns[new.to(whole.device)] = whole[real.to(whole.device)]
         return columns
 
@@ -241,7 +242,7 @@ class RingCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
-        self._select(torch.arange(len(self.lengths))[indices.cpu()].tolist())
+        self._select(torch.arange(len(self.lengths), device="cpu")[indices.cpu()].tolist())
 
     def finish(self) -> None:
         """Say that no forward follows for now, as `generate` does at its end; collective: `KVCache.finish`."""
@@ -267,7 +268,7 @@ class RingCache(Cache):
         if self._kv is None or list(rows) == list(range(len(self.lengths))):
             return
         self._sent = self.bytes_sent
-        self._kv, self._seen = self._kv.fork(rows), self._seen[torch.tensor(rows)]
+        self._kv, self._seen = self._kv.fork(rows), self._seen[torch.tensor(rows, device="cpu")]
 
 
 def ring_cache_of(values: Iterable[Any]) -> RingCache | None:

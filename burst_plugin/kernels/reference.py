@@ -138,7 +138,9 @@ def _scores(q: Tensor, keys: Tensor, how: How, first_query: int) -> tuple[Tensor
     if how.scores.alibi_slopes is not None:
         assert how.q_positions is not None
         assert how.k_positions is not None
-        slopes = torch.tensor(how.scores.alibi_slopes, dtype=scores.dtype).to(q.device, non_blocking=True)
+        slopes = torch.tensor(how.scores.alibi_slopes, dtype=scores.dtype, device="cpu").to(
+            q.device, non_blocking=True
+        )
         apart = (how.q_positions.unsqueeze(1) - how.k_positions).abs()
         scores = scores - slopes.view(-1, 1, 1) * apart
     if how.bias is not None:

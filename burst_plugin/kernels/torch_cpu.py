@@ -68,7 +68,7 @@ def _restore_lost_rows(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, how: How)
     keys = expand_heads(k.transpose(1, 2), q.shape[1]).permute(0, 2, 3, 1)
     scores = q[:, :, rows].matmul(keys).mul_(how.scale)
     if how.band == CAUSAL:
-        scores.masked_fill_(torch.arange(k.shape[2]) > rows.unsqueeze(1), -torch.inf)
+        scores.masked_fill_(torch.arange(k.shape[2], device=k.device) > rows.unsqueeze(1), -torch.inf)
     largest = scores.amax(-1)
     lost = suspect[:, :, rows] & ~largest.isfinite()
     lse[:, :, rows] = lse[:, :, rows].where(~lost, largest)

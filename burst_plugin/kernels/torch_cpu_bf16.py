@@ -46,7 +46,7 @@ class TorchCpuBf16Kernel(TorchCpuKernel):
         if how.band == ANTICAUSAL:
             return backward_reversed(self, queries, k, v, how)
         query_heads, kv_heads = queries.q.shape[2], k.shape[2]
-        total = Grads(*(torch.zeros(x.shape, dtype=torch.float32) for x in (queries.q, k, v)))
+        total = Grads(*(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (queries.q, k, v)))
         for rows, k_rows, band in _squares(queries.q.shape[1], k.shape[1], how.band):
             q, dout, out = (x[:, rows] for x in queries[:3])
             some_k, some_v = (expand_heads(x[:, k_rows], query_heads) for x in (k, v))

@@ -29,7 +29,7 @@ __all__ = ["DocumentCosts", "causal_documents"]
 def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
     """Return where documents begin and end, of `length` tokens in all; None if the mask is not causal in each.
 
-    They may be padded; batch rows are alike.
+    They may be padded, but not all away: a mask without any work is None, too. Batch rows are alike.
     """
     rows = {mask.of_row(row) for row in range(mask.rows or 1)}
     if len(rows) > 1:
@@ -37,7 +37,7 @@ def causal_documents(mask: Mask, length: int) -> list[tuple[int, int]] | None:
     regions = rows.pop().regions(length, length)
     ranges = [(region.q_start, region.q_stop) for region in regions]
     causal = tuple(Region(start, stop, start, stop, None, 0) for start, stop in ranges)
-    return sorted(ranges) if regions == causal else None
+    return sorted(ranges) if regions and regions == causal else None
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class DocumentCosts:
     def _stretches(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Stretches of documents at ranks, each [stretches]: rank, number of the document, start and stop in it."""
         held = sorted((start, rank) for rank, runs in enumerate(self.runs) for run in runs for start in _starts(run))
-        starts, ranks = torch.tensor(held, dtype=torch.int64).view(-1, 2).T.contiguous()
-        begins, ends = torch.tensor(self.documents, dtype=torch.int64).view(-1, 2).T.contiguous()
+        starts, ranks = torch.tensor(held, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
+        begins, ends = torch.tensor(self.documents, dtype=torch.int64, device="cpu").view(-1, 2).T.contiguous()
         cuts = torch.unique(torch.cat((starts, begins, ends)))
         start, stop = cuts[:-1], cuts[1:]
         document = torch.searchsorted(begins, start, right=True) - 1
@@ -69,17 +69,17 @@ class DocumentCosts:
     def work(self) -> Tensor:
         """Return how many pairs every rank works on, [2, ranks]: those of its queries, and those of its keys."""
         rank, document, start, stop = self._stretches
-        lengths = torch.tensor([stop - start for start, stop in self.documents], dtype=torch.int64)
+        lengths = torch.tensor([stop - start for start, stop in self.documents], dtype=torch.int64, device="cpu")
         before = (start + stop - 1) * (stop - start) // 2  # positions in the document, added up
         pairs = torch.stack((before + stop - start, lengths[document] * (stop - start) - before))
-        return torch.zeros(2, self.topology.ranks, dtype=torch.int64).index_add_(1, rank, pairs)
+        return torch.zeros(2, self.topology.ranks, dtype=torch.int64, device="cpu").index_add_(1, rank, pairs)
 
     @cached_property
     def _last(self) -> Tensor:
         """Return how many keys of every document each rank requires, [ranks, documents]."""
         rank, document, _, stop = self._stretches
         count = len(self.documents)
-        flat = torch.zeros(self.topology.ranks * count, dtype=torch.int64)
+        flat = torch.zeros(self.topology.ranks * count, dtype=torch.int64, device="cpu")
         return flat.scatter_reduce_(0, rank * count + document, stop, "amax").view(-1, count)
 
     def rows_visited(self) -> Tensor:

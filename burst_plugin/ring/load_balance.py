@@ -222,7 +222,8 @@ def _shares(table: RouteTable, tokens: Tokens, work: Tensor) -> list[int]:
             held = positions(runs)
             shares.append(int((work[held + 1] - work[held]).sum()))
         else:
-            ends = torch.tensor([(run.start, run.start + run.length) for run in runs], dtype=torch.int64).view(-1, 2)
+            bounds = [(run.start, run.start + run.length) for run in runs]
+            ends = torch.tensor(bounds, dtype=torch.int64, device="cpu").view(-1, 2)
             shares.append(int(work[ends].diff(dim=1).sum()))
     return shares
 

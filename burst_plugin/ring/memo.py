@@ -93,7 +93,7 @@ class Memo:
     def release(self) -> tuple[Tensor, Tensor]:
         """Return out and lse, which are not on the host, and hold them no more."""
         out, lse = self._kept.out, _lse(self._kept)
-        self._kept = self._kept._replace(out=torch.empty(0), lse=None)
+        self._kept = self._kept._replace(out=torch.empty(0, device="cpu"), lse=None)
         return out, lse
 
     def restore(self, out: Tensor, lse: Tensor) -> None:

@@ -71,7 +71,7 @@ def member_rows(block: GroupBlock, place: int) -> Tensor:
     rows = torch.empty(len(members), block.counts[place], dtype=torch.int64, device="cpu")
     for found, member in zip(rows, members, strict=True):
         for local, joint, length in block.spans[member]:
-            torch.arange(joint, joint + length, out=found[local : local + length])
+            torch.arange(joint, joint + length, out=found[local : local + length], device=found.device)
     return rows
 
 

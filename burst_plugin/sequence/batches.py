@@ -148,7 +148,7 @@ def _trees(batch: Mapping[str, Any], tensors: dict[str, Tensor]) -> tuple[Prefix
         if batch.get(name) is not None:
             why = "a token has several next ones: use edges" if name == "labels" else "roots are documents"
             raise ValueError(f"{name} is given with a tree, in which {why}; leave it out")
-    logical = torch.stack([tree.logical(torch.arange(shape[1])) for tree in trees]).expand(shape)
+    logical = torch.stack([tree.logical(torch.arange(shape[1], device="cpu")) for tree in trees]).expand(shape)
     positions = tensors["position_ids"]
     if batch.get("position_ids") is not None and not torch.equal(positions.cpu().long(), logical):
         raise ValueError("position_ids are not those of the tree, which count along each path; leave them out")

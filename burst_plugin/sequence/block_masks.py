@@ -170,7 +170,7 @@ def _as_flags(numbers: Tensor, key_blocks: int | None) -> Tensor:
             f"selected has the number {int(numbers.max())}, but blocks of keys have the numbers 0 to {count - 1}; "
             "give key_blocks= if there are more of them than of queries, and numbers below 0 for no block"
         )
-    flags = torch.zeros(*numbers.shape[:-1], count + 1, dtype=torch.bool)  # the last stands for none
+    flags = numbers.new_zeros(*numbers.shape[:-1], count + 1, dtype=torch.bool)  # the last stands for none
     return flags.scatter_(-1, numbers.where(numbers >= 0, count), True)[..., :-1]
 
 

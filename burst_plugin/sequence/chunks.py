@@ -124,4 +124,4 @@ def _ends_first(document: Sequence[int]) -> list[int]:
 
 def _work_by_chunk(work: Tensor, chunks: int) -> Tensor:
     """Return the work of every chunk."""
-    return work[torch.arange(chunks + 1) * (len(work) - 1) // chunks].diff()
+    return work[torch.arange(chunks + 1, device=work.device) * (len(work) - 1) // chunks].diff()

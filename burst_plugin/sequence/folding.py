@@ -111,7 +111,7 @@ def fold(rollouts: Iterable[Sequence[int] | Tensor]) -> Folded:
         paths=tuple(path.to(device) for path in paths),
         _arrivals=arrivals.to(device),
     )
-    positions = tree.logical(torch.arange(len(ids)))
+    positions = tree.logical(torch.arange(len(ids), device="cpu"))
     return Folded(ids[None].to(device), positions[None].to(device), tree, edges)
 
 
@@ -150,7 +150,7 @@ def _text(number: int, rollout: object) -> Tensor:
             raise ValueError(f"{name} is {shown(rollout)}; {_EXPECTED}")
         text = rollout.detach().to("cpu", torch.int64)
     else:
-        text = torch.tensor(whole_numbers(f"{name}, {{}},", rollout, _EXPECTED), dtype=torch.int64)
+        text = torch.tensor(whole_numbers(f"{name}, {{}},", rollout, _EXPECTED), dtype=torch.int64, device="cpu")
     if not len(text):
         raise ValueError(f"{name} has no token; {_EXPECTED}")
     if int(text.min()) < 0:
@@ -204,6 +204,6 @@ def _path(root: _Node, text: Tensor) -> Tensor:
     while place < len(text):
         node = node.children[int(text[place])]
         length = min(len(node.tokens), len(text) - place)
-        found.append(torch.arange(node.start, node.start + length))
+        found.append(torch.arange(node.start, node.start + length, device="cpu"))
         place += length
     return torch.cat(found)

@@ -213,10 +213,10 @@ def work_by_token(mask: Mask, lengths: tuple[int, int], side: Side = "q") -> Ten
     """
     if mask.rows is not None:
         return torch.stack([work_by_token(mask.of_row(row), lengths, side) for row in range(mask.rows)]).sum(0)
-    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64)
+    work = torch.zeros(lengths[side == "kv"], dtype=torch.int64, device="cpu")
     for region in mask.regions(*lengths):
         start, stop, other_start, other_stop, lower, upper = region if side == "q" else region.transposed
-        tokens = torch.arange(start, stop)
+        tokens = torch.arange(start, stop, device="cpu")
         first, last = torch.full_like(tokens, other_start), torch.full_like(tokens, other_stop)
         if lower is not None:
             first = first.maximum(tokens + lower)

@@ -139,7 +139,7 @@ class PrefixTree(Mask):
 
     def before(self) -> Tensor:
         """Return the position of the token before each one on its path, [S], int64; -1 for the first."""
-        found = torch.arange(-1, self.length - 1)
+        found = torch.arange(-1, self.length - 1, device="cpu")
         last = [_NO_PARENT] * len(self.parents)  # token of each node, or of the nearest before it that has any
         for number, (node, parent) in enumerate(zip(self._nodes, self.parents, strict=True)):
             above = _NO_PARENT if parent == _NO_PARENT else last[parent]

@@ -19,10 +19,13 @@ from burst_plugin import (
     Mask,
     PerRow,
     PrefixLM,
+    PrefixTree,
     SlidingWindow,
     Strategy,
     Tokens,
     Topology,
+    key_padding,
+    shard_batch,
 )
 from burst_plugin.ring import load_balance as balance
 from burst_plugin.ring.load_balance import choose_tokens, imbalance, work_by_rank
@@ -59,6 +62,35 @@ def test_auto_is_even_for_long_tailed_documents(seed: int, strategy: Strategy) -
     assert max(held) - min(held) <= 1
     whole = Tokens(starts[-1], layout="zigzag")
     assert imbalance(table, Attending(whole, whole, mask)) > 1.5, "without a choice it is not"
+
+
+NO_WORK = {
+    "padding alone": key_padding(torch.zeros(2, 64, dtype=torch.bool)) & Causal(),
+    "documents of padding": Documents((0, 32, 64), (0, 0)) & Causal(),
+    "no keys": Keys(()),
+    "no blocks": BlockMask.of(torch.zeros(8, 8, dtype=torch.bool), 8),
+    "a tree of padding": PrefixTree((-1,), (64,)) & Keys(()),
+}
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 1), Topology(1, 4), Topology(2, 2)], ids=str)
+@pytest.mark.parametrize("name", NO_WORK)
+def test_auto_assigns_the_tokens_of_a_mask_without_work(name: str, topology: Topology) -> None:
+    table, mask = RouteTable(topology, Strategy(layout="auto")), NO_WORK[name]
+    for alike in (False, True):
+        tokens = choose_tokens(table, 64, mask, alike)
+        held = torch.cat([positions(runs) for runs in table.shards(tokens)])
+        assert sorted(held.tolist()) == list(range(64))
+        assert imbalance(table, Attending(tokens, tokens, mask)) == 1
+
+
+def test_a_batch_of_padding_alone_is_cut_in_the_auto_layout() -> None:
+    batch = {
+        "input_ids": torch.ones(2, 16, dtype=torch.int64),
+        "attention_mask": torch.zeros(2, 16, dtype=torch.int64),
+    }
+    cut = shard_batch(batch, ContextParallel(layout="auto"))
+    assert cut["input_ids"].shape == (2, 16)
 
 
 @pytest.mark.parametrize("mask", [Causal(), Full()], ids=["whole documents", "in chunks"])
