@@ -139,7 +139,11 @@ X = torch.zeros(1, 8, 4, 4)
             "the mask is for 3 groups of heads, into which 4 query heads and 4 key/value heads cannot be cut; give",
         ),
         (8, {}, "the mask is for 8 groups of heads, into which 4 query heads"),
-        (2, {"scores": Scores(dropout=0.5)}, "dropout=0.5 depends on the number of a head, and the mask's 2 groups"),
+        (
+            2,
+            {"scores": Scores(dropout=0.5), "mask": PerHeadGroup((Full(), Causal()))},
+            "dropout=0.5 depends on the number of a head, and the mask's 2 groups",
+        ),
         (2, {"scores": Scores(alibi_slopes=(1.0,) * 3)}, "got 3 alibi_slopes for 4 query heads"),
         (2, {"sink": torch.zeros(6)}, r"sink must be floating point [4], one logit per query head"),
         (2, {"bias": torch.zeros(1, 3, 8, 8)}, "bias must be floating point [1 or batch, 1 or query heads"),
@@ -153,6 +157,19 @@ def test_what_cannot_be_cut_by_heads_is_refused(masks: int, change: dict[str, An
         burst_attention(
             **{"q": X, "k": X, "v": X, "mask": PerHeadGroup((Full(),) * masks), **change}, cp=ContextParallel()
         )
+
+
+def test_groups_of_one_mask_are_one_call_of_it_with_dropout_too() -> None:
+    problem, scores = Problem.draw(32, (4, 2), dtype=torch.float64), Scores(dropout=0.3, seed=7)
+    plain = VirtualRing(Topology(1, 2))
+    expected, _ = attend(plain, problem, SlidingWindow(9), scores=scores)
+    for groups in (1, 2):
+        ring = VirtualRing(Topology(1, 2))
+        found, _ = attend(ring, problem, PerHeadGroup((SlidingWindow(9),) * groups), scores=scores)
+        pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
+        assert len(pairs) == 4
+        assert all(torch.equal(one, other) for one, other in pairs)
+        assert ring.traffic(0) == plain.traffic(0)
 
 
 def test_no_group_is_run_before_all_can_be() -> None:
