@@ -218,3 +218,18 @@ def test_what_attends_to_nothing_is_zero(topology: Topology, forward: str) -> No
     out, lse = ring.attention(q, k, v, mask=Nothing())
     assert bool((out == 0).all())
     assert bool(torch.isneginf(lse).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu], ids=str)
+def test_types_of_8_bits_are_refused(dtype: torch.dtype) -> None:
+    x, cp, ring = torch.zeros(1, 4, 2, 8), ContextParallel(), VirtualRing(Topology(1, 2))
+    narrow = x.to(dtype)
+    message = f"q has type {dtype}, but attention is computed in float64, float32, bfloat16 or float16; cast it with"
+    with pytest.raises(ValueError, match=message):
+        burst_attention(narrow, narrow, narrow, cp)
+    with pytest.raises(ValueError, match=message):
+        ring.attention(narrow, narrow, narrow)
+    with pytest.raises(ValueError, match=r"sink has type torch\.float8"):
+        burst_attention(x, x, x, cp, sink=torch.zeros(2).to(dtype))
+    with pytest.raises(ValueError, match=r"bias has type torch\.float8"):
+        burst_attention(x, x, x, cp, bias=torch.zeros(1, 1, 4, 4).to(dtype))

@@ -35,6 +35,9 @@ __all__ = [
 ]
 
 
+_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
 class Inputs(NamedTuple):
     """A rank's tensors, see `burst_attention`."""
 
@@ -201,6 +204,7 @@ def check_extras(inputs: Inputs, kv_length: int) -> None:
         if extra is None:
             continue
         check_local(name, extra)
+        check_type(name, extra.dtype)
         if extra.device != q.device:
             raise ValueError(f"{name} is on {extra.device}, but q, k, v are on {q.device}; move it there")
     if inputs.sink is not None and (inputs.sink.shape != (heads,) or not inputs.sink.is_floating_point()):
@@ -225,6 +229,15 @@ def check_local(name: str, x: Tensor) -> None:
     """Raise ValueError for a DTensor: its shape is not that of what a rank holds."""
     if hasattr(x, "to_local"):
         raise ValueError(f"{name} is a {type(x).__name__}; pass {name}.to_local(), what this rank holds")
+
+
+def check_type(name: str, dtype: torch.dtype) -> None:
+    """Raise ValueError for floating-point types of which attention is not computed, those of 8 bits and fewer."""
+    if dtype.is_floating_point and dtype not in _TYPES:
+        raise ValueError(
+            f"{name} has type {dtype}, but attention is computed in float64, float32, bfloat16 or float16; cast it "
+            "with x.to(torch.bfloat16), and multiply by the scale that it was quantized with"
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -252,3 +265,4 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q, k, v must share one floating-point type and one device, got {sorted(kinds)}; cast or move them with "
             "x.to(...)"
         )
+    check_type("q", q.dtype)
