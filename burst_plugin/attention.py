@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 
 from burst_plugin.activations.kept_attention import next_memo
@@ -27,6 +26,7 @@ from burst_plugin.comm.differences import TensorValues
 from burst_plugin.context import ContextParallel
 from burst_plugin.ring.autograd import RingAttention
 from burst_plugin.ring.choices import make_plan
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.head_groups import by_head_group, joined
 from burst_plugin.ring.memo import Memo
 from burst_plugin.ring.plan import Plan
@@ -140,17 +140,13 @@ def burst_attention(
         )
     inputs = Inputs(q, k, v, sink, bias)
     request = Request(mask, scores, both_sides(tokens), return_max_logits, return_lse, softmax_scale)
-    if torch.compiler.is_compiling():
-        from burst_plugin.ring.compiled import opaque  # which imports the compiler
-
-        outputs = opaque(ring_attention, inputs, request, cp, tag)
-    else:
-        outputs = ring_attention(inputs, request, cp, tag)
+    outputs = ring_attention(inputs, request, cp, tag)
     wanted = (True, return_lse, return_max_logits)
     chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants)
     return chosen if len(chosen) > 1 else chosen[0]
 
 
+@between_graphs
 def ring_attention(inputs: Inputs, request: Request, cp: ContextParallel, tag: object = None) -> Outputs:
     """Return what this rank gets; see `burst_attention`."""
     calls = by_head_group(inputs, request)

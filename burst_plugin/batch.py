@@ -25,6 +25,7 @@ from torch import Tensor
 from burst_plugin.checks import shown
 from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.sequence.batches import IGNORED_LABEL, MASK_KEYS, SEEDS, WholeBatch, read_batch, shifted
 from burst_plugin.sequence.layout import Tokens
 from burst_plugin.sequence.masks import Causal, Mask
@@ -96,6 +97,7 @@ class SequenceShard:
         return self.cp.unshard(local, dim, self.tokens).narrow(dim, 0, self.length)
 
 
+@between_graphs
 def shard_batch(batch: Mapping[str, Any], cp: ContextParallel, *, pad_token_id: int = 0) -> dict[str, Any]:
     """Return this rank's shard of `batch`, which is the same on all ranks of `cp`; collective.
 

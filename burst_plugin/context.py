@@ -18,6 +18,7 @@ from burst_plugin.activations.host_memory import offload_while_alive
 from burst_plugin.activations.kept_attention import follow_torch
 from burst_plugin.comm.consistency import DISAGREE, prepared_together
 from burst_plugin.comm.given_groups import as_group, levels_of, place_in
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.head_groups import by_head_group
 from burst_plugin.ring.request import ExtraTensors, Inputs, Request, as_tokens, both_sides, check_mask, token_dim
 from burst_plugin.ring.routes import Attending
@@ -87,6 +88,10 @@ class ContextParallel(Session):
             self.strategy, self._planned = planned(self.strategy, topology, logs=self._global_ranks[self.rank] == 0)
         self._begin(topology)
 
+    def __copy__(self) -> ContextParallel:
+        """Return itself: two objects would count the calls of one ring apart."""
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """Return itself: a copy of a model, for a moving average or as a reference, uses the same ring."""
         return self
@@ -102,6 +107,7 @@ class ContextParallel(Session):
         """Return the nodes and ranks per node."""
         return self.rank_state.topology
 
+    @between_graphs
     def warm_up(
         self,
         q: Tensor,
@@ -134,6 +140,7 @@ class ContextParallel(Session):
         tokens = Tokens(x.shape[dim]) if tokens is None else as_tokens(tokens)
         return self.rank_state.route_table.layout(tokens).shard(x, dim, (self.rank, self.ranks), tokens)
 
+    @between_graphs
     def unshard(self, local: Tensor, dim: int = 1, tokens: Tokens | None = None) -> Tensor:
         """Return the whole sequence from all ranks' `local`, along `dim`, on every rank; collective.
 
@@ -182,9 +189,13 @@ class ContextParallel(Session):
         return dim, tokens, lengths
 
     def positions(self, tokens: Tokens | int, device: torch.device | None = None) -> Tensor:
-        """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length."""
+        """Return the global positions of this rank's tokens, [S_local], int64; `tokens` may be a length.
+
+        They are on `device`, or on PyTorch's default device if that is None.
+        """
         tokens = as_tokens(tokens, or_length=True)
-        return positions(self.rank_state.route_table.shards(tokens)[self.rank], device)
+        runs = self.rank_state.route_table.shards(tokens)[self.rank]
+        return positions(runs, torch.get_default_device() if device is None else device)
 
     def blocks(self, tokens: Tokens | int, block: int) -> Tokens:
         """Return the blocks of `block` tokens that ranks hold of a sequence, as `Tokens` of as many blocks.
@@ -199,6 +210,7 @@ class ContextParallel(Session):
         tokens = as_tokens(tokens, or_length=True)
         return block_tokens(self.rank_state.route_table.shards(tokens), tokens.length, block)
 
+    @between_graphs
     def tokens(self, length: int, mask: Mask, *, alike: bool = False) -> Tokens:
         """Return the token layout for a sequence of `length` that balances computing and traffic under `mask`.
 
@@ -210,6 +222,7 @@ class ContextParallel(Session):
         check_mask(mask)
         return choose_tokens(self.rank_state.route_table, length, mask, alike)
 
+    @between_graphs
     def imbalance(self, mask: Mask, tokens: Tokens | int) -> float:
         """Return the most over the mean of the ranks' attention work; 1 is even."""
         from burst_plugin.ring.load_balance import imbalance  # rarely needed

@@ -22,6 +22,7 @@ from burst_plugin.activations.chunked_loss import Head, token_log_probs
 from burst_plugin.checks import shown
 from burst_plugin.comm.consistency import prepared_together
 from burst_plugin.context import ContextParallel
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.ring.request import as_tokens
 from burst_plugin.sequence.folding import Edges, Folded, fold, unfold
 from burst_plugin.sequence.layout import Tokens, positions
@@ -29,6 +30,7 @@ from burst_plugin.sequence.layout import Tokens, positions
 __all__ = ["Edges", "Folded", "edge_log_probs", "fold", "unfold"]
 
 
+@between_graphs
 def edge_log_probs(
     hidden: Tensor, head: Head, edges: Edges, cp: ContextParallel | None = None, *, tokens: Tokens | None = None
 ) -> tuple[Tensor, Tensor]:

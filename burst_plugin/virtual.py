@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,6 +78,20 @@ class VirtualRing:
         self._number = 0
         self._known: list[dict[Hashable, Plan]] = [{} for _ in self.rank_states]
 
+    def __copy__(self) -> VirtualRing:
+        """Return itself: two objects would count the calls of one ring apart."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualRing:
+        """Return itself: a copy of a model uses the same ring, as that of a `ContextParallel` does."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a VirtualRing cannot be saved or sent to another process, since its ranks meet in this one: save a "
+            "model's state_dict(), and make a VirtualRing where it is loaded"
+        )
+
     def attention(
         self,
         q: Tensor,
@@ -94,6 +108,10 @@ class VirtualRing:
         As `burst_attention`: lse has no gradient. Extras are its `sink`, whose gradient is the sum over ranks, and
         its `bias`, here [1 or B, 1 or Hq, Sq, Sk]. `tokens` are needed only to cut every document by itself.
         """
+        if torch.compiler.is_compiling():
+            from burst_plugin.ring.compiled import opaque  # which imports the compiler
+
+            return opaque(self.attention, q, k, v, mask=mask, scores=scores, tokens=tokens, **extras)
         pair = both_sides(tokens)
         whole = Inputs(q, k, v, **extras)
         check_kinds(whole, Request(mask, scores, pair))

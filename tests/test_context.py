@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from burst_plugin import Causal, ContextParallel, Strategy, Topology, burst_attention, context
+from burst_plugin import Causal, ContextParallel, Strategy, Topology, VirtualRing, burst_attention, context
 from burst_plugin.comm.torch_distributed import DistributedTransport
 from tests.support.exactness import train_step
 from tests.support.ranks import run_ranks
@@ -54,8 +54,16 @@ def test_a_model_with_a_ring_can_be_copied_but_not_saved_whole(cp: ContextParall
     model = torch.nn.Linear(2, 2)
     model.cp = cp  # type: ignore[assignment]
     assert copy.deepcopy(model).cp is cp
+    assert copy.copy(cp) is cp
     with pytest.raises(TypeError, match=r"a ContextParallel cannot be saved .*state_dict\(\)"):
         pickle.dumps(model)
+
+
+def test_a_virtual_ring_is_one_ring_in_every_copy_too() -> None:
+    ring = VirtualRing(Topology(1, 2))
+    assert copy.copy(ring) is copy.deepcopy([ring])[0] is ring
+    with pytest.raises(TypeError, match=r"a VirtualRing cannot be saved .*state_dict\(\)"):
+        pickle.dumps(ring)
 
 
 def test_unshard_refuses_to_lose_a_gradient(cp: ContextParallel) -> None:

@@ -76,6 +76,11 @@ class Asked(NamedTuple):
             )
         if self.mask.rows not in (None, batch):
             raise ValueError(f"the mask is for {self.mask.rows} batch rows, but the cache has {batch}")
+        if self.mask.head_groups is not None:
+            raise ValueError(
+                f"the mask is for {self.mask.head_groups} groups of heads, but a KVCache has one mask for all heads "
+                "of a layer; give a mask that all heads share, or make a cache with a layer for each group"
+            )
         if self.scores.needs_positions:
             raise ValueError(f"a KVCache has no alibi_slopes and no dropout, got {self.scores}; leave these out")
         store.check_like(self.k, self.v)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from copy import copy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from burst_plugin.inference.gathering import gathered
 from burst_plugin.inference.layer import LayerCache, checked_windows
 from burst_plugin.inference.merging import TreeMerge
 from burst_plugin.inference.turn import Turn, are_few
+from burst_plugin.ring.graph_breaks import between_graphs
 from burst_plugin.scores import Scores
 from burst_plugin.sequence.masks import Causal, Mask
 from burst_plugin.strategy import AUTO
@@ -54,7 +55,8 @@ class KVCache:
             tokens may continue are kept.
         rewind: so many tokens can be cut off by `truncate` where there are windows, and so many before the end of a
             tree's node it can be continued; more tokens are kept for it.
-        reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond.
+        reserve: tokens of each row for which memory is taken from the start, over all ranks; it grows beyond. What
+            rows share (`fork`) counts once.
         offload: whether keys and values wait in host memory; those of a layer come to the device while the one before
             is at work, and go after it.
         forward: the side that moves where ranks share the computing, `"q"` or `"kv"`; "auto": the one with fewer
@@ -94,6 +96,20 @@ class KVCache:
         self._lengths: tuple[int, ...] = ()
         self._layers: list[LayerCache] = []
 
+    def __copy__(self) -> KVCache:
+        """Return a cache with copies of all rows, which goes on by itself: `fork()`, and the same on every rank."""
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """Return a cache with copies of all rows, which goes on by itself: `fork()`, and the same on every rank."""
+        return self.fork()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a KVCache cannot be saved or sent to another process, since its ring cannot: keep the tokens, and "
+            "compute their keys and values again where they are needed"
+        )
+
     # ------------------------------------------------------------------------------------------------ what is there
 
     @property
@@ -122,6 +138,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------------------------- turns
 
+    @between_graphs
     def begin(self, lengths: Sequence[int], *, ids: Tensor | None = None, replicated: bool | None = None) -> Turn:
         """Begin a turn: tokens that follow what is cached; collective.
 
@@ -168,6 +185,7 @@ class KVCache:
         self._turns += 1
         return turn
 
+    @between_graphs
     def attend(
         self,
         layer: int,
@@ -201,7 +219,7 @@ class KVCache:
         """
         appended = partial(self._appended, Asked(layer, q, k, v, mask, scores, sink).without_gradient())
         tag = f"turn {self._turns - 1}", f"layer {layer}"
-        before, attended = [each.store.lengths for each in self._layers], self._attended
+        before, attended = [each.store.state for each in self._layers], self._attended
         try:
             with torch.no_grad():
                 if self._turn is not None and not self._turn.replicated:
@@ -210,8 +228,8 @@ class KVCache:
                 else:
                     out = attend_in_tree(self._cp, appended, tag, self._merge)
         except BaseException:
-            for each, lengths in zip(self._layers, before, strict=True):
-                each.store.keep([(0, length) for length in lengths])
+            for each, state in zip(self._layers, before, strict=True):
+                each.store.undo(state)
             self._attended = attended
             raise
         assert self._turn is not None
@@ -219,6 +237,7 @@ class KVCache:
         self._layers[layer].release()
         return out
 
+    @between_graphs
     def truncate(self, lengths: Sequence[int]) -> None:
         """Forget what comes after the first `lengths` tokens of each row; not collective, but the same on every rank.
 
@@ -238,6 +257,7 @@ class KVCache:
         self._turn, self._lengths = None, kept
         self._note(1, kept)
 
+    @between_graphs
     def fork(self, rows: Sequence[int] | None = None, *, shared: bool = False) -> KVCache:
         """Return a new cache with copies of these rows, each as often as it is listed, or of all; not collective.
 
@@ -252,7 +272,8 @@ class KVCache:
         chosen = range(count) if rows is None else whole_numbers("fork(rows={})", rows, "give numbers of rows")
         if not all(0 <= row < count for row in chosen):
             raise ValueError(f"fork(rows={shown(rows)}) is not valid; rows are numbered from 0 to {count - 1}")
-        new = copy(self)
+        new = KVCache.__new__(KVCache)
+        vars(new).update(vars(self))
         new._merge, new._ring_bytes, new._turn = TreeMerge(self._cp), Counter(), None
         new._lengths = tuple(self._lengths[row] for row in chosen)
         if shared and (len(set(chosen)) != 1 or any(layer.shared for layer in self._layers)):
@@ -263,6 +284,7 @@ class KVCache:
         new._note(2, chosen)
         return new
 
+    @between_graphs
     def gather(self, x: Tensor, *, last: bool = False) -> Tensor:
         """Return this turn's `x` [B, n, ...] of all ranks, [B, T, ...], rows padded with zeros; collective.
 
@@ -272,6 +294,7 @@ class KVCache:
         """
         return gathered(self._cp, self._turn, x, last)
 
+    @between_graphs
     def finish(self) -> None:
         """Say that no turn follows for now; collective.
 

@@ -36,7 +36,8 @@ class HostRowStore(RowStore):
         if self._fetched or self.is_empty:
             return
         stored = self._tensors()
-        self._fetched = tuple(torch.empty_like(x, device=self.device) for x in stored)
+        with torch.inference_mode(False):  # a turn outside may write to what one inside has fetched
+            self._fetched = tuple(torch.empty_like(x, device=self.device) for x in stored)
         stream = _stream(self.device)
         if stream is None:
             self._copy(stored)
@@ -71,13 +72,18 @@ class HostRowStore(RowStore):
         self.release()
         super().keep(ranges)
 
+    def undo(self, lengths: Sequence[int] | None) -> None:
+        """Go back to what `state` was; see `RowStore.undo`."""
+        self.release()
+        super().undo(lengths)
+
     def _readable(self) -> tuple[Tensor, ...]:
         self.fetch()
         self._wait()
         return self._fetched
 
     def _new(self, shape: Sequence[int], like: Tensor) -> Tensor:
-        return torch.empty(*shape, dtype=like.dtype, pin_memory=self.device.type == "cuda")
+        return torch.empty(*shape, dtype=like.dtype, pin_memory=self.device.type == "cuda", device="cpu")
 
     def _copy(self, stored: Sequence[Tensor]) -> None:
         for fetched, x in zip(self._fetched, stored, strict=True):

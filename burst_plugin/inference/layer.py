@@ -147,7 +147,7 @@ class LayerCache:
         """Return as many copies of one row of this `length`, whose tokens are stored once; all, if it is a window."""
         if self.left is not None or not length:
             return self.selected(rows)
-        shared, own = self.store.selected(rows[:1]), self.store.selected(rows, 0)
+        shared, own = self.store.split(rows[0], len(rows))
         firsts, shortest = (length,) * len(rows), (0,) * len(rows)
         return replace(self, store=own, first_keys=firsts, shortest=shortest, shared=length, shared_store=shared)
 

@@ -47,6 +47,11 @@ class RowStore:
         """Return whether nothing was ever appended."""
         return self._k is None
 
+    @property
+    def state(self) -> Sequence[int] | None:
+        """Return the length of each row, for `undo`; None if nothing was ever appended."""
+        return None if self.is_empty else self.lengths
+
     def check_like(self, k: Tensor, v: Tensor) -> None:
         """Raise ValueError unless keys and values [B, n, heads, dim] are as those stored."""
         for name, stored, new in zip("kv", self._tensors(), (k, v), strict=False):
@@ -83,6 +88,14 @@ class RowStore:
         if self._k is not None and self._v is not None and 2 * sum(self._roomy(self.lengths)) < sum(self._capacities):
             self._lay_out(self.lengths, self._k, self._v)
 
+    def undo(self, lengths: Sequence[int] | None) -> None:
+        """Forget what was appended since `state` was `lengths`: with the first tokens also their type and heads."""
+        if lengths is not None:
+            self.keep([(0, length) for length in lengths])
+            return
+        self._k = self._v = None
+        self.lengths, self._capacities = [0] * len(self.lengths), [0] * len(self.lengths)
+
     def row(self, number: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of one row, [1, length, heads, dim], as views."""
         start = self._starts()[number]
@@ -106,9 +119,21 @@ class RowStore:
         k, v = (torch.cat(each, 1) for each in zip(*rows, strict=True))
         return k, v
 
-    def selected(self, rows: Sequence[int], most: int | None = None) -> RowStore:
-        """Return a copy of these rows, of which one may come several times, or of the first tokens of each."""
-        new = type(self)(len(rows), self._reserve)
+    def selected(self, rows: Sequence[int]) -> RowStore:
+        """Return a copy of these rows, of which one may come several times."""
+        return self._copied(rows, self._reserve)
+
+    def split(self, row: int, count: int) -> tuple[RowStore, RowStore]:
+        """Return a copy of one row, without room for more, and `count` rows that go on after it, without a token.
+
+        These have room for what the row had left of its reserve.
+        """
+        length = self.lengths[row]
+        return self._copied([row], length), self._copied([row] * count, max(0, self._reserve - length), 0)
+
+    def _copied(self, rows: Sequence[int], reserve: int, most: int | None = None) -> RowStore:
+        """Return a copy of these rows, or of the first tokens of each, with room for `reserve` tokens of each."""
+        new = type(self)(len(rows), reserve)
         if not self.is_empty:
             chosen = [self.row(row) for row in rows]
             new.append([k[0, :most] for k, _ in chosen], [v[0, :most] for _, v in chosen])

@@ -81,16 +81,16 @@ class Turn:
     @cached_property
     def index(self) -> Tensor:
         """Return which new token of its row each of this rank's is, [B, size], int64 on the CPU; 0 for padding."""
-        found = torch.zeros(len(self.starts), self.size, dtype=torch.int64)
+        found = torch.zeros(len(self.starts), self.size, dtype=torch.int64, device="cpu")
         for row, own in enumerate(self.own):
             steps = range(self.lengths[row]) if self.replicated else range(own.start, own.stop, own.step)
-            found[row, : len(steps)] = torch.tensor(steps, dtype=torch.int64)
+            found[row, : len(steps)] = torch.tensor(steps, dtype=torch.int64, device="cpu")
         return found
 
     @cached_property
     def valid(self) -> Tensor:
         """Return which of this rank's tokens are no padding, [B, size], bool on the CPU."""
-        return torch.arange(self.size) < torch.tensor(self.counts).unsqueeze(1)
+        return torch.arange(self.size, device="cpu") < torch.tensor(self.counts, device="cpu").unsqueeze(1)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -98,7 +98,7 @@ class Turn:
 
         Those of padding are that of the row's first new token.
         """
-        return self.index + torch.tensor(self.starts).unsqueeze(1)
+        return self.index + torch.tensor(self.starts, device="cpu").unsqueeze(1)
 
     def take(self, x: Tensor) -> Tensor:
         """Return this rank's tokens, [B, size, ...], of all new ones [B, T, ...], rows padded at their ends."""

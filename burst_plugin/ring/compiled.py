@@ -8,16 +8,16 @@ torch 2.13). So every attention is one graph break, with what comes before and a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
-T = TypeVar("T")
+P, T = ParamSpec("P"), TypeVar("T")
 
 __all__ = ["opaque"]
 
 
 @torch.compiler.disable(reason="burst attention communicates around a ring")  # type: ignore[untyped-decorator,no-untyped-call]
-def opaque(function: Callable[..., T], *args: object) -> T:
-    """Return `function(*args)`, called between two graphs."""
-    return function(*args)
+def opaque(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return `function(*args, **kwargs)`, called between two graphs."""
+    return function(*args, **kwargs)

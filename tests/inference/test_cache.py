@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from burst_plugin import Causal, ContextParallel, PerRow, PrefixLM, Scores, SlidingWindow, Strategy, Topology
+from burst_plugin import (
+    Causal,
+    ContextParallel,
+    PerHeadGroup,
+    PerRow,
+    PrefixLM,
+    Scores,
+    SlidingWindow,
+    Strategy,
+    Topology,
+)
 from burst_plugin.inference import KVCache, decode_bytes, pass_q_share
 from burst_plugin.kernels import How
 from burst_plugin.kernels.torch_cpu import TorchCpuKernel
@@ -297,13 +309,70 @@ def test_offloaded_layers_are_on_the_device_one_ahead() -> None:
     assert again.tell(ContextParallel(), cache, layers=4).error < 1e-14
 
 
-def test_turns_in_and_out_of_inference_mode_mix() -> None:
-    told = Conversation.draw(((5,), (1,), (2,)))
+@pytest.mark.parametrize("offload", [False, True])
+def test_turns_in_and_out_of_inference_mode_mix(offload: bool) -> None:
+    told = Conversation.draw(((5,), (1,), (2,), (1,)))
+    cache = KVCache(ContextParallel(), 2, offload=offload)
+    for number, lengths in enumerate(told.turns):
+        with torch.inference_mode(number % 2 == 0):
+            turn = cache.begin(lengths)
+            for layer in range(2):
+                out = cache.attend(**told.asked(turn)._replace(layer=layer)._asdict())
+                assert told.error(out, turn.starts, lengths) < 1e-14
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_refused_layer_leaves_no_type_and_no_heads_behind(offload: bool) -> None:
+    """That it is refused is noticed when its tokens are in the cache; others may follow then."""
+    cache, x = KVCache(ContextParallel(kernel="torch_cpu"), 1, offload=offload, reserve=9), torch.ones(1, 1, 2, 4)
+    cache.begin([1])
+    with pytest.raises(ValueError, match="it lacks: softcap"):
+        cache.attend(0, x, x, x, scores=Scores(softcap=1.0))
+    assert cache.allocated_bytes == 0
+    other = torch.ones(1, 1, 6, 8, dtype=torch.float64)
+    assert torch.equal(cache.attend(0, other, other, other), other)
+    cache.begin([1])
+    with pytest.raises(ValueError, match="it lacks: softcap"):
+        cache.attend(0, other, other, other, scores=Scores(softcap=1.0))
+    with pytest.raises(
+        ValueError, match=r"k has type, device, heads and head dim .*float32.* but the cache .*float64"
+    ):
+        cache.attend(0, x, x, x)
+    assert torch.equal(cache.attend(0, other, other, other), other)
+
+
+def test_copies_of_a_cache_go_on_by_themselves_and_it_is_not_pickled() -> None:
+    told = Conversation.draw(((5,), (1,)))
     cache = KVCache(ContextParallel(), 1)
-    for number, turn in enumerate(told.turns):
-        with torch.inference_mode(number != 1):
-            out = cache.attend(**told.asked(cache.begin(turn))._asdict())
-            assert told.error(out, [n - m for n, m in zip(cache.lengths, turn, strict=True)], turn) < 1e-14
+    told.of_rows(1, told.turns[:1]).tell(ContextParallel(), cache)
+    for copied in (copy.copy(cache), copy.deepcopy({"cache": cache})["cache"], cache):
+        assert told.of_rows(1, told.turns[1:]).tell(ContextParallel(), copied).error < 1e-14
+        assert copied.lengths == (6,)
+    with pytest.raises(TypeError, match="a KVCache cannot be saved or sent to another process"):
+        pickle.dumps(cache)
+    cache.begin([1])
+    with pytest.raises(ValueError, match="layers 0 did not attend"):
+        copy.copy(cache)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_rows_that_share_a_prefix_have_the_rest_of_its_reserve(offload: bool) -> None:
+    told = Conversation.draw(((98,) * 4, (2,) * 4), same=98)
+    prefix = KVCache(ContextParallel(), 1, reserve=100, offload=offload)
+    told.of_rows(1, told.turns[:1]).tell(ContextParallel(), prefix)
+    token = 2 * (8 + 8) * 8
+    assert prefix.allocated_bytes == 100 * token
+    cache = prefix.fork([0] * 4, shared=True)
+    assert cache.allocated_bytes == (98 + 4 * 2) * token
+    assert told.of_rows(4, told.turns[1:]).tell(ContextParallel(), cache).error < 1e-14
+    assert cache.allocated_bytes == (98 + 4 * 2) * token
+
+
+def test_a_mask_by_groups_of_heads_is_refused() -> None:
+    cache, x = KVCache(ContextParallel(), 1), torch.ones(1, 1, 2, 4)
+    cache.begin([1])
+    with pytest.raises(ValueError, match="is for 2 groups of heads, but a KVCache has one mask for all heads"):
+        cache.attend(0, x, x, x, mask=PerHeadGroup((Causal(), SlidingWindow(3))))
 
 
 def test_windows_keep_what_they_need_and_can_be_rewound_so_far() -> None:

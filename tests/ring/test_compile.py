@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from burst_plugin import ContextParallel, Scores, SlidingWindow, burst_attention
+from burst_plugin import ContextParallel, Scores, SlidingWindow, Topology, VirtualRing, burst_attention, shard_batch
+from burst_plugin.inference import KVCache
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -68,3 +70,60 @@ def test_one_break_per_attention_and_the_same_gradients() -> None:
     for graphs, difference in run_ranks(_compiled_like_eager, 2):
         assert graphs == 3, "one before the attention, again for the other window, and one after it; for all steps"
         assert difference < 1e-6
+
+
+def _turns(cp: ContextParallel, counter: Counter | None) -> list[Tensor]:
+    """A prompt and a token in a cache, unsharded keys and a cut batch, compiled or not."""
+    generator = torch.Generator().manual_seed(cp.rank)
+    weight, whole = torch.randn(8, 8, generator=generator), torch.randn(1, 9, 2, 8)
+    cache, batch = KVCache(cp, 1), {"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}
+
+    def step(x: Tensor, count: int) -> Tensor:
+        turn = cache.begin([count])
+        own = torch.sin(turn.take(x) @ weight)
+        out = cache.attend(0, own, own, own, scores=Scores(softcap=2.0)) * 2
+        return cache.gather(out, last=True).cos()
+
+    def looked_at(x: Tensor) -> Tensor:
+        ids = shard_batch(batch, cp)["input_ids"]
+        return cp.unshard(torch.sin(x @ weight)).cos() * ids.sum()
+
+    if counter is not None:
+        step, looked_at = torch.compile(step, backend=counter), torch.compile(looked_at, backend=counter)
+    with torch.no_grad():
+        return [step(whole, 9), step(whole[:, :1], 1), looked_at(whole[:, :8])]
+
+
+def _virtual(counter: Counter | None) -> list[Tensor]:
+    """Two layers of all ranks in one process, compiled or not, with their gradients."""
+    ring, x = VirtualRing(Topology(1, 2)), torch.randn(1, 8, 2, 8, generator=torch.Generator().manual_seed(0))
+    x.requires_grad_()
+
+    def layers(x: Tensor) -> Tensor:
+        for window in (5, 3):
+            x = torch.sin(ring.attention(x * 2, x, x, mask=SlidingWindow(window))[0])
+        return x
+
+    out = (layers if counter is None else torch.compile(layers, backend=counter))(x)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return [out.detach(), x.grad]
+
+
+def test_caches_and_rings_are_breaks_too_and_nothing_of_them_is_traced() -> None:
+    def on_rank(rank: int) -> tuple[int, float, int, float]:
+        cp, graphs, errors = ContextParallel(dist.group.WORLD), [], []
+        for run in (partial(_turns, cp), _virtual):
+            torch.manual_seed(0)
+            expected, counter = run(None), Counter()
+            torch.manual_seed(0)
+            got = run(counter)
+            graphs.append(counter.graphs)
+            errors.append(max(float((one - other).abs().max()) for one, other in zip(got, expected, strict=True)))
+        cp.close()
+        return graphs[0], errors[0], graphs[1], errors[1]
+
+    for turns, error, layers, difference in run_ranks(on_rank, 2, timeout_s=120.0):
+        assert turns <= 8, "three around a cache's calls, for both shapes; two around unshard"
+        assert layers == 3, "before, between and after two attentions"
+        assert max(error, difference) < 1e-6

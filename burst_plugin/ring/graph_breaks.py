@@ -1,0 +1,30 @@
+"""What `torch.compile` does not look into: calls that communicate, or that change what ranks hold.
+
+The compiler itself is imported where a call is compiled, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+__all__ = ["between_graphs"]
+
+
+def between_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Return `function` as one opaque step between two graphs of `torch.compile`."""
+
+    @wraps(function)
+    def step(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        from burst_plugin.ring.compiled import opaque  # which imports the compiler
+
+        return opaque(function, *args, **kwargs)
+
+    return step
