@@ -142,7 +142,7 @@ def burst_attention(
     request = Request(mask, scores, both_sides(tokens), return_max_logits, return_lse, softmax_scale)
     outputs = ring_attention(inputs, request, cp, tag)
     wanted = (True, return_lse, return_max_logits)
-    chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants)
+    chosen = tuple(x for x, wants in zip(outputs, wanted, strict=True) if wants and x is not None)
     return chosen if len(chosen) > 1 else chosen[0]
 
 

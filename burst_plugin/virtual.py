@@ -111,7 +111,10 @@ class VirtualRing:
         if torch.compiler.is_compiling():
             from burst_plugin.ring.compiled import opaque  # which imports the compiler
 
-            return opaque(self.attention, q, k, v, mask=mask, scores=scores, tokens=tokens, **extras)
+            both: tuple[Tensor, Tensor] = opaque(
+                self.attention, q, k, v, mask=mask, scores=scores, tokens=tokens, **extras
+            )
+            return both
         pair = both_sides(tokens)
         whole = Inputs(q, k, v, **extras)
         check_kinds(whole, Request(mask, scores, pair))

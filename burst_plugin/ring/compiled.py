@@ -12,7 +12,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = ["opaque"]
 

@@ -11,7 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = ["between_graphs"]
 
@@ -25,6 +26,7 @@ def between_graphs(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
         from burst_plugin.ring.compiled import opaque  # which imports the compiler
 
-        return opaque(function, *args, **kwargs)
+        result: T = opaque(function, *args, **kwargs)
+        return result
 
     return step

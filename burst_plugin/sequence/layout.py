@@ -236,7 +236,7 @@ def token_count(runs: Sequence[Run]) -> int:
     return sum(run.length for run in runs)
 
 
-def positions(runs: Sequence[Run], device: torch.device | str = "cpu") -> Tensor:
+def positions(runs: Sequence[Run], device: torch.device | str | None = "cpu") -> Tensor:
     """Return the positions of these runs, [S_local], int64."""
     ranges = [torch.arange(run.start, run.start + run.length * run.stride, run.stride, device=device) for run in runs]
     return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64, device=device)
