@@ -47,6 +47,7 @@ from burst_plugin.megatron.loss_repairs import weigh_tokens_alike
 from burst_plugin.megatron.registry import Registry
 from burst_plugin.megatron.releases import about, parse_version
 from burst_plugin.megatron.repairs import apply_repairs
+from burst_plugin.megatron.router_losses import weigh_valid_tokens_alike
 from burst_plugin.strategy import Strategy
 
 __all__ = ["Adapter", "install_adapter"]
@@ -102,6 +103,7 @@ def install_adapter(strategy: Strategy | None) -> Adapter:
     adapter.report.append(follow_schedules(adapter.registry.rings, lambda: adapter.registry.identity))
     adapter.report.append(follow_documents(adapter.registry))
     adapter.report.append(weigh_tokens_alike(adapter.registry))
+    adapter.report.append(weigh_valid_tokens_alike(adapter.registry))
     adapter.report.append(follow_losses(adapter.registry))
     adapter.report.append(follow_inference(adapter.registry))  # after what wraps a model's forward, too
     adapter.report.append(_extend_argument_parser())

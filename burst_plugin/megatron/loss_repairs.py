@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import gpt_model
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import multi_token_prediction
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from burst_plugin.frameworks.wrapping import wrap, wrap_everywhere
 from burst_plugin.megatron.config import asks_for_burst, is_hybrid
 from burst_plugin.megatron.registry import Registry
 
-__all__ = ["count_no_labels_as_one", "weigh_routers_per_token", "weigh_tokens_alike"]
+__all__ = ["count_no_labels_as_one", "weigh_tokens_alike"]
 
 _PREDICTS = "process_mtp_loss"  # from 0.17 on; until 0.16 it is a part of GPTModel.forward
 
@@ -208,25 +207,6 @@ def _over_ranks(registry: Registry, of: str, count: Tensor, group: dist.ProcessG
     total = count.detach().clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def weigh_routers_per_token() -> None:
-    """Multiply losses of routers by the context-parallel ranks with `--calculate-per-token-loss`.
-
-    Megatron multiplies them by a rank's own tokens, and divides them by those of all ranks. It sets their scale anew
-    in every forward step, before the backward pass that reads it.
-    """
-
-    def set_scale(original: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        config = given["config"]
-        if config.calculate_per_token_loss and config.num_moe_experts is not None and _weighs(config):
-            scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-            MoEAuxLossAutoScaler.set_loss_scale(scale * _group_of(given["model"]).size())
-        return found
-
-    wrap_everywhere(schedules, "forward_step_calc_loss", set_scale)
 
 
 def count_no_labels_as_one() -> None:

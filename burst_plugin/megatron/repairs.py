@@ -28,8 +28,9 @@ from burst_plugin.megatron.batch_repairs import (
     wants_absent_te,
 )
 from burst_plugin.megatron.core_attention import BurstCoreAttention
-from burst_plugin.megatron.loss_repairs import count_no_labels_as_one, weigh_routers_per_token
+from burst_plugin.megatron.loss_repairs import count_no_labels_as_one
 from burst_plugin.megatron.releases import Version
+from burst_plugin.megatron.router_losses import weigh_routers_per_token
 from burst_plugin.megatron.training_repairs import (
     count_steps_of_pytorchs_adam,
     has_scripts,
@@ -247,7 +248,7 @@ REPAIRS = (
     ),
     Repair(
         name="router_losses_per_token",
-        fault="--calculate-per-token-loss divides losses of routers (balance, z) by the context-parallel ranks",
+        fault="--calculate-per-token-loss divides losses of routers by the tensor- and context-parallel ranks",
         fixed_in=(0, 19, 0),
         apply=weigh_routers_per_token,
     ),
