@@ -5,8 +5,8 @@ Megatron weighs either mean of the z loss by 1/2; here the weights are 2/8 and 6
 it multiplies balancing losses by the number of ranks and by a rank's own tokens, but it has counted the tokens of all
 ranks, 8. Here it is the ranks' mean, 4.
 
-The balancing loss of sequences (`seq_aux_loss`) is a mean over the samples of a microbatch. Where they are packed into
-one sequence, the layout decides which parts of them a rank holds: see `_Weights.find_samples`.
+The balancing loss of sequences (`seq_aux_loss`) is a mean over the samples of a microbatch. Where these are packed
+into one sequence, the layout decides which parts of them a rank holds: see `_Weights.find_samples`.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class _Weights:
     ) -> Tensor:
         """Return this rank's share of the z loss, of which Megatron takes the mean over ranks.
 
-        With `--calculate-per-token-loss` Megatron multiplies the gradient by this rank's valid tokens, so that only the
-        value is weighed here, which it prints.
+        With `--calculate-per-token-loss` Megatron multiplies the gradient by this rank's valid tokens. Then only the
+        value is weighed, which Megatron prints.
         """
         own_mean: Tensor = original(logits, z_loss_coeff, padding_mask=padding_mask)
         if self._router is None:
@@ -115,9 +115,9 @@ class _Weights:
     ) -> tuple[Tensor, Tensor | None, int | None]:
         """Leave hidden states [T, 1, H] of several samples as they are, and give the router a mask for each sample.
 
-        Megatron reshapes them into samples, but ranks hold parts of these. The mask is True for padding and for tokens
-        of other samples. It takes the place of `padding_mask` [1, T], which the router gets again at recomputation: as
-        [samples, T], or as [samples, T, 1] without padding.
+        Megatron reshapes them into samples, but ranks hold parts of these. The mask is True for padding and for
+        tokens of other samples. It takes the place of `padding_mask` [1, T], which the router gets again at
+        recomputation: as [samples, T], or as [samples, T, 1] without padding.
         """
         length = getattr(packed_seq_params, "tokens_per_sample", None)
         if length is None or not layer.is_moe_layer or not _weighs(layer.config):
