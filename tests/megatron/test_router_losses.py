@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -59,6 +58,7 @@ KINDS: dict[str, tuple[list[float], float | None]] = {
 # Valid tokens of the two rows of two microbatches. Of a few tokens, some ranks have none in every layout. With little
 # padding, some ranks have none of it, and then pass no mask.
 LENGTHS = {"no_mask": None, "padded": ((9, 7), (20, 13)), "few": ((3, 1), (2, 3)), "little": ((24, 20), (18, 24))}
+CASES = [(kind, "padded") for kind in KINDS] + [("all", padding) for padding in LENGTHS if padding != "padded"]
 
 
 def _padded(padding: str) -> Callable[[Batches, Any], tuple[torch.Tensor, Any]]:
@@ -92,7 +92,7 @@ def _gradients(rank: int, run: GptRun) -> dict[str, Grads]:
         made = replace(run, per_token_loss=per_token)
         model = build(made)
         routers = [module for module in model.modules() if hasattr(module, "reset_global_aux_loss_tracker")]
-        for kind, padding in itertools.product(KINDS, LENGTHS):
+        for kind, padding in CASES:
             for router in routers:
                 router.config.moe_aux_loss_coeff, router.config.moe_z_loss_coeff = KINDS[kind]
                 router.reset_global_aux_loss_tracker()

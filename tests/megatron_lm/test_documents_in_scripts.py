@@ -104,6 +104,18 @@ def test_documents_of_the_data_files(tree: Path, text: list[str]) -> None:
         check(run(tree, ranks, *flags, *text, *PACKED), one)
 
 
+@pytest.mark.parametrize("per_token", [[], PER_TOKEN], ids=["mean_of_microbatches", "per_token"])
+def test_experts_are_balanced_in_every_sample(tree: Path, text: list[str], per_token: list[str]) -> None:
+    """Samples of a microbatch are packed into one sequence, whose parts ranks hold."""
+    if tree_version(tree) < (0, 19, 0):
+        return
+    given = [*text, *per_token, *SHAPES["experts"][1].split()]
+    given += ["--moe-router-load-balancing-type", "seq_aux_loss", "--moe-aux-loss-coeff", "10"]
+    one = run(tree, 1, *given, *RESET)
+    for ranks, flags in ((2, CP2), (4, [*CP4, *AUTO])):
+        check(run(tree, ranks, *flags, *given, *PACKED), one)
+
+
 def test_a_run_of_four_ranks_goes_on_with_two(tree: Path, text: list[str], tmp_path: Path) -> None:
     saved = ["--save", str(tmp_path), "--save-interval", "2", "--ckpt-format", "torch_dist"]
     whole = run(tree, 1, *text, *RESET)
